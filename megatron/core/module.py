@@ -1,0 +1,37 @@
+"""What a model shares with whatever runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from megatron.core.param_meta import ParamMeta
+from megatron.core.weight_grad import WeightGradAccumulator
+
+
+@dataclasses.dataclass
+class ModelContext:
+    """Made by the model, driven by the trainer: the sink for weight gradients and the clock that keys dropout.
+
+    Dropout masks are a function of (seed, iteration, microbatch, layer, site) and of nothing else; `microbatch` is
+    global: index within the step * data-parallel size + data-parallel rank.
+    """
+
+    seed: int
+    iteration: int = 0
+    microbatch: int = 0
+    grads: WeightGradAccumulator = dataclasses.field(default_factory=WeightGradAccumulator)
+
+    def begin_microbatch(self, iteration: int, index: int, global_index: int) -> None:
+        """Call before the forward of microbatch `index` of this rank's step."""
+        self.iteration = iteration
+        self.microbatch = global_index
+        self.grads.microbatch = index
+
+
+class MegatronModule(nn.Module):
+    """A model of ours: carries its context and the facts about its parameters."""
+
+    context: ModelContext
+    param_meta: dict[str, ParamMeta]
