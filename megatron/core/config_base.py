@@ -10,11 +10,16 @@ destination name (`args.hidden_size`), its annotation gives the type of the valu
 
 A boolean flag takes no value: its presence turns the default round (`flags=("--disable-bias-linear",)` on a
 field `add_bias_linear` that defaults to True stores False).
+
+Group files do not use `from __future__ import annotations`: the annotations must stay types, not strings.
+A field with `required` or `derived` is annotated with the type it has after `resolve`, and is None before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +34,8 @@ class ArgInfo:
     nargs: int | str | None
     parse: Callable[[str], Any] | None
     ours: bool
+    required: bool
+    derived: str | None
 
 
 def arg(
@@ -40,6 +47,8 @@ def arg(
     nargs: int | str | None = None,
     parse: Callable[[str], Any] | None = None,
     ours: bool = False,
+    required: bool = False,
+    derived: str | None = None,
 ) -> Any:
     """A field that is also a command-line flag.
 
@@ -48,8 +57,10 @@ def arg(
     nargs: exact count or "+", for tuples; default "+".
     parse: turns one word into the value, where the annotation is not enough (list expressions, sizes).
     ours:  True for a flag that Megatron does not have.
+    required: no default that could serve; a rule demands it.
+    derived: how `resolve` fills the value when it is unset, in words (the default is then None).
     """
-    info = ArgInfo(help=help, flags=flags, unit=unit, nargs=nargs, parse=parse, ours=ours)
+    info = ArgInfo(help, flags, unit, nargs, parse, ours, required, derived)
     return dataclasses.field(default=default, metadata={"arg": info})
 
 
@@ -65,3 +76,30 @@ def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     info = arg_info(field)
     assert info is not None, f"field {field.name} is no flag"
     return info.flags or ("--" + field.name.replace("_", "-"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueType:
+    """What one field holds: `kind` of one word, whether several follow, whether it may be unset."""
+
+    kind: type
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    optional: bool = False
+
+
+def value_type(annotation: Any) -> ValueType:
+    """Read an annotation of the forms listed at the top of this module."""
+    origin = typing.get_origin(annotation)
+    if origin in (types.UnionType, typing.Union):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        assert len(inner) == 1, f"annotation {annotation!r}: only `X | None` unions are understood"
+        return dataclasses.replace(value_type(inner[0]), optional=True)
+    if origin is typing.Literal:
+        return ValueType(kind=str, choices=tuple(typing.get_args(annotation)))
+    if origin is tuple:
+        item, ellipsis = typing.get_args(annotation)
+        assert ellipsis is ..., f"annotation {annotation!r}: write tuple[X, ...]"
+        return dataclasses.replace(value_type(item), many=True)
+    assert annotation in (int, float, str, bool), f"annotation {annotation!r} is not understood"
+    return ValueType(kind=annotation)

@@ -1,0 +1,45 @@
+"""Where the training data is and how samples are cut from it (floor 0)."""
+
+import dataclasses
+from typing import Literal
+
+from megatron.core.config_base import arg
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Corpora, splits, and what a sample looks like."""
+
+    data_path: tuple[str, ...] | None = arg(None, "one prefix, several prefixes, or weight prefix pairs")
+    split: str | None = arg(
+        None, "weights of train, valid, test for --data-path", derived="969,30,1 with --data-path"
+    )
+    train_data_path: tuple[str, ...] | None = arg(None, "like --data-path, training only")
+    valid_data_path: tuple[str, ...] | None = arg(None, "like --data-path, validation only")
+    test_data_path: tuple[str, ...] | None = arg(None, "like --data-path, test only")
+    data_args_path: str | None = arg(None, "file that holds the words of --data-path")
+    per_split_data_args_path: str | None = arg(None, "JSON file {train, valid, test: words of --data-path}")
+    data_cache_path: str | None = arg(None, "folder for cached indices", derived="beside the corpus")
+    mock_data: bool = arg(False, "counting sequences instead of a corpus")
+    full_validation: bool = arg(False, "each evaluation runs over the whole validation set")
+    multiple_validation_sets: bool = arg(False, "evaluate each validation corpus on its own")
+    mmap_bin_files: bool = arg(True, "read .bin with file reads", flags=("--no-mmap-bin-files",))
+    num_dataset_builder_threads: int = arg(1, "threads that build datasets on each rank")
+    mid_level_dataset_surplus: float = arg(0.005, "extra share of samples asked of each member of a blend")
+    reset_position_ids: bool = arg(False, "positions start again after an end-of-document token")
+    reset_attention_mask: bool = arg(False, "attention stops at an end-of-document token")
+    eod_mask_loss: bool = arg(False, "no loss on end-of-document tokens")
+    create_attention_mask_in_dataloader: bool = arg(
+        True, "no s x s masks from the loader", flags=("--no-create-attention-mask-in-dataloader",)
+    )
+    dataloader_type: Literal["single", "cyclic", "external"] | None = arg(
+        None,
+        "order of samples: as indexed, reshuffled each epoch, or the user's own loader",
+        derived="single",
+    )
+    data_sharding: bool = arg(
+        True,
+        "cyclic: each rank draws from all samples, not from its own bucket",
+        flags=("--no-data-sharding",),
+    )
+    num_workers: int = arg(2, "loader threads on each rank; 0 = load in the training thread")

@@ -1,0 +1,106 @@
+"""Shape and arithmetic of the model (floor 0)."""
+
+import dataclasses
+from typing import Literal
+
+from megatron.core.config_base import arg
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """One decoder-only transformer. `resolved()` fills the sizes that follow from others."""
+
+    # Shape
+    num_layers: int = arg(None, "decoder layers", required=True)
+    hidden_size: int = arg(None, "width h of the model", required=True)
+    num_attention_heads: int = arg(None, "query heads", required=True)
+    seq_length: int = arg(None, "training sequence length", unit="tokens", required=True)
+    max_position_embeddings: int = arg(
+        None,
+        "rows of the learned position table, upper bound of the sequence length",
+        unit="tokens",
+        required=True,
+    )
+    ffn_hidden_size: int = arg(None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64")
+    kv_channels: int = arg(None, "dimension of one head", derived="hidden size / heads")
+    group_query_attention: bool = arg(False, "several query heads share one key and value head")
+    num_query_groups: int = arg(
+        1, "key and value heads, with --group-query-attention (without it: as many as query heads)"
+    )
+    # Embeddings and positions
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
+        "learned_absolute", "how positions enter the model"
+    )
+    use_rotary_position_embeddings: bool = arg(False, "older spelling of --position-embedding-type rope")
+    rotary_base: int = arg(10000, "base (theta) of the rotation frequencies")
+    rotary_percent: float = arg(1.0, "share of the head dimension that is rotated")
+    rotary_interleaved: bool = arg(False, "rotate pairs (2i, 2i+1) instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = arg(None, "divide positions by this factor")
+    use_rope_scaling: bool = arg(False, "frequency scaling of Llama 3.1")
+    rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling")
+    untie_embeddings_and_output_weights: bool = arg(False, "separate output matrix")
+    make_vocab_size_divisible_by: int = arg(128, "pad the vocabulary to a multiple of this x TP", unit="ids")
+    padded_vocab_size: int | None = arg(
+        None, "vocabulary after padding, instead of padding by rule", unit="ids"
+    )
+    # Norms and activations
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "norm of the residual branches")
+    norm_epsilon: float = arg(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
+    apply_layernorm_1p: bool = arg(False, "norm weights are stored as (w - 1)")
+    qk_layernorm: bool = arg(False, "norm over each head of queries and keys")
+    swiglu: bool = arg(False, "gated SiLU MLP")
+    quick_geglu: bool = arg(False, "gated MLP with x * sigmoid(1.702 x)")
+    squared_relu: bool = arg(False, "squared ReLU instead of GELU")
+    openai_gelu: bool = arg(False, "tanh approximation of GELU")
+    add_bias_linear: bool = arg(True, "no biases in linear layers", flags=("--disable-bias-linear",))
+    add_qkv_bias: bool = arg(False, "bias in the QKV projection even without other biases")
+    # Dropout and initial weights
+    attention_dropout: float = arg(0.1, "dropout on attention probabilities")
+    hidden_dropout: float = arg(0.1, "dropout on residual branches and the embedding")
+    init_method_std: float = arg(0.02, "std of initial weights; residual outputs use std / sqrt(2 layers)")
+    init_model_with_meta_device: bool = arg(False, "build the model without memory, then fill its own shard")
+    # Arithmetic
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = arg(
+        "local", "implementation of the layers"
+    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg(
+        "auto",
+        "auto, flash, fused: torch's scaled_dot_product_attention; unfused, local: written out, exact",
+    )
+    use_flash_attn: bool = arg(False, "older spelling of --attention-backend flash")
+    attention_softmax_in_fp32: bool = arg(False, "softmax of the unfused path in fp32")
+    apply_query_key_layer_scaling: bool = arg(
+        False, "scale QK by 1 / layer number and undo it in an fp32 softmax"
+    )
+    fp32_residual_connection: bool = arg(False, "residual stream in fp32")
+    calculate_per_token_loss: bool = arg(
+        False, "divide by the global token count instead of averaging microbatch means"
+    )
+    # Recompute
+    recompute_granularity: Literal["full", "selective"] | None = arg(
+        None, "full: drop whole layers' activations; selective: those of --recompute-modules"
+    )
+    recompute_method: Literal["uniform", "block"] | None = arg(
+        None, "full: uniform chunks of layers, or the first layers of each stage"
+    )
+    recompute_num_layers: int | None = arg(
+        None, "layers per recomputed chunk (uniform), or recomputed layers (block)", unit="layers"
+    )
+    recompute_modules: tuple[str, ...] = arg(("core_attn",), "what selective recompute drops")
+    recompute_activations: bool = arg(False, "short for --recompute-granularity selective")
+
+    def resolved(self) -> "TransformerConfig":
+        """Sizes that follow from others filled in; what is given stays as it is."""
+        ffn, channels, groups = self.ffn_hidden_size, self.kv_channels, self.num_query_groups
+        if ffn is None and self.hidden_size is not None:
+            ffn = (8 * self.hidden_size // 3) // 64 * 64 if self.swiglu else 4 * self.hidden_size
+        if channels is None and self.hidden_size is not None and self.num_attention_heads:
+            channels = self.hidden_size // self.num_attention_heads
+        if not self.group_query_attention and self.num_attention_heads is not None:
+            groups = self.num_attention_heads
+        return dataclasses.replace(self, ffn_hidden_size=ffn, kv_channels=channels, num_query_groups=groups)
+
+    @property
+    def gated_linear_unit(self) -> bool:
+        """The MLP's first matrix holds a gate half and an up half."""
+        return self.swiglu or self.quick_geglu

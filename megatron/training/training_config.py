@@ -1,0 +1,148 @@
+"""The loop: batch, length, evaluation, checkpoints, logs, reliability (floor 0)."""
+
+import dataclasses
+from typing import Literal
+
+from megatron.core.config_base import arg
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How much is trained, in which batches, and when to stop."""
+
+    micro_batch_size: int = arg(
+        None, "samples of one forward on one model replica", unit="samples", required=True
+    )
+    global_batch_size: int = arg(
+        None, "samples of one optimizer step", unit="samples", derived="micro batch size x DP"
+    )
+    rampup_batch_size: tuple[int, ...] | None = arg(
+        None, "start, increment, and samples over which the batch grows to the global batch size", nargs=3
+    )
+    decrease_batch_size_if_needed: bool = arg(
+        False, "round the global batch size down to a multiple of micro batch size x DP"
+    )
+    train_iters: int | None = arg(None, "optimizer steps", unit="iterations")
+    train_samples: int | None = arg(None, "length of the run", unit="samples")
+    seed: int = arg(1234, "seed of initial weights, dropout and sample order")
+    exit_interval: int | None = arg(None, "save and exit when the iteration is a multiple", unit="iterations")
+    exit_duration_in_mins: int | None = arg(None, "save and exit after this time", unit="min")
+    iterations_to_skip: tuple[int, ...] = arg((), "iterations whose batch is drawn but not trained on")
+    deterministic_mode: bool = arg(False, "only kernels that give the same bits every time")
+    manual_gc: bool = arg(False, "Python's garbage collection only at fixed steps")
+    manual_gc_interval: int = arg(
+        0, "steps between collections with --manual-gc; 0 = never", unit="iterations"
+    )
+    manual_gc_eval: bool = arg(
+        True, "no collection before and after evaluation", flags=("--no-manual-gc-eval",)
+    )
+    yaml_cfg: str | None = arg(None, "YAML file of settings; the command line wins")
+    check_config: bool = arg(
+        False, "print the resolved configuration, the rank grid and parameters per rank, then exit", ours=True
+    )
+    world_size: int | None = arg(
+        None, "ranks that --check-config assumes", unit="ranks", derived="ranks of the launcher", ours=True
+    )
+    json: bool = arg(False, "--check-config prints one JSON object", ours=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation and test."""
+
+    eval_interval: int | None = arg(None, "iterations between validations; unset = never", unit="iterations")
+    eval_iters: int = arg(100, "batches of one evaluation; 0 = no evaluation", unit="iterations")
+    skip_train: bool = arg(False, "evaluate only")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and loaded, where and when."""
+
+    save: str | None = arg(None, "folder of checkpoints")
+    save_interval: int | None = arg(
+        None,
+        "iterations between checkpoints",
+        flags=("--save-interval", "--persistent-save-interval"),
+        unit="iterations",
+    )
+    save_retain_interval: int | None = arg(
+        None, "keep checkpoints at multiples of this, and the newest two", unit="iterations"
+    )
+    no_save_optim: bool = arg(False, "leave the optimizer's state out of checkpoints")
+    no_save_rng: bool = arg(False, "leave the state of random generators out of checkpoints")
+    load: str | None = arg(None, "folder to resume from")
+    no_load_optim: bool = arg(False, "leave the optimizer's state as it is")
+    no_load_rng: bool = arg(False, "leave the state of random generators as it is")
+    finetune: bool = arg(False, "load weights only and start at iteration 0")
+    ckpt_step: int | None = arg(None, "load this iteration instead of the newest", unit="iterations")
+    use_checkpoint_args: bool = arg(False, "take the model's shape from the checkpoint")
+    exit_on_missing_checkpoint: bool = arg(False, "stop when --load holds no checkpoint")
+    ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor", "zarr"] = arg(
+        "torch_dist", "there is one format, ours, under the name torch_dist"
+    )
+    async_save: bool = arg(False, "write checkpoints in the background")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """What is printed and recorded."""
+
+    log_interval: int = arg(100, "iterations between log lines", unit="iterations")
+    log_throughput: bool = arg(False, "TFLOP/s per GPU in the log line")
+    log_params_norm: bool = arg(False, "L2 norm of the parameters in the log line")
+    log_num_zeros_in_grad: bool = arg(False, "zero entries of the gradient in the log line")
+    log_progress: bool = arg(False, "append progress.txt in the folder of checkpoints")
+    timing_log_level: int = arg(0, "0: iterations only, 1: phases, 2: every operation")
+    timing_log_option: Literal["max", "minmax", "all"] = arg("minmax", "how timers are told over ranks")
+    barrier_with_L1_time: bool = arg(  # noqa: N815 - Megatron's destination name
+        True, "no barrier at level 1 timers", flags=("--no-barrier-with-level-1-timing",)
+    )
+    logging_level: int | None = arg(None, "level of Python's logging, as a number")
+    tensorboard_dir: str | None = arg(None, "folder of TensorBoard files")
+    tensorboard_log_interval: int = arg(1, "iterations between records", unit="iterations")
+    tensorboard_queue_size: int = arg(1000, "records held before a write")
+    log_timers_to_tensorboard: bool = arg(False, "timers and iteration time")
+    log_validation_ppl_to_tensorboard: bool = arg(False, "exp(loss) beside the validation loss")
+    log_memory_to_tensorboard: bool = arg(False, "memory figures")
+    log_world_size_to_tensorboard: bool = arg(False, "number of ranks")
+    log_learning_rate_to_tensorboard: bool = arg(
+        True, "no learning rate", flags=("--no-log-learning-rate-to-tensorboard",)
+    )
+    log_loss_scale_to_tensorboard: bool = arg(
+        True, "no loss scale", flags=("--no-log-loss-scale-to-tensorboard",)
+    )
+    wandb_project: str | None = arg(None, "Weights & Biases project; turns it on")
+    wandb_entity: str | None = arg(None, "Weights & Biases entity")
+    wandb_exp_name: str | None = arg(None, "Weights & Biases run name")
+    wandb_save_dir: str | None = arg(None, "folder of Weights & Biases files")
+    mlflow_experiment: str | None = arg(None, "MLflow experiment; turns it on", ours=True)
+    mlflow_run_name: str | None = arg(None, "MLflow run name", ours=True)
+    mlflow_tracking_uri: str | None = arg(None, "where MLflow records", ours=True)
+    metrics_file: str | None = arg(
+        None,
+        "JSONL file of metrics, always written",
+        derived="metrics.jsonl in --save, else in the working directory",
+        ours=True,
+    )
+    progress: Literal["auto", "off"] = arg(
+        "auto", "progress with the time left; auto: when rank 0 writes to a terminal", ours=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReliabilityConfig:
+    """What happens when something goes wrong."""
+
+    nan_policy: Literal["abort", "skip", "rerun-once"] = arg(
+        "abort", "what a non-finite loss or gradient does to the run", ours=True
+    )
+    nan_max_skips: int = arg(10, "skipped steps in a row before the run aborts", unit="iterations", ours=True)
+    check_for_nan_in_loss_and_grad: bool = arg(
+        True, "do not stop on non-finite values", flags=("--no-check-for-nan-in-loss-and-grad",)
+    )
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = arg(
+        "disabled", "validate_results: compute a rejected step again, as --nan-policy rerun-once"
+    )
+    distributed_timeout_minutes: int = arg(10, "longest wait in a collective", unit="min")
+    exit_signal_handler: bool = arg(False, "SIGTERM saves and exits (always so here)")
