@@ -7,8 +7,8 @@
     assert run_ranks(check, 2, 10) == [0, 10]
 
 Ranks are forked, not spawned (8 ranks in 0.3 s against 17 s), so functions, closures and fixtures need no
-pickling; only what they return does. They meet through a file and die with the parent. Never use it where CUDA
-has been initialised.
+pickling; only what they return does. They meet through a file and die with the parent. Never after CUDA was
+initialised.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class RankContext:
         from megatron.core.parallel_state import make_parallel_state
         from megatron.core.rank_grid import RankGrid
 
-        full = {axis: sizes.get(axis, 1) for axis in ("tp", "cp", "ep", "dp", "pp")}
-        grid = RankGrid(world_size=self.world_size, order="tp-cp-ep-dp-pp", **full)
+        grid = RankGrid(self.world_size, **sizes)
         return make_parallel_state(grid, self.device, datetime.timedelta(seconds=self.timeout))
 
 

@@ -1,0 +1,304 @@
+"""Every collective, named. The only module that calls torch.distributed's collectives.
+
+Each takes a `Group` of the parallel state (never a bare process group), does nothing over a group of one, and
+turns the loss of a peer into `PeerLostError`, which says which call, which purpose, which rank and after how
+long. `async_op=True` returns a `Pending`; its result exists only after `wait()`, and it keeps the buffers
+alive until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import Group
+
+PEER_LOST_STATUS = 6  # the exit status of a rank that lost a peer (docs: exit statuses)
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_all_gather_flat = dist.all_gather_single if _TORCH >= (2, 13) else dist.all_gather_into_tensor
+_reduce_scatter_flat = dist.reduce_scatter_single if _TORCH >= (2, 13) else dist.reduce_scatter_tensor
+# What backends say when a peer is gone or silent, as against a call with wrong shapes or types.
+_LOST = re.compile(
+    r"connection|timed? ?out|peer|socket|broken pipe|remote process|monitoredBarrier|aborted", re.IGNORECASE
+)
+
+
+class PeerLostError(RuntimeError):
+    """A peer died or stayed silent for longer than the timeout: this rank cannot go on (exit status 6)."""
+
+    status = PEER_LOST_STATUS
+
+    def __init__(self, op: str, group: Group, elapsed_s: float, detail: str) -> None:
+        self.op = op
+        self.purpose = group.purpose
+        self.rank = group.ranks[group.rank]
+        self.elapsed_s = elapsed_s
+        super().__init__(
+            f"rank {self.rank}: lost a peer in {op} over group {group.purpose!r} (ranks "
+            f"{_abridged(group.ranks)}) after {elapsed_s:.1f} s: {detail}"
+        )
+
+
+class Pending:
+    """A collective under way. `wait()` completes it (once; later calls do nothing).
+
+    buffers: tensors in use until then. finish: what is left to do once the data has arrived.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: Group,
+        work: dist.Work | None,
+        buffers: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._op = op
+        self._group = group
+        self._work = work
+        self._buffers = buffers
+        self._finish = finish
+        self._started = time.monotonic()
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            with _peer_loss_named(self._op, self._group, self._started):
+                work.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        self._buffers = ()
+
+
+def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Pending:
+    """tensor <- sum, max or min over the group, in place."""
+    if group.size == 1:
+        return _done("all_reduce", group)
+    return _launch(
+        "all_reduce",
+        group,
+        async_op,
+        lambda: dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True),
+        (tensor,),
+    )
+
+
+def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
+    """output [size * n] <- every rank's input [n], in group order. `input` may be a slice of `output`."""
+    assert output.numel() == group.size * input.numel(), f"{output.shape} != {group.size} x {input.shape}"
+    if group.size == 1:
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input.view_as(output))
+        return _done("all_gather", group)
+    return _launch(
+        "all_gather",
+        group,
+        async_op,
+        lambda: _all_gather_flat(output.view(-1), input.view(-1), group=group.process_group, async_op=True),
+        (output, input),
+    )
+
+
+def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
+    """output [n] <- this rank's slice of the sum of every rank's input [size * n].
+
+    gloo's own is a hidden all-reduce at twice the CPU time, so there it is an all-to-all and a local sum: in
+    rank order (same bits on every run), in fp32 for 16-bit inputs. `output` may be this rank's slice of
+    `input`.
+    """
+    assert input.numel() == group.size * output.numel(), f"{input.shape} != {group.size} x {output.shape}"
+    if group.size == 1:
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input.view_as(output))
+        return _done("reduce_scatter", group)
+    if group.backend != "gloo":
+        return _launch(
+            "reduce_scatter",
+            group,
+            async_op,
+            lambda: _reduce_scatter_flat(
+                output.view(-1), input.view(-1), group=group.process_group, async_op=True
+            ),
+            (output, input),
+        )
+    received = torch.empty(group.size, output.numel(), dtype=input.dtype, device=input.device)
+    return _launch(
+        "reduce_scatter",
+        group,
+        async_op,
+        lambda: dist.all_to_all_single(
+            received.view(-1), input.view(-1), group=group.process_group, async_op=True
+        ),
+        (received, input, output),
+        finish=lambda: sum_in_rank_order(received, output),
+    )
+
+
+def sum_in_rank_order(parts: Tensor, output: Tensor) -> None:
+    """output [n] <- parts [ranks, n] added from the first to the last, 16-bit parts in fp32."""
+    if parts.element_size() >= 4 and output.dtype == parts.dtype:
+        total = output.view(-1).copy_(parts[0])
+    else:
+        total = parts[0].to(torch.float32 if parts.element_size() < 4 else parts.dtype)
+    for part in parts[1:]:
+        total.add_(part)
+    if total.data_ptr() != output.data_ptr():
+        output.view(-1).copy_(total)
+
+
+def sum_gradients(bucket: Tensor, group: Group) -> Pending:
+    """bucket <- its sum over the group, in place, always asynchronous. Its size is a multiple of the group's.
+
+    On gloo the sum runs in rank order, in fp32 at least: see [Note: sums in rank order] in
+    distributed/distributed_data_parallel. Its second half (gathering the sums) is issued by `wait()`, so
+    waits on several must come in the same order on all ranks.
+    """
+    order_free = group.size == 2 and bucket.element_size() >= 4  # a sum of two has one order
+    if group.size == 1 or group.backend != "gloo" or order_free:
+        return all_reduce(bucket, group, async_op=True)
+    share = bucket.view(group.size, -1)[group.rank]
+    received = torch.empty_like(bucket)
+
+    def gather_sums() -> None:
+        sum_in_rank_order(received.view(group.size, -1), share)
+        all_gather(bucket, share, group)
+
+    return _launch(
+        "sum_gradients",
+        group,
+        True,
+        lambda: dist.all_to_all_single(received, bucket, group=group.process_group, async_op=True),
+        (received, bucket),
+        finish=gather_sums,
+    )
+
+
+def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool = False) -> Pending:
+    """tensor <- that of the group's rank `source`, in place."""
+    if group.size == 1:
+        return _done("broadcast", group)
+    return _launch(
+        "broadcast",
+        group,
+        async_op,
+        lambda: dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True),
+        (tensor,),
+    )
+
+
+def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
+    """Every rank's bytes, in group order. For small host data: lengths first, then padded to the longest."""
+    if group.size == 1:
+        return [data]
+    device = _host_data_device(group)
+    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
+    all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group)
+    sizes = [int(n) for n in lengths.tolist()]  # sync: the sizes of host data
+    longest = max(sizes)
+    if longest == 0:
+        return [b""] * group.size
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    everyone = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
+    all_gather(everyone, mine, group)
+    rows = everyone.view(group.size, longest).cpu().numpy()  # sync: host data
+    return [rows[rank, :size].tobytes() for rank, size in enumerate(sizes)]
+
+
+def all_gather_json(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, in group order, through JSON: plain data only, nothing is executed when it is read.
+
+    NaN and infinities pass. Keys of mappings become strings, tuples become lists, on every rank alike.
+    """
+    return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode(), group)]
+
+
+def broadcast_json(value: Any, group: Group, source: int = 0) -> Any:
+    """The value of the group's rank `source` on every rank, through JSON; what others pass is ignored."""
+    data = json.dumps(value).encode() if group.rank == source else b""
+    if group.size == 1:
+        return json.loads(data)
+    device = _host_data_device(group)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    broadcast(length, group, source)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)  # sync: the size of host data
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    broadcast(buffer, group, source)
+    return json.loads(buffer.cpu().numpy().tobytes())
+
+
+def barrier(group: Group) -> None:
+    """Wait for every rank of the group. On gloo the error names the ranks that did not come.
+
+    Raises PeerLostError.
+    """
+    if group.size == 1:
+        return
+    with _peer_loss_named("barrier", group, time.monotonic()):
+        if group.backend == "gloo":
+            dist.monitored_barrier(group.process_group, group.timeout, wait_all_ranks=True)
+        else:
+            dist.barrier(group.process_group)
+
+
+def _launch(
+    op: str,
+    group: Group,
+    async_op: bool,
+    call: Callable[[], dist.Work],
+    buffers: tuple[Tensor, ...],
+    finish: Callable[[], None] | None = None,
+) -> Pending:
+    with _peer_loss_named(op, group, time.monotonic()):
+        work = call()
+    pending = Pending(op, group, work, buffers, finish)
+    if not async_op:
+        pending.wait()
+    return pending
+
+
+def _done(op: str, group: Group) -> Pending:
+    return Pending(op, group, None)
+
+
+@contextlib.contextmanager
+def _peer_loss_named(op: str, group: Group, started: float) -> Iterator[None]:
+    """PeerLostError where a peer is to blame; any other error (a wrong shape or type is our own) passes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            raise
+        elapsed_s = time.monotonic() - started
+        raise PeerLostError(op, group, elapsed_s, _first_line(str(error))) from error
+
+
+def _first_line(text: str) -> str:
+    """The message without the C++ stack, and without the source positions some backends put in front."""
+    line = text.strip().splitlines()[0] if text.strip() else "no message"
+    return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
+
+
+def _abridged(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= 16:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}], {len(ranks)} in all"
+
+
+def _host_data_device(group: Group) -> torch.device:
+    """Where small host data has to be for this group's backend to carry it."""
+    return torch.device("cpu") if group.backend == "gloo" else group.device.torch_device

@@ -1,0 +1,242 @@
+"""The CPU/CUDA seam: the only module that knows one from the other.
+
+Everything else asks a `Device`: where tensors live, which backend ranks talk over, how much memory is in use,
+how to wait. Streams and events exist on CUDA only; on CPU the same calls do nothing, so that engines are
+written once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import os
+import resource
+import sys
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes in use by this process on its device, now and at most since the last `Device.reset_peak`.
+
+    CUDA: torch's caching allocator. CPU: allocated is the heap in use (`mallinfo2`), reserved the resident
+    set; the heap's own peak is not recorded by the C library, so both peaks are the resident set's.
+    """
+
+    allocated_bytes: int
+    max_allocated_bytes: int
+    reserved_bytes: int
+    max_reserved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What this rank computes on. `index` is the CUDA device's number on this machine, 0 on CPU."""
+
+    kind: DeviceKind
+    index: int = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", self.index) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """The torch.distributed backend of tensors that live here."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    def describe(self) -> str:
+        """For the log: which device this is."""
+        if self.kind == "cuda":
+            return f"cuda:{self.index} ({torch.cuda.get_device_name(self.index)})"
+        return f"cpu ({available_cores()} cores, {torch.get_num_threads()} threads)"
+
+    # Waiting, streams and events ------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device. Does nothing on CPU, where nothing is queued."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.index)
+
+    def new_stream(self, *, high_priority: bool = False) -> torch.cuda.Stream | None:
+        """A side stream, or None on CPU; `on_stream` and `wait_stream` take either."""
+        if self.kind == "cpu":
+            return None
+        return torch.cuda.Stream(self.index, priority=-1 if high_priority else 0)
+
+    def on_stream(self, stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+        """Queue what follows on this stream."""
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def wait_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """The current stream goes on only when `stream` has done what is queued on it now."""
+        if stream is not None:
+            torch.cuda.current_stream(self.index).wait_stream(stream)
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """A mark in the current stream, or None on CPU."""
+        if self.kind == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.index))
+        return event
+
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
+        """The current stream goes on only after this mark."""
+        if event is not None:
+            torch.cuda.current_stream(self.index).wait_event(event)
+
+    # Memory ---------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryFigures:
+        if self.kind == "cuda":
+            return MemoryFigures(
+                torch.cuda.memory_allocated(self.index),
+                torch.cuda.max_memory_allocated(self.index),
+                torch.cuda.memory_reserved(self.index),
+                torch.cuda.max_memory_reserved(self.index),
+            )
+        resident, peak = _resident_bytes()
+        heap = heap_bytes()
+        allocated = resident if heap is None else heap
+        return MemoryFigures(allocated, max(peak, allocated), resident, peak)
+
+    def reset_peak(self) -> None:
+        """Peaks count from now on. On CPU: Linux only, elsewhere peaks stay those of the whole process."""
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.index)
+        elif sys.platform == "linux":
+            # Containers may forbid it; the peak is then that of the process, which is still a true upper
+            # bound.
+            with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+
+    # Randomness and copies ------------------------------------------------------------------------
+
+    def generator(self, seed: int | None = None) -> torch.Generator:
+        """A new generator of this device, seeded if asked."""
+        generator = torch.Generator(self.torch_device)
+        return generator if seed is None else generator.manual_seed(seed)
+
+    def rng_states(self) -> dict[str, Tensor]:
+        """The states of torch's default generators, as byte tensors: what a checkpoint keeps."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.kind == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.index)
+        return states
+
+    def set_rng_states(self, states: dict[str, Tensor]) -> None:
+        """Put `rng_states` back; states of a kind of device that is not here are passed over."""
+        torch.set_rng_state(states["cpu"])
+        if self.kind == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.index)
+
+    def copy_in(self, tensor: Tensor) -> Tensor:
+        """A host tensor on this device, without waiting for the copy on CUDA."""
+        if self.kind == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def allow_tf32(self, allowed: bool) -> None:
+        """Whether fp32 matrix products may round their inputs to TF32 (CUDA; nothing to choose on CPU)."""
+        if self.kind == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            torch.backends.cudnn.allow_tf32 = allowed
+
+
+def current_device(local_rank: int = 0, *, kind: DeviceKind | None = None) -> Device:
+    """This rank's device: CUDA when there is one, else CPU; `kind` decides otherwise.
+
+    Raises ValueError when more ranks run on this machine than it has CUDA devices.
+    """
+    if kind is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return Device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} needs CUDA device {local_rank}, this machine has {count}: "
+            f"start at most {count} ranks a machine (torchrun --nproc-per-node {count})"
+        )
+    torch.cuda.set_device(local_rank)
+    return Device("cuda", local_rank)
+
+
+def available_cores() -> int:
+    """Cores this process may run on (its affinity mask, which containers and Slurm narrow)."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_threads(local_world_size: int, cores: int | None = None) -> int:
+    """Share the machine's cores between its ranks; returns the threads this rank computes with.
+
+    One rank too many threads slows everybody: two ranks of two threads on two cores run 2.6 to 6.4 times
+    slower than of one thread (spinning barriers).
+    """
+    threads = max(1, (available_cores() if cores is None else cores) // local_world_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def heap_bytes() -> int | None:
+    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is none."""
+    mallinfo2 = _mallinfo2()
+    if mallinfo2 is None:
+        return None
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+@functools.cache
+def _mallinfo2() -> ctypes._NamedFuncPointer | None:
+    """The C library's function, where it has one (glibc >= 2.33)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return None
+    function.restype = _Mallinfo2
+    return function
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """The resident set now, and its peak."""
+    if sys.platform == "linux":
+        fields = {}
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith(("VmRSS:", "VmHWM:")):
+                    name, value, _unit = line.split()  # kB
+                    fields[name] = int(value) * 1024
+        return fields["VmRSS:"], fields["VmHWM:"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return peak, peak

@@ -1,0 +1,93 @@
+"""The device seam, on CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core import device as device_module
+from megatron.core.device import Device, available_cores, current_device, heap_bytes, set_threads
+from tests.harness.ranks import run_ranks
+
+CPU = Device("cpu")
+
+
+def test_cpu_device_is_gloo_and_its_streams_do_nothing():
+    assert current_device(kind="cpu") == CPU
+    assert CPU.torch_device == torch.device("cpu")
+    assert CPU.backend == "gloo"
+    assert Device("cuda", 3).backend == "nccl"
+    assert Device("cuda", 3).torch_device == torch.device("cuda", 3)
+    stream = CPU.new_stream(high_priority=True)
+    with CPU.on_stream(stream):
+        x = torch.ones(3) * 2
+    CPU.wait_stream(stream)
+    CPU.wait_event(CPU.record_event())
+    CPU.synchronize()
+    assert stream is None
+    assert x.sum().item() == 6
+    assert CPU.copy_in(x) is x
+    assert "cores" in CPU.describe()
+
+
+def test_memory_figures_see_an_allocation_and_its_peak():
+    def body(ctx):  # in a process of its own: the peak is the process's
+        CPU.reset_peak()
+        before = CPU.memory()
+        block = torch.ones(64 * 2**20 // 4)
+        during = CPU.memory()
+        del block
+        after = CPU.memory()
+        return before, during, after
+
+    before, during, after = run_ranks(body, 1)[0]
+    block_bytes = 64 * 2**20
+    assert during.reserved_bytes - before.reserved_bytes == pytest.approx(block_bytes, rel=0.1)
+    assert during.allocated_bytes - before.allocated_bytes == pytest.approx(block_bytes, rel=0.1)
+    assert after.allocated_bytes - before.allocated_bytes < 0.1 * block_bytes
+    assert after.max_reserved_bytes >= during.reserved_bytes - 2**20
+    assert after.max_allocated_bytes >= after.allocated_bytes
+
+
+def test_memory_without_mallinfo_falls_back_to_the_resident_set(monkeypatch):
+    monkeypatch.setattr(device_module, "heap_bytes", lambda: None)
+    figures = CPU.memory()
+    assert figures.allocated_bytes == figures.reserved_bytes > 0
+
+
+def test_heap_bytes_counts_small_blocks():
+    before = heap_bytes()
+    assert before is not None
+    blocks = [torch.zeros(1000) for _ in range(100)]
+    assert heap_bytes() - before > 0.9 * len(blocks) * 4000
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (7, 2, 3)])
+def test_threads_are_shared_between_ranks(cores, ranks, threads):
+    try:
+        assert set_threads(ranks, cores) == threads
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_threads_default_to_the_cores_there_are():
+    try:
+        assert set_threads(1) == available_cores()
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_generators_and_rng_states_replay():
+    a, b = CPU.generator(7), CPU.generator(7)
+    assert torch.equal(torch.randn(5, generator=a), torch.randn(5, generator=b))
+    states = CPU.rng_states()
+    first = torch.randn(4)
+    CPU.set_rng_states(states)
+    assert torch.equal(torch.randn(4), first)
+
+
+def test_too_many_ranks_for_the_gpus_of_a_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"local rank 2 needs CUDA device 2, this machine has 2.*nproc"):
+        current_device(2, kind="cuda")
