@@ -1,0 +1,57 @@
+"""Word and learned position embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.module import ModelContext
+from megatron.core.sink_module import LayerFactory
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.random import DropoutSite, dropout
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LanguageModelEmbedding(nn.Module):
+    """tokens and position_ids [b, s] -> [s, b, h], in fp32 with `--fp32-residual-connection`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        context: ModelContext,
+        *,
+        padded_vocab_size: int,
+        tied: bool,
+        name: str,
+        factory: LayerFactory,
+    ) -> None:
+        super().__init__()
+        self.hidden_dropout = config.hidden_dropout
+        self.site = DropoutSite(context, -1, "embedding")
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size,
+            config.hidden_size,
+            name=f"{name}.word_embeddings",
+            factory=factory,
+            init_std=factory.init_std,
+            tied=tied,
+        )
+        self.position_embeddings = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = VocabParallelEmbedding(
+                config.max_position_embeddings,
+                config.hidden_size,
+                name=f"{name}.position_embeddings",
+                factory=factory,
+                init_std=factory.init_std,
+            )
+        self.fp32_residual = config.fp32_residual_connection
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        x = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            assert position_ids is not None, "learned positions need position_ids"
+            x = x + self.position_embeddings(position_ids.t())
+        if self.fp32_residual:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return dropout(x, self.hidden_dropout, self.site, self.training)

@@ -1,0 +1,112 @@
+"""Self-attention: QKV projection, norm and rotation of heads, attention, output projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.module import ModelContext
+from megatron.core.sink_module import LayerFactory
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.inference_cache import InferenceCache
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.rotary import apply_rope
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
+
+
+class SelfAttention(nn.Module):
+    """[s, b, h] -> [s, b, h].
+
+    Rows of `linear_qkv` are grouped by KV group: the group's query heads, its key head, its value head.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        context: ModelContext,
+        layer: int,
+        *,
+        name: str,
+        factory: LayerFactory,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.context = context
+        self.groups = config.num_query_groups
+        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        self.head_dim = config.kv_channels
+        self.interleaved = config.rotary_interleaved
+        heads = config.num_attention_heads
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (heads + 2 * self.groups) * self.head_dim,
+            name=f"{name}.linear_qkv",
+            factory=factory,
+            init_std=factory.init_std,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            layer=layer,
+        )
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(
+                config, self.head_dim, name=f"{name}.q_layernorm", factory=factory, layer=layer
+            )
+            self.k_layernorm = Norm(
+                config, self.head_dim, name=f"{name}.k_layernorm", factory=factory, layer=layer
+            )
+        self.core_attention = CoreAttention(config, context, layer)
+        self.linear_proj = RowParallelLinear(
+            heads * self.head_dim,
+            config.hidden_size,
+            name=f"{name}.linear_proj",
+            factory=factory,
+            init_std=factory.residual_std,
+            bias=config.add_bias_linear,
+            layer=layer,
+        )
+        self.recompute_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        angles: Angles | None = None,
+        inference_cache: InferenceCache | None = None,
+    ) -> Tensor:
+        query, key, value = self._heads(x)
+        if angles is not None:
+            query = apply_rope(query, *angles, self.interleaved)
+            key = apply_rope(key, *angles, self.interleaved)
+        if inference_cache is not None:
+            key, value, mask = self._with_cache(key, value, mask, inference_cache)
+        if self.recompute_core:
+            core = recomputed(self.core_attention, self.context, query, key, value, mask)
+        else:
+            core = self.core_attention(query, key, value, mask)
+        return self.linear_proj(core)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, heads, d], keys and values [s, b, groups, d]."""
+        s, b, _ = x.shape
+        rows = self.linear_qkv(x).view(s, b, self.groups, self.heads_per_group + 2, self.head_dim)
+        query, key, value = rows.split([self.heads_per_group, 1, 1], dim=3)
+        query = query.reshape(s, b, self.groups * self.heads_per_group, self.head_dim)
+        key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
+
+    def _with_cache(
+        self, key: Tensor, value: Tensor, mask: Tensor | None, cache: InferenceCache
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of all tokens so far, [s_all, b, groups, d], and the mask over them."""
+        assert mask is None, "generation with a cache is causal; it takes no mask of its own"
+        keys, values = cache.extend(self.layer, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
+        mask = cache.causal_mask(key.shape[0], key.device)
+        return keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), mask

@@ -1,0 +1,57 @@
+"""Dropping activations and computing them again in the backward pass.
+
+[Note: recompute] The first forward runs without a graph and keeps the segment's inputs and the dropout clock. The
+backward runs the segment again with a graph, under that clock, and backpropagates through it: layers report each
+weight gradient once, from the second run only, and dropout masks are the same in both, so gradients are bit-identical
+to those without recomputation. `torch.utils.checkpoint` would also save and restore global random state and
+replay through saved-tensor hooks; stateless dropout makes the former pointless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.module import ModelContext
+from megatron.core.tensor_parallel.random import Clock
+
+Segment = Callable[..., Tensor]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, segment: Segment, clock: Clock, anchor: Tensor | None, *inputs: Tensor | None
+    ) -> Tensor:
+        ctx.segment, ctx.clock = segment, clock
+        ctx.save_for_backward(*inputs)
+        return segment(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
+        inputs = [
+            None if saved is None else saved.detach().requires_grad_(need)
+            for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad(), ctx.clock.restored():
+            output = ctx.segment(*inputs)
+        torch.autograd.backward(output, grads[0])
+        return None, None, None, *(None if leaf is None else leaf.grad for leaf in inputs)
+
+
+def recomputed(
+    segment: Segment, context: ModelContext, *inputs: Tensor | None, anchor: Tensor | None = None
+) -> Tensor:
+    """segment(*inputs), keeping only the inputs for the backward pass.
+
+    anchor: a parameter of the segment, so that the segment is part of the graph even where no input needs a gradient.
+    Without gradients (evaluation) the segment just runs.
+    """
+    if not torch.is_grad_enabled():
+        return segment(*inputs)
+    output: Tensor = _Recompute.apply(segment, Clock(context), anchor, *inputs)
+    return output

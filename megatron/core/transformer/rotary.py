@@ -1,0 +1,100 @@
+"""Rotary position embedding: angles, and a rotation that keeps no activation.
+
+Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595); the frequency scaling of Llama 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Llama 3.1's scaling: wavelengths beyond the original context are stretched, short ones kept, between them blended.
+LOW_FREQ_FACTOR = 1.0
+HIGH_FREQ_FACTOR = 4.0
+ORIGINAL_CONTEXT_TOKENS = 8192
+
+
+def inverse_frequencies(config: TransformerConfig) -> Tensor:
+    """Angle per position of each rotated pair, fp32 [rotated dims / 2]."""
+    dims = int(config.kv_channels * config.rotary_percent)
+    frequencies = 1.0 / (
+        config.rotary_base ** (torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims)
+    )
+    return (
+        _llama31_scaled(frequencies, config.rope_scaling_factor) if config.use_rope_scaling else frequencies
+    )
+
+
+def _llama31_scaled(frequencies: Tensor, factor: float) -> Tensor:
+    wavelengths = 2.0 * math.pi / frequencies
+    periods = ORIGINAL_CONTEXT_TOKENS / wavelengths  # of each wave in the original context
+    keep = ((periods - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)).clamp(0.0, 1.0)
+    return frequencies * keep + frequencies / factor * (1.0 - keep)
+
+
+class RotaryEmbedding:
+    """Tables of cos and sin for positions 0.., grown on demand, one copy per device and dtype.
+
+    The position is the index in the sequence, as in Megatron: rotations only matter by difference, so documents whose
+    position ids restart need nothing here but the attention mask.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.frequencies = inverse_frequencies(config)
+        self.interpolation = config.rotary_seq_len_interpolation_factor or 1
+        self.interleaved = config.rotary_interleaved
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions start .. start + length, each [length, 1, 1, rotated dims / 2]; fp32, or fp64."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        table = self._tables.get((like.device, dtype))
+        if table is None or table[0].shape[0] < start + length:
+            positions = torch.arange(start + length, dtype=torch.float32, device="cpu") / self.interpolation
+            angles = torch.outer(positions, self.frequencies)[:, None, None, :]
+            table = (angles.cos().to(like.device, dtype), angles.sin().to(like.device, dtype))
+            self._tables[(like.device, dtype)] = table
+        return table[0][start : start + length], table[1][start : start + length]
+
+
+def _rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """t with its first 2 n dims rotated, n = cos.shape[-1]; the rest copied."""
+    half = cos.shape[-1]
+    out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    if interleaved:
+        a, b = t[..., 0 : 2 * half : 2], t[..., 1 : 2 * half : 2]
+        out_a, out_b = out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2]
+    else:
+        a, b = t[..., :half], t[..., half : 2 * half]
+        out_a, out_b = out[..., :half], out[..., half : 2 * half]
+    out_a.copy_((a * cos).sub_(b * sin))
+    out_b.copy_((b * cos).add_(a * sin))
+    if t.shape[-1] > 2 * half:
+        out[..., 2 * half :].copy_(t[..., 2 * half :])
+    return out
+
+
+class _Rope(torch.autograd.Function):
+    """A rotation is linear: its backward is the rotation back, and needs only the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(t, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin.neg(), ctx.interleaved), None, None, None
+
+
+def apply_rope(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's dtype."""
+    out: Tensor = _Rope.apply(t, cos, sin, interleaved)
+    return out
