@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
+
+from megatron.core.dist_checkpointing.pieces import cut_flat_slice
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalPiece:
     """A rectangle of a global tensor that this rank holds.
 
-    Saving reads `tensor`; loading writes it in place, so it is a view into the buffer that the rectangle lives in.
-    Several ranks may hold the same rectangle (replicas): one of them writes it.
+    Saving reads `tensor`; loading writes it in place, so it is a view into the buffer that the rectangle
+    lives in. Several ranks may hold the same rectangle (replicas): one of them writes it.
 
     tensor: shape of the rectangle. offset: its first element in the global tensor, one index a dim.
     """
@@ -21,3 +24,39 @@ class LocalPiece:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatShard:
+    """Elements [start, end) of a flattened global tensor, as sharded data parallelism holds them.
+
+    tensor: 1-D view of the buffer they live in, end - start elements.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    start: int
+    end: int
+    tensor: Tensor
+
+
+def whole_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[LocalPiece]:
+    """One piece for each tensor that this rank holds whole. Names get `prefix` (`"model."`)."""
+    return [
+        LocalPiece(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+        for name, tensor in tensors.items()
+    ]
+
+
+def flat_shards(shards: Iterable[FlatShard]) -> list[LocalPiece]:
+    """The rectangles of flat shards, each a view of its part of the shard's tensor."""
+    out: list[LocalPiece] = []
+    for shard in shards:
+        view = shard.tensor.detach()
+        assert tuple(view.shape) == (shard.end - shard.start,), (
+            f"{shard.name}: slice [{shard.start}, {shard.end}) in a tensor of shape {tuple(view.shape)}"
+        )
+        for box in cut_flat_slice(shard.global_shape, shard.start, shard.end):
+            part = view.narrow(0, box.flat_start - shard.start, box.numel).view(box.shape)
+            out.append(LocalPiece(shard.name, shard.global_shape, box.offset, part))
+    return out

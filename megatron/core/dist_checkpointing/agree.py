@@ -1,0 +1,65 @@
+"""What ranks tell each other about a checkpoint: small JSON values, and errors that all of them raise
+together.
+
+torch's own checkpoint entry points gather plans as pickles; ours travel as JSON over the host's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import collectives
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.parallel_state import ParallelState
+
+
+def rank_of(ps: ParallelState | None) -> int:
+    """This rank; without a parallel state, the only one."""
+    return 0 if ps is None else ps.rank
+
+
+def world_size_of(ps: ParallelState | None) -> int:
+    return 1 if ps is None else ps.world_size
+
+
+def gather_json(value: Any, ps: ParallelState | None) -> list[Any]:
+    """Every rank's value, in rank order, on every rank. Communicates over the whole world."""
+    if ps is None or ps.world_size == 1:
+        return [value]
+    return list(collectives.all_gather_json(value, ps.control_group))
+
+
+class Outcome:
+    """What one rank's part of a step came to: its `value`, or why it failed."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: str | None = None
+
+    def gather(self, ps: ParallelState | None) -> list[Any]:
+        """Every rank's value; if any rank failed, all raise CheckpointError with the first one's message."""
+        answers = gather_json([self.error, self.value], ps)
+        failed = [(rank, error) for rank, (error, _) in enumerate(answers) if error is not None]
+        if failed:
+            rank, error = failed[0]
+            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            who = f"rank {rank}: " if len(answers) > 1 else ""
+            raise CheckpointError(f"{who}{error}{more}")
+        return [value for _, value in answers]
+
+
+@contextmanager
+def step() -> Iterator[Outcome]:
+    """A part that each rank does alone; CheckpointError and OSError wait for `Outcome.gather`.
+
+    Programmer errors pass: a rank that raises one leaves, and its peers notice the lost rank.
+    """
+    outcome = Outcome()
+    try:
+        yield outcome
+    except CheckpointError as error:
+        outcome.error = str(error)
+    except OSError as error:
+        outcome.error = f"{error.filename or 'checkpoint'}: {error.strerror}"

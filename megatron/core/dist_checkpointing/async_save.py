@@ -1,0 +1,117 @@
+"""Checkpoints written in the background: training stands still only while tensors are copied to host memory.
+
+A thread writes, not a process: forking is unsafe once CUDA or gloo have threads, spawning would copy the
+state a second time, and file writes, fsync and SHA-256 all release the GIL. The thread talks to nobody; what
+needs all ranks (the manifest, the rename) happens in the main thread, at a step where every rank's thread has
+finished, which the ranks agree on in `maybe_finalize`. One save at a time: the next one waits, and says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives
+from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step
+from megatron.core.dist_checkpointing.planning import PlanCache
+from megatron.core.dist_checkpointing.save import Log, PendingSave, begin_save, no_log
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.parallel_state import ParallelState
+
+
+class _Writer(threading.Thread):
+    """Writes one rank's file. A daemon: a process that stops at once leaves only a temporary directory."""
+
+    def __init__(self, pending: PendingSave) -> None:
+        super().__init__(name=f"checkpoint-{pending.iteration}", daemon=True)
+        self.pending = pending
+        self.outcome = Outcome()
+        self.bug: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with step() as self.outcome:
+                self.outcome.value = self.pending.write()
+        except BaseException as error:  # raised again by the main thread, which is where somebody listens
+            self.bug = error
+
+
+class AsyncSaver:
+    """Owns the save in flight, and the host copy, which it keeps for the next save."""
+
+    def __init__(self, log: Log = no_log) -> None:
+        self._log = log
+        self._writer: _Writer | None = None
+        self._buffer: Tensor | None = None
+
+    @property
+    def in_flight(self) -> int | None:
+        """The iteration being written. The same on every rank."""
+        return None if self._writer is None else self._writer.pending.iteration
+
+    def save(
+        self,
+        root: str | Path,
+        iteration: int,
+        pieces: Sequence[LocalPiece],
+        common: Mapping[str, Any],
+        per_rank: Mapping[str, Any],
+        ps: ParallelState | None = None,
+        *,
+        retain_interval: int | None = None,
+        cache: PlanCache | None = None,
+    ) -> Path | None:
+        """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this
+        returns.
+
+        Returns the directory of an earlier save if it had to be waited for. Communicates over the whole
+        world.
+        """
+        earlier = None
+        if self._writer is not None:
+            if rank_of(ps) == 0:
+                self._log(
+                    f"waiting for the save of iteration {self.in_flight} before starting that of {iteration}"
+                )
+            earlier = self.maybe_finalize(ps, blocking=True)
+        pending = begin_save(
+            root, iteration, pieces, common, per_rank, ps,
+            retain_interval=retain_interval, cache=cache, log=self._log,
+        )  # fmt: skip
+        self._buffer = pending.snapshot(self._buffer)
+        self._writer = _Writer(pending)
+        self._writer.start()
+        return earlier
+
+    def maybe_finalize(self, ps: ParallelState | None = None, blocking: bool = False) -> Path | None:
+        """Commit the save in flight once every rank has written it; the directory if that happened now.
+
+        Call it at the same step on every rank. Without a save in flight it costs nothing, with one a
+        reduction of one number. blocking: wait for the writing. Raises CheckpointError on all ranks together.
+        """
+        writer = self._writer
+        if writer is None or not (blocking or _all_true(not writer.is_alive(), ps)):
+            return None
+        started = time.monotonic()
+        writer.join()
+        self._writer = None
+        if writer.bug is not None:
+            raise writer.bug
+        directory = writer.pending.commit(writer.outcome, ps)
+        if blocking and rank_of(ps) == 0:
+            self._log(f"waited {time.monotonic() - started:.2f} s for {directory}")
+        return directory
+
+
+def _all_true(value: bool, ps: ParallelState | None) -> bool:
+    if ps is None or ps.world_size == 1:
+        return value
+    flag = torch.tensor([int(value)], dtype=torch.int32)
+    collectives.all_reduce(flag, ps.control_group, "min")
+    return bool(flag.item())

@@ -1,0 +1,230 @@
+"""Which checkpoints a folder holds, and which one to load (floor 0; reads only).
+
+    ROOT/latest_checkpointed_iteration.txt  the tracker: the newest iteration, a hint
+    ROOT/iter_0000123/                      a committed checkpoint
+    ROOT/iter_0000123.tmp-1f2e3d4c/         a save that has not finished: never loaded
+    ROOT/iter_0000123.old-1f2e3d4c/         committed, being replaced by a new save of its iteration
+    ROOT/iter_0000123.trash-1f2e3d4c/       being removed
+    ROOT/iter_0000123.kept-1f2e3d4c/        not ours (no manifest.json), put out of the way of a save
+
+A directory becomes `iter_N` by one rename, with everything in it durable. So a damaged `iter_N` is not the
+rest of a save that was killed but a fault of storage or of somebody's hand, and going on from an older one
+would lose work unasked: it is refused, and the message says how to choose the older one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import open_regular, read_exactly
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+MAX_TRACKER_BYTES = 64
+_NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept)-([0-9a-f]{1,32}))?")
+
+
+class Kind(Enum):
+    """What a directory of the folder is; values are the suffixes."""
+
+    COMMITTED = None
+    TEMPORARY = "tmp"
+    REPLACED = "old"
+    TRASH = "trash"
+    KEPT = "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One directory of the folder."""
+
+    path: Path
+    iteration: int
+    kind: Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A checkpoint whose manifest parses and whose files have the right sizes (digests: `verify`)."""
+
+    directory: Path
+    iteration: int
+    manifest: Manifest
+    manifest_sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What to load, or None: start from scratch. notes: why, one line each, for the log."""
+
+    found: Found | None
+    notes: tuple[str, ...]
+
+
+def directory_name(iteration: int, kind: Kind = Kind.COMMITTED, tag: str = "") -> str:
+    """`iter_0000123`, or with the suffix of a kind: `iter_0000123.tmp-1f2e3d4c`."""
+    name = f"iter_{iteration:07d}"
+    return name if kind is Kind.COMMITTED else f"{name}.{kind.value}-{tag}"
+
+
+def list_entries(root: Path) -> list[Entry]:
+    """Every directory of the folder that follows the naming, by iteration. A missing folder has none."""
+    if not root.exists():
+        return []
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: not a directory; --save and --load name folders")
+    entries = []
+    try:
+        for path in root.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                entries.append(Entry(path, int(match[1]), Kind(match[2])))
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
+    return sorted(entries, key=lambda entry: (entry.iteration, entry.path.name))
+
+
+def candidates(entries: Sequence[Entry]) -> dict[int, Path]:
+    """Directory to load for each iteration. A replaced one counts only while nothing has taken its place."""
+    out = {entry.iteration: entry.path for entry in entries if entry.kind is Kind.REPLACED}
+    return out | {entry.iteration: entry.path for entry in entries if entry.kind is Kind.COMMITTED}
+
+
+def read_tracker(root: Path) -> int | str | None:
+    """The iteration it names; None without a tracker; a text saying what is wrong with it otherwise."""
+    path = root / TRACKER_NAME
+    if not path.is_symlink() and not path.exists():
+        return None
+    try:
+        with open_regular(path) as fd:
+            size = path.stat(follow_symlinks=False).st_size
+            if size > MAX_TRACKER_BYTES:
+                return f"{path}: {size} bytes, expected one iteration number"
+            text = bytes(read_exactly(fd, path, 0, size)).decode("utf-8", "backslashreplace").strip()
+    except CheckpointError as error:
+        return str(error)
+    if not re.fullmatch(r"[0-9]{1,12}", text):
+        return f"{path}: expected an iteration number, found {text!r}"
+    return int(text)
+
+
+def open_directory(directory: Path, iteration: int) -> Found:
+    """Check manifest, names and sizes; CheckpointError names the file and what was expected."""
+    if directory.is_symlink() or not directory.is_dir():
+        raise CheckpointError(f"{directory}: not a directory (links are refused)")
+    if not (directory / MANIFEST_NAME).exists():
+        raise CheckpointError(
+            f"{directory / MANIFEST_NAME}: missing: not a checkpoint of ours, or no longer a whole one"
+        )
+    manifest, digest = read_manifest(directory)
+    if manifest.iteration != iteration:
+        raise CheckpointError(
+            f"{directory / MANIFEST_NAME}: field 'iteration': expected {iteration} as in the name, "
+            f"found {manifest.iteration}"
+        )
+    _check_files(directory, manifest)
+    return Found(directory, iteration, manifest, digest)
+
+
+def _check_files(directory: Path, manifest: Manifest) -> None:
+    for entry in manifest.files.values():
+        path = directory / entry.name
+        with open_regular(path):
+            size = path.stat(follow_symlinks=False).st_size
+        if size != entry.num_bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {entry.num_bytes}")
+    listed = {MANIFEST_NAME, *manifest.files}
+    for path in sorted(directory.iterdir()):
+        if path.name not in listed and not path.name.startswith("."):  # file systems leave hidden files
+            raise CheckpointError(f"{path}: not listed in {MANIFEST_NAME}; a checkpoint holds nothing else")
+
+
+def choose(root: Path, ckpt_step: int | None = None) -> Choice:
+    """What `--load ROOT` loads.
+
+    With `ckpt_step`: that one. Else the one the tracker names. Where that directory is gone, or the tracker
+    says nothing: the newest valid one not newer than the tracker, else the newest valid one. A folder without
+    tracker and without `iter_*`: nothing. Raises CheckpointError when `ckpt_step` or the tracker's directory
+    is damaged or `ckpt_step` missing, and when there is something but nothing valid.
+    """
+    there = candidates(list_entries(root))
+    tracker = read_tracker(root)
+    if ckpt_step is not None:
+        if ckpt_step not in there:
+            known = ", ".join(map(str, sorted(there))) or "none"
+            raise CheckpointError(
+                f"{root / directory_name(ckpt_step)}: missing: --ckpt-step {ckpt_step} is not in {root} "
+                f"(iterations there: {known})"
+            )
+        return Choice(
+            open_directory(there[ckpt_step], ckpt_step), (f"loading iteration {ckpt_step} (--ckpt-step)",)
+        )
+    if isinstance(tracker, int) and tracker in there:
+        return Choice(_open_tracked(there, tracker), ())
+    if not there and tracker is None:
+        return Choice(
+            None, (f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*; starting from scratch",)
+        )
+    return _newest_valid(root, there, tracker)
+
+
+def _open_tracked(there: dict[int, Path], tracker: int) -> Found:
+    try:
+        return open_directory(there[tracker], tracker)
+    except CheckpointError as error:
+        for iteration in sorted(there, reverse=True):
+            if iteration != tracker and not isinstance(_try_open(there[iteration], iteration), str):
+                raise CheckpointError(
+                    f"{error}. Iteration {iteration} is whole: --ckpt-step {iteration} goes on from there"
+                ) from None
+        raise
+
+
+def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None) -> Choice:
+    """The tracker is of no use: take the newest valid directory not beyond it, else the newest valid one."""
+    if isinstance(tracker, int):
+        missing = root / directory_name(tracker)
+        notes = [f"{root / TRACKER_NAME} names iteration {tracker}, but {missing} is missing"]
+    else:
+        notes = [tracker or f"{root / TRACKER_NAME} is missing"]
+    hint = tracker if isinstance(tracker, int) else max(there, default=0)
+    for iteration in sorted(there, key=lambda it: (it <= hint, it), reverse=True):
+        found = _try_open(there[iteration], iteration)
+        if isinstance(found, Found):
+            return Choice(found, (*notes, f"loading iteration {iteration}, the newest valid one of {root}"))
+        notes.append(found)
+    raise CheckpointError("; ".join([*notes, f"no valid checkpoint in {root}"]))
+
+
+def _try_open(directory: Path, iteration: int) -> Found | str:
+    try:
+        return open_directory(directory, iteration)
+    except CheckpointError as error:
+        return str(error)
+
+
+def checkpoint_config(load_dir: str, ckpt_step: int | None = None) -> dict[str, Any] | None:
+    """The flat configuration that a checkpoint was saved with, from its manifest alone; None when there is
+    none.
+
+    For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as
+    `choose`.
+    """
+    choice = choose(Path(load_dir), ckpt_step)
+    if choice.found is None:
+        return None
+    return config_of(choice.found)
+
+
+def config_of(found: Found) -> dict[str, Any]:
+    """The flat configuration that a checkpoint was saved with."""
+    config = found.manifest.common.get("config")
+    if not isinstance(config, dict):
+        path = found.directory / MANIFEST_NAME
+        raise CheckpointError(f"{path}: field 'common.config': expected an object, found {config!r:.80}")
+    return config

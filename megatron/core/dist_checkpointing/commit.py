@@ -1,0 +1,146 @@
+"""How a written directory becomes a checkpoint, and how old ones go (floor 0). One process does this: rank 0.
+
+[Note: commit protocol] Every rank has written and fsynced its files in `iter_N.tmp-<tag>/`. Then, in this
+order: manifest.json, fsync of file and directory; a directory already named `iter_N` is renamed away; the new
+one is renamed to `iter_N`; fsync of the folder; the tracker is replaced by a temporary file + rename; only
+now anything old is removed. Whatever instant the process is killed at, the folder holds the old checkpoint or
+the new one, whole.
+
+A save of an iteration that exists already (a run that went back with --ckpt-step, or another run into the
+same folder) replaces it: the newer save is what the user asked for. The replaced directory is removed last,
+and until then `catalog` loads it if the new one has not taken its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.catalog import (
+    TRACKER_NAME,
+    Kind,
+    directory_name,
+    list_entries,
+    open_directory,
+)
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, remove_tree, sync_directory, write_file
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+
+KEEP_NEWEST = 2  # committed checkpoints that retention never touches
+
+
+def new_temporary(root: Path, iteration: int) -> Path:
+    """An empty `iter_N.tmp-<tag>/` to write in."""
+    root.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+    path = root / directory_name(iteration, Kind.TEMPORARY, secrets.token_hex(4))
+    path.mkdir(mode=DIRECTORY_MODE)
+    return path
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what killed saves left behind, and put a replaced checkpoint back that nothing replaced.
+
+    Two runs must not save into one folder at once: this would remove the other's unfinished save. Returns log
+    lines.
+    """
+    entries = list_entries(root)
+    committed = {entry.iteration for entry in entries if entry.kind is Kind.COMMITTED}
+    notes = []
+    for entry in entries:
+        if entry.kind is Kind.REPLACED and entry.iteration not in committed:
+            os.rename(entry.path, root / directory_name(entry.iteration))
+            sync_directory(root)
+            committed.add(entry.iteration)
+            notes.append(
+                f"put {root / directory_name(entry.iteration)} back: the save replacing it was not finished"
+            )
+        elif entry.kind in (Kind.TEMPORARY, Kind.REPLACED, Kind.TRASH):
+            remove_tree(entry.path)
+            notes.append(f"removed {entry.path}, left by a save that was not finished")
+    for path in root.glob(f"{TRACKER_NAME}.tmp-*"):
+        path.unlink()
+    return notes
+
+
+def commit(temporary: Path, root: Path, iteration: int) -> list[str]:
+    """Make a written directory with its manifest the checkpoint of `iteration`. Returns log lines."""
+    tag = temporary.name.rpartition("-")[2]
+    final = root / directory_name(iteration)
+    sync_directory(temporary)
+    notes, replaced = [], None
+    if final.is_symlink() or final.exists():
+        ours = not final.is_symlink() and (final / MANIFEST_NAME).exists()
+        aside = root / directory_name(iteration, Kind.REPLACED if ours else Kind.KEPT, tag)
+        os.rename(final, aside)
+        if ours:
+            replaced = aside
+        else:
+            notes.append(f"{final} was not written by this project: put aside as {aside}")
+    os.rename(temporary, final)
+    sync_directory(root)
+    write_tracker(root, iteration, tag)
+    if replaced is not None:
+        notes += _remove(replaced)
+    return notes
+
+
+def write_tracker(root: Path, iteration: int, tag: str) -> None:
+    """Replace the tracker at once; it names `iteration` from then on."""
+    temporary = root / f"{TRACKER_NAME}.tmp-{tag}"
+    write_file(temporary, str(iteration).encode())  # no newline: as Megatron
+    os.replace(temporary, root / TRACKER_NAME)
+    sync_directory(root)
+
+
+def abandon(temporary: Path) -> None:
+    """Remove a directory that will not be committed; what cannot be removed now, the next save removes."""
+    with contextlib.suppress(OSError):
+        remove_tree(temporary)
+
+
+def to_remove(iterations: Sequence[int], newest: int, retain_interval: int) -> list[int]:
+    """The iterations that `--save-retain-interval` gives up once `newest` is committed (pure).
+
+    Multiples of the interval stay, so do the newest two, so does everything beyond `newest` (left by a run
+    that went back to an older checkpoint).
+    """
+    assert retain_interval > 0, f"retain_interval {retain_interval}"
+    past = sorted(iteration for iteration in iterations if iteration <= newest)
+    return [iteration for iteration in past[:-KEEP_NEWEST] if iteration % retain_interval != 0]
+
+
+def retain(root: Path, newest: int, retain_interval: int) -> list[str]:
+    """Remove checkpoints that are given up; only ours, only while two whole ones stay. Returns log lines."""
+    ours = {
+        entry.iteration: entry.path
+        for entry in list_entries(root)
+        if entry.kind is Kind.COMMITTED and (entry.path / MANIFEST_NAME).exists()
+    }
+    given_up = to_remove(list(ours), newest, retain_interval)
+    if not given_up:
+        return []
+    staying = sorted(iteration for iteration in ours if iteration <= newest)[-KEEP_NEWEST:]
+    try:
+        for iteration in staying:
+            open_directory(ours[iteration], iteration)
+    except CheckpointError as error:
+        return [f"nothing removed (--save-retain-interval {retain_interval}): {error}"]
+    notes = []
+    for iteration in given_up:
+        trash = root / directory_name(iteration, Kind.TRASH, secrets.token_hex(4))
+        os.rename(ours[iteration], trash)
+        notes += [f"removed {ours[iteration]} (--save-retain-interval {retain_interval})", *_remove(trash)]
+    return notes
+
+
+def _remove(path: Path) -> list[str]:
+    """A checkpoint is committed by now: what cannot be removed is told, not fatal."""
+    try:
+        remove_tree(path)
+    except OSError as error:
+        return [f"could not remove {path}: {error.strerror}"]
+    return []

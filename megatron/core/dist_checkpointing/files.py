@@ -1,0 +1,121 @@
+"""Files of a checkpoint: written durably and hashed on the way, read without following anything (floor 0).
+
+Every system call goes through `os`, so that the tests can stop the process, or fill the disk, at each one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+
+FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
+DIRECTORY_MODE = 0o750
+BLOCK_BYTES = 8 << 20  # one write or read: large enough to stream, small enough to hash while in the cache
+
+
+class HashingFile:
+    """A new file, written from front to back, its SHA-256 known when the last byte is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._sha256 = hashlib.sha256()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, FILE_MODE)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), BLOCK_BYTES):
+            block = view[begin : begin + BLOCK_BYTES]
+            self._sha256.update(block)
+            while len(block):
+                written = os.write(self._fd, block)
+                self.num_bytes += written
+                block = block[written:]
+
+    def sync(self) -> str:
+        """Make the bytes durable; the digest in hexadecimal."""
+        os.fsync(self._fd)
+        return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def write_file(path: Path, data: bytes) -> str:
+    """A new durable file (its directory entry is not yet: `sync_directory`); returns its SHA-256."""
+    with contextlib.closing(HashingFile(path)) as file:
+        file.write(data)
+        return file.sync()
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory of ours and all in it; symbolic links inside are removed, not followed."""
+    shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """A file descriptor for reading a regular file that is no link; anything else is a CheckpointError."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for a writer. A device is refused before it is opened.
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path}: not a regular file (links and devices are refused)")
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path}: not a regular file (links and devices are refused)")
+        yield fd
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, path: Path, begin: int, num_bytes: int) -> bytearray:
+    """`num_bytes` bytes at `begin`; a shorter file is a CheckpointError (no mapping, so never a SIGBUS)."""
+    out = bytearray(num_bytes)
+    read_into(fd, path, begin, memoryview(out))
+    return out
+
+
+def read_into(fd: int, path: Path, begin: int, out: memoryview) -> None:
+    """Fill `out` from the bytes at `begin`."""
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done : done + BLOCK_BYTES]], begin + done)
+        if count == 0:
+            raise CheckpointError(f"{path}: ends at byte {begin + done}, expected {begin + len(out)}")
+        done += count
+
+
+def sha256_of(fd: int, path: Path, num_bytes: int) -> str:
+    """SHA-256 of the first `num_bytes` bytes, which must be there."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(min(BLOCK_BYTES, num_bytes)))
+    for begin in range(0, num_bytes, BLOCK_BYTES):
+        part = block[: min(BLOCK_BYTES, num_bytes - begin)]
+        read_into(fd, path, begin, part)
+        digest.update(part)
+    return digest.hexdigest()

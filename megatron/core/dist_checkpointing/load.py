@@ -1,0 +1,180 @@
+"""Read a checkpoint: choose it together, check all of it, and only then write into any tensor.
+
+Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared
+with what this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's
+findings before the first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks
+that make up its pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
+from megatron.core.dist_checkpointing.catalog import Choice, Found, choose
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
+from megatron.core.dist_checkpointing.safetensors_format import (
+    LENGTH_BYTES,
+    Entry,
+    build_header,
+    header_length,
+    sort_by_place,
+)
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.dist_checkpointing.storage import SafeStorageReader
+from megatron.core.parallel_state import ParallelState
+
+_SHOWN = 8  # names that a message lists before it says how many more
+
+
+def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | None = None) -> Choice:
+    """The checkpoint to load from `root`, the same on every rank, or none: start from scratch.
+
+    Communicates over the whole world. Raises CheckpointError on all ranks together (rules: `catalog.choose`).
+    """
+    choice = Choice(None, ())
+    with step() as chosen:
+        if rank_of(ps) == 0:
+            choice = choose(Path(root), ckpt_step)
+            found = choice.found
+            place = None if found is None else [found.directory.name, found.iteration, found.manifest_sha256]
+            chosen.value = [place, list(choice.notes)]
+    place, notes = chosen.gather(ps)[0]
+    if place is None:
+        return Choice(None, tuple(notes))
+    name, iteration, digest = place
+    with step() as opened:
+        if rank_of(ps) != 0:
+            directory = Path(root) / name
+            manifest, own_digest = read_manifest(directory)
+            if own_digest != digest:
+                raise CheckpointError(
+                    f"{directory / MANIFEST_NAME}: this rank reads SHA-256 {own_digest}, rank 0 {digest}: "
+                    f"--load must be one folder that all ranks see"
+                )
+            choice = Choice(Found(directory, iteration, manifest, digest), tuple(notes))
+    opened.gather(ps)
+    return choice
+
+
+def load_pieces(
+    found: Found,
+    pieces: Sequence[LocalPiece],
+    ps: ParallelState | None = None,
+    *,
+    prefixes: Sequence[str] = ("",),
+) -> None:
+    """Fill the pieces' tensors, in place, bit for bit.
+
+    prefixes: the names that must be used up; a tensor of the checkpoint under one of them that no rank holds
+    is an error, all others are left alone (`("model.",)`: weights without the optimizer).
+
+    Communicates over the whole world. Raises CheckpointError on all ranks together, before any tensor is
+    touched unless a file becomes unreadable between check and use.
+    """
+    manifest = found.manifest
+    with step() as compared:
+        _compare(found, pieces)
+        compared.value = sorted({piece.name for piece in pieces})
+    wanted = {name for names in compared.gather(ps) for name in names}
+    unused = sorted(
+        name for name in manifest.tensors if name.startswith(tuple(prefixes)) and name not in wanted
+    )
+    if unused:
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: tensors that this run does not have: {_listed(unused)}"
+        )
+    verify(found, ps)
+    with step() as applied:
+        _read(found, pieces)
+    applied.gather(ps)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _compare(found: Found, pieces: Sequence[LocalPiece]) -> None:
+    """Names, shapes and dtypes of this rank's pieces against the manifest."""
+    path = found.directory / MANIFEST_NAME
+    missing = sorted({piece.name for piece in pieces if piece.name not in found.manifest.tensors})
+    if missing:
+        raise CheckpointError(f"{path}: tensors that this run needs are missing: {_listed(missing)}")
+    for piece in pieces:
+        saved, where = found.manifest.tensors[piece.name], f"{path}: tensor {piece.name}"
+        if saved.shape != tuple(piece.global_shape):
+            raise CheckpointError(f"{where}: expected shape {tuple(piece.global_shape)}, found {saved.shape}")
+        dtype = dtype_name(piece.tensor.dtype)
+        if saved.dtype != dtype:
+            raise CheckpointError(
+                f"{where}: expected dtype {dtype}, found {saved.dtype} "
+                f"(the checkpoint was saved in another precision: --bf16, --fp16, --fp64)"
+            )
+
+
+def _read(found: Found, pieces: Sequence[LocalPiece]) -> None:
+    """DCP's local plan over our storage. Loading needs no global plan: each rank reads what it needs."""
+    reader, planner = SafeStorageReader(found.directory, found.manifest), PieceLoadPlanner(pieces)
+    metadata = reader.read_metadata()
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+def verify(found: Found, ps: ParallelState | None = None) -> None:
+    """Check every file's SHA-256 and header, each by one rank.
+
+    Communicates over the whole world; raises CheckpointError on all ranks together, naming the file.
+    """
+    with step() as verified:
+        for name in sorted(found.manifest.files)[rank_of(ps) :: world_size_of(ps)]:
+            verify_file(found.directory, found.manifest, name)
+    verified.gather(ps)
+
+
+def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
+    """Check one file; CheckpointError says what was expected and what was found."""
+    entry, path = manifest.files[name], directory / name
+    with open_regular(path) as fd:
+        found = sha256_of(fd, path, entry.num_bytes)
+        if found != entry.sha256:
+            raise CheckpointError(f"{path}: SHA-256 is {found}, expected {entry.sha256}")
+        _check_header(fd, path, manifest, name)
+
+
+def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
+    """The file's own header must be, byte for byte, the one that follows from the manifest."""
+    chunks = sort_by_place(
+        [
+            (chunk.begin, Entry(chunk.key, tensor.dtype, chunk.shape))
+            for tensor in manifest.tensors.values()
+            for chunk in tensor.chunks
+            if chunk.file == name
+        ]
+    )
+    if len({entry.key for _, entry in chunks}) != len(chunks):
+        raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
+    expected, begins = build_header([entry for _, entry in chunks])
+    num_bytes = manifest.files[name].num_bytes
+    try:
+        length = header_length(bytes(read_exactly(fd, path, 0, LENGTH_BYTES)), num_bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in chunks]:
+        raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
+    if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
+        raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")
+
+
+def open_for_inference(root: str | Path, ckpt_step: int | None = None) -> Found:
+    """The checkpoint to generate from, in one process; CheckpointError when there is none."""
+    choice = choose(Path(root), ckpt_step)
+    if choice.found is None:
+        raise CheckpointError(f"{root}: no checkpoint here: {'; '.join(choice.notes)}")
+    return choice.found

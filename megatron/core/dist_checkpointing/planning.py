@@ -1,0 +1,216 @@
+"""DCP's planners over our pieces: every piece is a chunk of a global tensor.
+
+torch.distributed.checkpoint plans which rank writes which of several replicas (balanced by size) and which
+parts of which chunks make up a piece on load; these subclasses only say what the pieces are. Nothing but
+tensors enters DCP. Plans travel between ranks as JSON (`plan_to_json`), and every rank derives the same
+global plan from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.core.dist_checkpointing.agree import gather_json, rank_of
+from megatron.core.dist_checkpointing.manifest import canonical
+from megatron.core.dist_checkpointing.pieces import Rectangle, fill_error
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.parallel_state import ParallelState
+
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' name."""
+    assert dtype in DTYPE_NAMES, f"{dtype} cannot be stored; storable: {sorted(DTYPE_NAMES.values())}"
+    return DTYPE_NAMES[dtype]
+
+
+def chunk_metadata(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
+
+
+def piece_index(piece: LocalPiece) -> MetadataIndex:
+    return MetadataIndex(piece.name, torch.Size(piece.offset))
+
+
+def index_pieces(pieces: Sequence[LocalPiece]) -> dict[MetadataIndex, LocalPiece]:
+    """Pieces by name and offset. Empty pieces of tensors that have elements are left out."""
+    out: dict[MetadataIndex, LocalPiece] = {}
+    for piece in pieces:
+        box = (len(piece.global_shape), len(piece.offset), piece.tensor.dim())
+        assert box[0] == box[1] == box[2], f"{piece.name}: dims of global shape, offset, tensor: {box}"
+        if piece.tensor.numel() == 0 and 0 not in piece.global_shape:
+            continue
+        index = piece_index(piece)
+        assert index not in out, f"{piece.name}: two pieces at offset {piece.offset} on one rank"
+        out[index] = piece
+    return out
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Plans the writing of pieces instead of a state dict."""
+
+    def __init__(self, pieces: Sequence[LocalPiece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = index_pieces(pieces)
+        self.set_up_planner({})
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(_describe(piece)) for piece in self._pieces.values()])
+        return self.plan
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _check_replicas(all_plans)
+        plans, metadata = super()._create_global_plan(all_plans)
+        _check_filled(metadata)
+        return plans, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index].tensor
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Plans the filling of pieces in place."""
+
+    def __init__(self, pieces: Sequence[LocalPiece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = {i: piece for i, piece in index_pieces(pieces).items() if piece.tensor.numel() > 0}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "set_up_planner(metadata=...) comes first"
+        by_name: dict[str, list[LocalPiece]] = {}
+        for piece in self._pieces.values():
+            by_name.setdefault(piece.name, []).append(piece)
+        items: list[ReadItem] = []
+        for name, pieces in by_name.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), f"{name}: only tensors enter DCP, found {saved}"
+            chunks = [chunk_metadata(piece.offset, piece.tensor.shape) for piece in pieces]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index].tensor
+
+
+def _describe(piece: LocalPiece) -> list[Any]:
+    """A piece without its values, as JSON."""
+    return [
+        piece.name,
+        dtype_name(piece.tensor.dtype),
+        list(piece.global_shape),
+        list(piece.offset),
+        list(piece.tensor.shape),
+    ]
+
+
+def _write_item(description: list[Any]) -> WriteItem:
+    name, dtype, global_shape, offset, shape = description
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(offset)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=chunk_metadata(offset, shape),
+            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
+            size=torch.Size(global_shape),
+        ),
+    )
+
+
+def plan_to_json(plan: SavePlan) -> list[Any]:
+    """A local plan for the other ranks."""
+    out = []
+    for item in plan.items:
+        data = tensor_data(item)
+        dtype = dtype_name(data.properties.dtype)
+        out.append([item.index.fqn, dtype, list(data.size), list(data.chunk.offsets), list(data.chunk.sizes)])
+    return out
+
+
+def plan_from_json(value: list[Any]) -> SavePlan:
+    return SavePlan([_write_item(description) for description in value])
+
+
+def tensor_data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, f"{item.index}: only tensors enter DCP"
+    return item.tensor_data
+
+
+def _check_replicas(all_plans: list[SavePlan]) -> None:
+    """Ranks that hold a piece at the same place must mean the same one."""
+    seen: dict[MetadataIndex, tuple[int, TensorWriteData]] = {}
+    tensors: dict[str, tuple[int, tuple[torch.Size, torch.dtype]]] = {}
+    for rank, plan in enumerate(all_plans):
+        for item in plan.items:
+            data = tensor_data(item)
+            first_rank, first = seen.setdefault(item.index, (rank, data))
+            assert first.chunk.sizes == data.chunk.sizes, (
+                f"{item.index.fqn} at {tuple(data.chunk.offsets)}: rank {first_rank} holds shape "
+                f"{tuple(first.chunk.sizes)}, rank {rank} holds {tuple(data.chunk.sizes)}"
+            )
+            facts = (data.size, data.properties.dtype)
+            first_rank, first_facts = tensors.setdefault(item.index.fqn, (rank, facts))
+            assert first_facts == facts, (
+                f"{item.index.fqn}: rank {first_rank} {first_facts}, rank {rank} {facts}"
+            )
+
+
+def _check_filled(metadata: Metadata) -> None:
+    """All ranks' pieces together are every element of every tensor, once."""
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{name}: only tensors enter DCP, found {entry}"
+        boxes = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        problem = fill_error(tuple(entry.size), boxes)
+        assert problem is None, f"{name}: {problem}"
+
+
+@dataclasses.dataclass
+class PlanCache:
+    """The global plan of the last save. Ranks' pieces rarely change, so most saves exchange digests only."""
+
+    digests: list[str] = dataclasses.field(default_factory=list)
+    plans: list[SavePlan] = dataclasses.field(default_factory=list)
+    metadata: Metadata | None = None
+
+
+def plan_save(
+    planner: PieceSavePlanner, ps: ParallelState | None, cache: PlanCache
+) -> tuple[list[SavePlan], Metadata]:
+    """What every rank writes, and the metadata of the whole. Communicates over the whole world."""
+    local = plan_to_json(planner.create_local_plan())
+    digests = gather_json(hashlib.sha256(canonical(local)).hexdigest(), ps)
+    if cache.metadata is None or digests != cache.digests:
+        all_plans = [plan_from_json(value) for value in gather_json(local, ps)]
+        cache.plans, cache.metadata = planner.create_global_plan(all_plans)
+        cache.digests = digests
+    planner.finish_plan(cache.plans[rank_of(ps)])
+    return cache.plans, cache.metadata

@@ -1,0 +1,247 @@
+"""What the trainer saves and loads, by its flags, with Megatron's log lines.
+
+    checkpointer = Checkpointer(ps, config.checkpoint, log=print_rank_0)
+    restored = checkpointer.load(model_pieces, optimizer_pieces, config=config.flat())
+    ...
+    checkpointer.save(iteration, model_pieces, optimizer_pieces, common)  # common["config"] = config.flat()
+    checkpointer.maybe_finalize()                                            # once a step (--async-save)
+    checkpointer.maybe_finalize(blocking=True)                               # before leaving
+
+Weights are named `model.<parameter>`, optimizer state `optimizer.<...>`; everything else is JSON in the
+manifest: `common` (iteration, consumed samples, scheduler, scaler, configuration) and, per rank, its random
+generators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import __version__ as torch_version
+
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
+from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config, config_of
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.planning import PlanCache
+from megatron.core.dist_checkpointing.save import Log, no_log, save
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.parallel_state import ParallelState
+from megatron.training.rng_state import rng_state, set_rng_state
+from megatron.training.training_config import CheckpointConfig
+
+__all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+# Fields of the configuration that decide what the weights mean; a difference is refused by name before shapes
+# are.
+MODEL_FIELDS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "position_embedding_type", "max_position_embeddings",
+    "untie_embeddings_and_output_weights", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "padded_vocab_size", "tokenizer_type",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a load brought. common: the saved one.
+
+    resumed: False with --finetune: only weights were loaded, the run starts at iteration 0 and nothing in
+    `common` applies. optimizer: the optimizer's tensors were loaded, so its JSON state and the schedule in
+    `common` apply too.
+    """
+
+    directory: Path
+    iteration: int
+    common: Mapping[str, Any]
+    resumed: bool
+    optimizer: bool
+
+
+class Checkpointer:
+    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world."""
+
+    def __init__(self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log) -> None:
+        self._ps = ps
+        self._config = config
+        self._log = log
+        self._cache = PlanCache()
+        self._async = AsyncSaver(log)
+
+    @property
+    def in_flight(self) -> int | None:
+        """The iteration that is being written in the background, if any."""
+        return self._async.in_flight
+
+    @property
+    def place(self) -> str:
+        """Megatron's `[ t 1/T, p 1/P ]`."""
+        ps = self._ps
+        return f"[ t {ps.tp_rank + 1}/{ps.tp_size}, p {ps.pp_rank + 1}/{ps.pp_size} ]"
+
+    def save(
+        self,
+        iteration: int,
+        model_pieces: Sequence[LocalPiece],
+        optimizer_pieces: Sequence[LocalPiece],
+        common: Mapping[str, Any],
+        *,
+        wait: bool = False,
+    ) -> Path | None:
+        """Save to `--save`; the directory once it is a checkpoint, None while it is written in the
+        background.
+
+        common: must hold iteration-independent JSON; `consumed_train_samples` and `config` also go to the
+        manifest's own fields. wait: finish before returning whatever `--async-save` says (the last save of a
+        run). Raises CheckpointError on all ranks together.
+        """
+        root = self._config.save
+        assert root is not None, "save without --save"
+        pieces = list(model_pieces) + ([] if self._config.no_save_optim else list(optimizer_pieces))
+        per_rank = {} if self._config.no_save_rng else {"rng": rng_state(self._ps.device)}
+        self._say(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
+        retain = self._config.save_retain_interval
+        if self._config.async_save:
+            earlier = self._async.in_flight
+            done = self._async.save(
+                root, iteration, pieces, common, per_rank, self._ps, retain_interval=retain, cache=self._cache
+            )
+            if done is not None and earlier is not None:
+                self._saved(earlier)
+            self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
+            return self.maybe_finalize(blocking=True) if wait else None
+        directory = save(
+            root, iteration, pieces, common, per_rank, self._ps,
+            retain_interval=retain, cache=self._cache, log=self._log,
+        )  # fmt: skip
+        self._saved(iteration)
+        return directory
+
+    def maybe_finalize(self, blocking: bool = False) -> Path | None:
+        """Commit a background save that all ranks have written; its directory if that happened now.
+
+        Call it once a step at the same place on every rank, and with `blocking` before leaving.
+        """
+        iteration = self._async.in_flight
+        directory = self._async.maybe_finalize(self._ps, blocking)
+        if directory is not None and iteration is not None:
+            self._saved(iteration)
+        return directory
+
+    def load(
+        self,
+        model_pieces: Sequence[LocalPiece],
+        optimizer_pieces: Sequence[LocalPiece],
+        *,
+        config: Mapping[str, Any] | None = None,
+    ) -> Restored | None:
+        """Load from `--load` into the pieces, and set the random generators; None: start from scratch.
+
+        config: this run's flat configuration, compared with the checkpoint's where it decides what the
+        weights mean. Raises CheckpointError on all ranks together, before any tensor is touched.
+        """
+        flags = self._config
+        if flags.load is None:
+            return None
+        choice = find(flags.load, self._ps, flags.ckpt_step)
+        for note in choice.notes:
+            self._say(note)
+        if choice.found is None:
+            if flags.exit_on_missing_checkpoint:
+                raise CheckpointError(f"{choice.notes[-1]} is not allowed by --exit-on-missing-checkpoint")
+            return None
+        found = choice.found
+        with_optimizer = not (flags.finetune or flags.no_load_optim)
+        _check_config(found, config or {})
+        _check_optimizer(found, with_optimizer and bool(optimizer_pieces))
+        self._say(f" loading checkpoint from {flags.load} at iteration {found.iteration}")
+        load_pieces(
+            found,
+            list(model_pieces) + (list(optimizer_pieces) if with_optimizer else []),
+            self._ps,
+            prefixes=(MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,),
+        )
+        if not (flags.finetune or flags.no_load_rng):
+            self._load_rng(found)
+        self._note_versions(found)
+        iteration = 0 if flags.finetune else found.iteration
+        self._say(f"  successfully loaded checkpoint from {flags.load} {self.place} at iteration {iteration}")
+        return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
+
+    def _load_rng(self, found: Found) -> None:
+        """Each rank its own state; ranks that the saved run did not have keep their fresh seeds."""
+        saved = found.manifest.per_rank
+        if len(saved) != self._ps.world_size:
+            self._say(
+                f"random generators: the checkpoint has those of {len(saved)} ranks, this has "
+                f"{self._ps.world_size}: ranks without one keep fresh seeds"
+            )
+        if self._ps.rank >= len(saved):
+            return
+        own = saved[self._ps.rank]
+        state = own.get("rng") if isinstance(own, dict) else None
+        if state is None:
+            raise CheckpointError(
+                f"{found.directory / MANIFEST_NAME}: no random generator state of rank {self._ps.rank} "
+                f"(saved with --no-save-rng?): load with --no-load-rng"
+            )
+        set_rng_state(state, self._ps.device)
+
+    def _note_versions(self, found: Found) -> None:
+        if found.manifest.torch_version != torch_version:
+            self._say(
+                f"the checkpoint was written with torch {found.manifest.torch_version}, this is "
+                f"{torch_version}: numbers may differ in the last bits"
+            )
+
+    def _saved(self, iteration: int) -> None:
+        root = self._config.save
+        self._say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {self.place}")
+
+    def _say(self, line: str) -> None:
+        if self._ps.rank == 0:
+            self._log(line)
+
+
+def _check_config(found: Found, config: Mapping[str, Any]) -> None:
+    saved = found.manifest.common.get("config")
+    if not isinstance(saved, dict):
+        return
+    differing = [
+        f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
+        for name in MODEL_FIELDS
+        if name in saved and name in config and saved[name] != config[name]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: saved from another model: {'; '.join(differing)}. "
+            f"Give the same flags, or --use-checkpoint-args to take them from the checkpoint"
+        )
+
+
+def _check_optimizer(found: Found, wanted: bool) -> None:
+    if wanted and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: no optimizer state (saved with --no-save-optim?): load with "
+            f"--no-load-optim or --finetune"
+        )
+
+
+def load_for_inference(
+    load_dir: str, ckpt_step: int | None = None
+) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece]], None]]:
+    """The saved flat configuration, and a function that fills a model's pieces: one process, no group, no
+    optimizer.
+
+    Raises CheckpointError when the folder holds no valid checkpoint.
+    """
+    found = open_for_inference(load_dir, ckpt_step)
+
+    def load(pieces: Sequence[LocalPiece]) -> None:
+        load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
+
+    return config_of(found), load
