@@ -1,0 +1,271 @@
+"""How a run ends: the one table of exit statuses, `exit.json`, and the way from an exception to a status.
+
+torchrun turns every failure into status 1, so the status is also written to `exit.json`, which a batch
+script reads to decide whether to requeue (docs/exit_statuses.md is checked against the table here).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+EXIT_FILE = "exit.json"
+
+
+class ExitStatus(enum.IntEnum):
+    """Exit status of every rank; DESCRIPTIONS says what each means."""
+
+    DONE = 0
+    BUG = 1
+    CONFIGURATION = 2
+    CHECKPOINT = 3
+    DATA = 4
+    NON_FINITE = 5
+    PEER_LOST = 6
+    RERUN_PERSISTENT = 16
+    RERUN_INVALID = 17
+    STOPPED = 75
+
+
+DESCRIPTIONS: Mapping[ExitStatus, str] = {
+    ExitStatus.DONE: "done; also when left by `--exit-interval` or `--exit-duration-in-mins`",
+    ExitStatus.BUG: "an error nobody foresaw: the traceback is printed, please report it",
+    ExitStatus.CONFIGURATION: "configuration: flags, or ranks started with different configuration, code"
+    " or torch",
+    ExitStatus.CHECKPOINT: "checkpoint: missing, damaged or of another model; or one could not be written",
+    ExitStatus.DATA: "data: a corpus, tokenizer or index file is missing or damaged",
+    ExitStatus.NON_FINITE: "a loss or gradient was NaN or infinite and `--nan-policy` says to stop",
+    ExitStatus.PEER_LOST: "another rank was lost or hangs; the message names it",
+    ExitStatus.RERUN_PERSISTENT: "`--nan-policy rerun-once`: the step gives the same non-finite bits twice;"
+    " checkpoint kept, resume on other machines to tell a bad device from a bad model",
+    ExitStatus.RERUN_INVALID: "`--nan-policy rerun-once`: two different non-finite results:"
+    " this machine is not to be trusted",
+    ExitStatus.STOPPED: "stopped by a signal with a valid checkpoint: start again with the same command",
+}
+
+# Statuses after which the same command, started again, goes on with the run.
+REQUEUE = frozenset({ExitStatus.STOPPED, ExitStatus.PEER_LOST, ExitStatus.RERUN_PERSISTENT})
+
+
+def markdown_table() -> str:
+    """The table of docs/exit_statuses.md."""
+    rows = [
+        f"| {int(status)} | {DESCRIPTIONS[status]} | {_yes(status in REQUEUE)} |" for status in ExitStatus
+    ]
+    return "\n".join(["| status | meaning | requeue |", "|---|---|---|", *rows])
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitRecord:
+    """The content of `exit.json`.
+
+    status: an ExitStatus, or 128 + n when a second signal n stopped a run that has no checkpoint.
+    iteration: last completed iteration, None before training. checkpoint: newest valid checkpoint's folder,
+    or None.
+    requeue: whether the same command, started again, goes on with the run.
+    """
+
+    status: int
+    reason: str
+    iteration: int | None
+    checkpoint: str | None
+    rank: int
+    requeue: bool
+
+    @classmethod
+    def of(
+        cls,
+        status: ExitStatus,
+        reason: str,
+        *,
+        rank: int,
+        iteration: int | None = None,
+        checkpoint: str | None = None,
+    ) -> ExitRecord:
+        """The record with the table's answer for `requeue`."""
+        return cls(status, reason, iteration, checkpoint, rank, status in REQUEUE)
+
+
+class TrainingExit(Exception):  # noqa: N818 - an end, not an error
+    """Raised where the loop decides to end the run early with a status that is not an error of a part."""
+
+    def __init__(
+        self, status: ExitStatus, reason: str, *, iteration: int | None = None, checkpoint: str | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.iteration = iteration
+        self.checkpoint = checkpoint
+
+
+def clear_exit_json(directory: str | Path) -> None:
+    """Remove a former run's `exit.json`: rank 0 at start-up, so that a run that is killed leaves none."""
+    (Path(directory) / EXIT_FILE).unlink(missing_ok=True)
+
+
+def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
+    """Write `<directory>/exit.json` atomically and return its path.
+
+    When a rank fails, its peers soon lose it. So a PEER_LOST record never replaces one that is there
+    already: the file keeps the cause, whichever rank writes last.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / EXIT_FILE
+    temporary = folder / f".{EXIT_FILE}.{record.rank}.{os.getpid()}"
+    content = {**dataclasses.asdict(record), "status": int(record.status)}
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        if record.status == ExitStatus.PEER_LOST:
+            _publish_if_absent(temporary, target)
+        else:
+            os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _publish_if_absent(temporary: Path, target: Path) -> None:
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return  # the cause is on record
+    except OSError:  # a file system without hard links
+        if not target.exists():
+            os.replace(temporary, target)
+
+
+def read_exit_json(directory: str | Path) -> ExitRecord | None:
+    """The record in `<directory>/exit.json`, or None without the file.
+
+    Raises ValueError naming a damaged file.
+    """
+    path = Path(directory) / EXIT_FILE
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        record = ExitRecord(**content)
+        if record.status not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
+            raise ValueError(f"unknown status {record.status}")
+        return record
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not an exit record: {error}") from None
+
+
+StatusTable = Mapping[type[BaseException], ExitStatus]
+
+
+def status_of(error: BaseException, table: StatusTable) -> ExitStatus:
+    """The status for an exception. table: the error classes of the parts (ConfigurationError, DataError,
+    ...).
+
+    The most derived class wins. A TrainingExit carries its own; anything else is a bug.
+    """
+    if isinstance(error, TrainingExit):
+        return error.status
+    for cls in type(error).__mro__:
+        if cls in table:
+            return table[cls]
+    return ExitStatus.BUG
+
+
+def failure_message(error: BaseException, status: ExitStatus, rank: int) -> str:
+    """What to print: one clear message for the user's errors, the traceback for bugs."""
+    if status is ExitStatus.BUG:
+        trace = "".join(traceback.format_exception(error)).rstrip("\n")
+        return f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
+    kind = status.name.lower().replace("_", " ")
+    return f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}"
+
+
+def report_failure(
+    error: BaseException,
+    table: StatusTable,
+    *,
+    rank: int,
+    directory: str | Path | None = None,
+    iteration: int | None = None,
+    checkpoint: str | None = None,
+    diagnose: Callable[[], str] | None = None,
+    stream: TextIO | None = None,
+) -> ExitStatus:
+    """Print the message of an exception, write `exit.json` into `directory`, and return the status to exit
+    with.
+
+    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
+    """
+    out = stream or sys.stderr
+    status = status_of(error, table)
+    reason = str(error) or type(error).__name__
+    print(failure_message(error, status, rank), file=out, flush=True)
+    if status is ExitStatus.PEER_LOST and diagnose is not None:
+        reason = diagnose()
+        print(f"[rank {rank}] {reason}", file=out, flush=True)
+    if isinstance(error, TrainingExit):
+        iteration = error.iteration if error.iteration is not None else iteration
+        checkpoint = error.checkpoint or checkpoint
+    if directory is not None:
+        record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
+        try:
+            write_exit_json(directory, record)
+        except OSError as problem:  # a full disk must not hide the error above
+            print(
+                f"[rank {rank}] {EXIT_FILE} could not be written to {directory}: {problem}",
+                file=out,
+                flush=True,
+            )
+    return status
+
+
+def second_signal_words(
+    directory: str | Path,
+    *,
+    rank: int,
+    iteration: Callable[[], int | None],
+    checkpoint: Callable[[], str | None],
+) -> Callable[[int], int]:
+    """What SignalHandler calls on the second signal: says so, writes `exit.json`, gives the status to stop
+    with.
+
+    75 if there is a valid checkpoint to go on from, else 128 + n. Runs in the side thread; must not block.
+    """
+
+    def words(signum: int) -> int:
+        kept = checkpoint()
+        name = signal.Signals(signum).name
+        reason = f"second {name}: stopped at once, without saving"
+        status = int(ExitStatus.STOPPED) if kept else 128 + signum
+        record = ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
+        os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
+        write_exit_json(directory, record)
+        return status
+
+    return words
+
+
+def hard_exit(status: int) -> NoReturn:
+    """Leave now: no destructors, which could wait for a lost peer. Standard streams are flushed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # a closed pipe; nothing is left to say it on
+    os._exit(int(status))

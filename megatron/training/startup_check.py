@@ -1,0 +1,116 @@
+"""Before anything is built: do all ranks run the same configuration, code, torch and Python?
+
+A rank with an old checkout or another flag trains silently wrong or hangs in the first collective; here it
+is named within a second. Communicates through the gather that is passed in (`collectives.all_gather_json`
+over the world).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
+
+PACKAGE_DIR = Path(__file__).resolve().parent.parent
+MAX_NAMED = 8  # ranks, and configuration values, named in one message
+
+
+class StartupMismatchError(ValueError):
+    """Ranks disagree on configuration, code or versions (exit status 2)."""
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 over the resolved flat configuration."""
+    text = json.dumps(_plain(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def code_digest(package_dir: Path = PACKAGE_DIR) -> str:
+    """SHA-256 over names and contents of the package's Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(package_dir.rglob("*.py"), key=lambda p: p.relative_to(package_dir).as_posix()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package_dir).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def fingerprint(
+    config: Mapping[str, Any], torch_version: str, package_dir: Path = PACKAGE_DIR
+) -> dict[str, str]:
+    """What is compared, under the names that the message uses."""
+    return {
+        "configuration": config_digest(config),
+        "code": code_digest(package_dir),
+        "torch version": torch_version,
+        "Python version": platform.python_version(),
+    }
+
+
+def compare_across_ranks(
+    gather: Gather,
+    config: Mapping[str, Any],
+    *,
+    torch_version: str,
+    ignore: Collection[str] = (),
+    package_dir: Path = PACKAGE_DIR,
+) -> dict[str, str]:
+    """Compare all ranks; returns the common fingerprint. Every rank calls it and every rank raises alike.
+
+    config: `Config.flat()`. ignore: configuration names that may differ between ranks.
+    Raises StartupMismatchError naming rank and field; for the configuration also the values.
+    """
+    compared = {name: value for name, value in config.items() if name not in ignore}
+    mine = fingerprint(compared, torch_version, package_dir)
+    problems = mismatches(gather(mine))
+    if "configuration" in {field for field, _, _ in problems}:
+        # A second round only now: the digests are small, whole configurations of thousands of ranks are not.
+        values = gather({name: repr(value) for name, value in _plain(compared).items()})
+        problems = mismatches(values) + [problem for problem in problems if problem[0] != "configuration"]
+    if problems:
+        lines = [f"  {field}: {_ranks(ranks)} {text}" for field, ranks, text in problems[:MAX_NAMED]]
+        more = len(problems) - MAX_NAMED
+        lines += [f"  and {more} more differences"] if more > 0 else []
+        raise StartupMismatchError(
+            "the ranks were not started alike:\n" + "\n".join(lines) + "\n"
+            "Start every rank with the same flags, code and environment."
+        )
+    return mine
+
+
+def mismatches(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int], str]]:
+    """(field, ranks that differ, what they have) against the most common value; ties go to rank 0's."""
+    found = []
+    for field in dict.fromkeys(name for values in ranks for name in values):
+        values = [values.get(field) for values in ranks]
+        counts = Counter(values)
+        reference = max(counts, key=lambda value: (counts[value], value == values[0]))
+        others = dict.fromkeys(value for value in values if value != reference)
+        witness = values.index(reference)
+        for other in others:
+            odd = [rank for rank, value in enumerate(values) if value == other]
+            found.append((field, odd, f"{_shown(other)}, rank {witness} {_shown(reference)}"))
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
+    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"
+
+
+def _shown(value: Any) -> str:
+    text = "no value" if value is None else str(value)
+    is_digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+    return f"digest {text[:12]}" if is_digest else text
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-able copy: tuples as lists, anything unusual by its repr."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=repr))
+    return plain

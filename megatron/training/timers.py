@@ -1,0 +1,219 @@
+"""Named timers with three levels, reported across ranks as Megatron reports them.
+
+    timers = Timers(log_level=1, log_option="minmax", synchronize=device.synchronize)
+    with timers("forward-backward", log_level=1):
+        ...
+    lines = timers.log(gather=lambda value: collectives.all_gather_json(value, ps.world_group))
+
+A timer whose level is above the chosen one costs one dictionary look-up and never synchronizes the device.
+Torch-free: the device's synchronize, the barrier and the gather are passed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+LOG_OPTIONS = ("max", "minmax", "all")
+MAX_LOG_LEVEL = 2
+NAME_WIDTH = 48
+
+Gather = Callable[[dict[str, float]], list[dict[str, float]]]
+
+
+class ScalarSink(Protocol):
+    """Where `Timers.write` puts its values: any writer."""
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None: ...
+
+
+def _nothing() -> None:
+    return None
+
+
+class Timer:
+    """Accumulated seconds between start and stop."""
+
+    def __init__(
+        self,
+        name: str,
+        synchronize: Callable[[], None],
+        barrier: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self._synchronize = synchronize
+        self._barrier = barrier
+        self._clock = clock
+        self._elapsed_s = 0.0
+        self._started_at: float | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        """Start; with `barrier`, only once every rank is here."""
+        assert self._started_at is None, f"timer {self.name!r} is already running"
+        if barrier:
+            self._barrier()
+        self._synchronize()  # sync: the device's queue must be empty, or the time of earlier work is counted
+        self._started_at = self._clock()
+
+    def stop(self, barrier: bool = False) -> None:
+        """Stop and add to the sum."""
+        assert self._started_at is not None, f"timer {self.name!r} is not running"
+        if barrier:
+            self._barrier()
+        self._synchronize()  # sync: wait for the work that is being timed
+        self._elapsed_s += self._clock() - self._started_at
+        self._started_at = None
+
+    def reset(self) -> None:
+        """Forget the sum; a running timer goes on from now."""
+        self._elapsed_s = 0.0
+        if self._started_at is not None:
+            self._started_at = self._clock()
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds so far; a running timer keeps running."""
+        running = self._started_at is not None
+        if running:
+            self.stop(barrier)
+        elapsed_s = self._elapsed_s
+        if reset:
+            self._elapsed_s = 0.0
+        if running:
+            self.start(barrier)
+        return elapsed_s
+
+    def __enter__(self) -> Timer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+class _SilentTimer(Timer):
+    """Stands in for every timer above the chosen level: shared, so it keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("(silent)", _nothing, _nothing, time.perf_counter)
+
+    def start(self, barrier: bool = False) -> None:
+        if barrier:
+            raise AssertionError("a barrier must not depend on the log level: call it outside the timer")
+
+    def stop(self, barrier: bool = False) -> None:
+        return None
+
+    def reset(self) -> None:
+        return None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        raise AssertionError("this timer is above --timing-log-level and measures nothing")
+
+
+class Timers:
+    """All timers of a rank.
+
+    log_level: timers above it are silent. log_option: "max", "minmax" or "all" (ranks).
+    """
+
+    def __init__(
+        self,
+        log_level: int = 0,
+        log_option: str = "minmax",
+        *,
+        synchronize: Callable[[], None] = _nothing,
+        barrier: Callable[[], None] = _nothing,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if log_option not in LOG_OPTIONS:
+            raise ValueError(f"--timing-log-option {log_option}: choose one of {', '.join(LOG_OPTIONS)}")
+        if log_level not in range(MAX_LOG_LEVEL + 1):
+            raise ValueError(f"--timing-log-level {log_level}: choose 0, 1 or 2")
+        self.log_level = log_level
+        self.log_option = log_option
+        self._synchronize = synchronize
+        self._barrier = barrier
+        self._clock = clock
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+        self._silent = _SilentTimer()
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer of this name, made on first use. Without a level a new timer gets the highest, 2."""
+        known = self._levels.get(name)
+        if known is None:
+            known = MAX_LOG_LEVEL if log_level is None else log_level
+            assert known in range(MAX_LOG_LEVEL + 1), f"timer {name!r}: level {log_level}, known are 0, 1, 2"
+            self._levels[name] = known
+            if known <= self.log_level:
+                self._timers[name] = Timer(name, self._synchronize, self._barrier, self._clock)
+        assert log_level is None or log_level == known, (
+            f"timer {name!r} has level {known}, asked for {log_level}"
+        )
+        return self._timers.get(name, self._silent)
+
+    def values(self, names: Sequence[str] | None = None, *, reset: bool = True) -> dict[str, float]:
+        """Seconds per active timer (those of `names` that exist)."""
+        chosen = list(self._timers) if names is None else [name for name in names if name in self._timers]
+        return {name: self._timers[name].elapsed(reset=reset) for name in chosen}
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        gather: Gather,
+        normalizer: float = 1.0,
+        reset: bool = True,
+    ) -> str | None:
+        """The block to print, or None without any time. Communicates through `gather`: every rank calls it.
+
+        normalizer: iterations since the last block, so that times are per iteration.
+        """
+        assert normalizer > 0.0, f"normalizer {normalizer}"
+        return format_block(gather(self.values(names, reset=reset)), self.log_option, normalizer)
+
+    def write(
+        self,
+        names: Sequence[str] | None,
+        writer: ScalarSink,
+        step: int,
+        *,
+        gather: Gather,
+        normalizer: float = 1.0,
+        reset: bool = True,
+    ) -> None:
+        """Write the maximum over ranks as `<name>-time` in seconds. Communicates through `gather`."""
+        for name, by_rank in _by_name(gather(self.values(names, reset=reset))).items():
+            writer.scalar(f"{name}-time", max(by_rank.values()) / normalizer, step)
+
+
+def _by_name(ranks: Sequence[dict[str, float]]) -> dict[str, dict[int, float]]:
+    """name -> {rank: seconds} over the ranks on which the timer ran, in order of first appearance."""
+    table: dict[str, dict[int, float]] = {}
+    for rank, values in enumerate(ranks):
+        for name, elapsed_s in values.items():
+            if elapsed_s > 0.0:
+                table.setdefault(name, {})[rank] = elapsed_s
+    return table
+
+
+def format_block(ranks: Sequence[dict[str, Any]], log_option: str, normalizer: float = 1.0) -> str | None:
+    """Megatron's block of times in ms. ranks: per rank name -> seconds, of the timers that ran."""
+    table = _by_name(ranks)
+    if not table:
+        return None
+    title = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
+    lines = [title.get(log_option, "times across ranks (ms):")]
+    for name, by_rank in table.items():
+        times_ms = {rank: elapsed_s * 1000.0 / normalizer for rank, elapsed_s in by_rank.items()}
+        padded = (name + " ").ljust(NAME_WIDTH, ".")
+        if log_option == "max":
+            lines.append(f"    {padded}: {max(times_ms.values()):.2f}")
+        elif log_option == "minmax":
+            lines.append(f"    {padded}: ({min(times_ms.values()):.2f}, {max(times_ms.values()):.2f})")
+        else:
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in times_ms.items()]
+    return "\n".join(lines)

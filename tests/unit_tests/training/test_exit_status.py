@@ -1,0 +1,202 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training import exit_status
+from megatron.training.exit_status import ExitRecord, ExitStatus, TrainingExit, write_exit_json
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+class ConfigurationError(ValueError):
+    pass
+
+
+class DataError(ValueError):
+    pass
+
+
+class TokenError(DataError):
+    pass
+
+
+class PeerLostError(RuntimeError):
+    pass
+
+
+TABLE = {
+    ConfigurationError: ExitStatus.CONFIGURATION,
+    DataError: ExitStatus.DATA,
+    PeerLostError: ExitStatus.PEER_LOST,
+}
+
+
+def test_statuses_are_the_promised_numbers():
+    assert {s.name: int(s) for s in ExitStatus} == {
+        "DONE": 0,
+        "BUG": 1,
+        "CONFIGURATION": 2,
+        "CHECKPOINT": 3,
+        "DATA": 4,
+        "NON_FINITE": 5,
+        "PEER_LOST": 6,
+        "RERUN_PERSISTENT": 16,
+        "RERUN_INVALID": 17,
+        "STOPPED": 75,
+    }
+    assert set(exit_status.DESCRIPTIONS) == set(ExitStatus)
+
+
+def test_docs_page_has_the_table():
+    assert exit_status.markdown_table() in (DOCS / "exit_statuses.md").read_text(encoding="utf-8")
+
+
+def test_exit_json_content_and_round_trip(tmp_path):
+    record = ExitRecord.of(ExitStatus.STOPPED, "SIGTERM", rank=3, iteration=17, checkpoint="/c/iter_0000017")
+    path = write_exit_json(tmp_path / "new" / "folder", record)
+    assert json.loads(path.read_text()) == {
+        "status": 75,
+        "reason": "SIGTERM",
+        "iteration": 17,
+        "checkpoint": "/c/iter_0000017",
+        "rank": 3,
+        "requeue": True,
+    }
+    assert exit_status.read_exit_json(path.parent) == record
+    assert os.listdir(path.parent) == ["exit.json"]
+
+
+@pytest.mark.parametrize("status", list(ExitStatus))
+def test_requeue_only_where_the_same_command_can_go_on(status):
+    assert ExitRecord.of(status, "", rank=0).requeue == (int(status) in (6, 16, 75))
+
+
+def test_lost_peer_never_hides_the_cause(tmp_path):
+    lost = ExitRecord.of(ExitStatus.PEER_LOST, "rank 1 was lost", rank=0)
+    cause = ExitRecord.of(ExitStatus.DATA, "corpus.bin is short", rank=1)
+    for order in ([lost, cause], [cause, lost], [lost, cause, lost]):
+        exit_status.clear_exit_json(tmp_path)
+        for record in order:
+            write_exit_json(tmp_path, record)
+        assert exit_status.read_exit_json(tmp_path) == cause
+    exit_status.clear_exit_json(tmp_path)
+    assert exit_status.read_exit_json(tmp_path) is None
+    write_exit_json(tmp_path, lost)
+    assert exit_status.read_exit_json(tmp_path) == lost
+
+
+def test_lost_peer_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    lost = ExitRecord.of(ExitStatus.PEER_LOST, "lost", rank=0)
+    write_exit_json(tmp_path, lost)
+    assert exit_status.read_exit_json(tmp_path) == lost
+    cause = ExitRecord.of(ExitStatus.BUG, "bug", rank=1)
+    write_exit_json(tmp_path, cause)
+    write_exit_json(tmp_path, lost)
+    assert exit_status.read_exit_json(tmp_path) == cause
+    assert os.listdir(tmp_path) == ["exit.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"status": 99}', '{"status": 0, "surprise": 1}'])
+def test_damaged_exit_json_is_named(tmp_path, text):
+    (tmp_path / "exit.json").write_text(text)
+    with pytest.raises(ValueError, match=r"exit\.json is not an exit record"):
+        exit_status.read_exit_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigurationError("x"), 2),
+        (TokenError("x"), 4),
+        (PeerLostError("x"), 6),
+        (TrainingExit(ExitStatus.STOPPED, "SIGTERM"), 75),
+        (ValueError("x"), 1),
+        (KeyError("x"), 1),
+    ],
+)
+def test_exceptions_to_statuses(error, status):
+    assert exit_status.status_of(error, TABLE) == status
+
+
+def raise_it(error):
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def test_user_errors_are_one_message_and_bugs_a_traceback(capsys, tmp_path):
+    status = exit_status.report_failure(
+        raise_it(TokenError("corpus.bin: token 70000")), TABLE, rank=1, directory=tmp_path, iteration=4
+    )
+    shown = capsys.readouterr().err
+    assert status == 4
+    assert shown == "[rank 1] error (data, exit status 4): corpus.bin: token 70000\n"
+    assert exit_status.read_exit_json(tmp_path) == ExitRecord(4, "corpus.bin: token 70000", 4, None, 1, False)
+
+    assert exit_status.report_failure(raise_it(KeyError("weight")), TABLE, rank=0) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "raise error" in shown
+    assert "KeyError: 'weight'" in shown
+
+
+def test_lost_peer_is_diagnosed_and_the_diagnosis_kept(capsys, tmp_path):
+    exit_status.report_failure(
+        raise_it(PeerLostError("reset by peer")),
+        TABLE,
+        rank=0,
+        directory=tmp_path,
+        diagnose=lambda: "rank 1 (host h, pid 5) missed all_reduce #3",
+    )
+    assert "[rank 0] rank 1 (host h, pid 5) missed all_reduce #3\n" in capsys.readouterr().err
+    assert exit_status.read_exit_json(tmp_path).reason.startswith("rank 1 (host h")
+
+
+def test_training_exit_brings_its_own_record(tmp_path):
+    error = TrainingExit(ExitStatus.STOPPED, "SIGTERM", iteration=8, checkpoint="/c/iter_0000008")
+    exit_status.report_failure(error, TABLE, rank=0, directory=tmp_path, iteration=7)
+    record = exit_status.read_exit_json(tmp_path)
+    assert (record.iteration, record.checkpoint, record.requeue) == (8, "/c/iter_0000008", True)
+
+
+def test_unwritable_folder_does_not_hide_the_error(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    status = exit_status.report_failure(DataError("bad"), TABLE, rank=0, directory=tmp_path / "file" / "sub")
+    assert status == 4
+    shown = capsys.readouterr().err
+    assert "bad" in shown
+    assert "could not be written" in shown
+
+
+def test_hard_exit_flushes_and_runs_nothing():
+    code = (
+        "import atexit; from megatron.training.exit_status import hard_exit, ExitStatus\n"
+        "atexit.register(lambda: print('never'))\n"
+        "print('last words', end='')\n"
+        "hard_exit(ExitStatus.PEER_LOST)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=DOCS.parent)
+    assert (done.returncode, done.stdout) == (6, "last words")
+
+
+def test_second_signal_is_75_only_with_a_checkpoint(tmp_path, capfd):
+    kept = None
+    words = exit_status.second_signal_words(tmp_path, rank=2, iteration=lambda: 9, checkpoint=lambda: kept)
+    assert words(15) == 128 + 15
+    assert exit_status.read_exit_json(tmp_path).requeue is False
+    kept = "/c/iter_0000008"
+    assert words(2) == 75
+    record = exit_status.read_exit_json(tmp_path)
+    assert (record.status, record.iteration, record.checkpoint, record.requeue) == (75, 9, kept, True)
+    shown = capfd.readouterr().err
+    assert "[rank 2] second SIGTERM: stopped at once, without saving; valid checkpoint: none" in shown
+    assert "second SIGINT" in shown

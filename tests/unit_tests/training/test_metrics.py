@@ -1,0 +1,227 @@
+"""Lines are read back with the expressions of a script that was written for Megatron's log."""
+
+import json
+import math
+import re
+from datetime import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training import metrics
+from megatron.training.metrics import IntervalTotals, IterationRecord, iteration_line
+
+WHEN = datetime(2026, 3, 4, 5, 6, 7, 89)
+USER_LINE = re.compile(
+    r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?\] iteration +(\d+)/ +(\d+) \| consumed "
+    r"samples: +(\d+) \| "
+    r"(?:skipped samples: +(\d+) \| )?"
+    r"elapsed time per iteration \(ms\): ([\d.]+) \| (?:throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \| )?"
+    r"(?:energy per GPU \(J/iter/GPU\): ([\d.]+) \| power per GPU \(W/GPU\): ([\d.]+) \| )?"
+    r"learning rate: ([-+.\dE]+) \| (?:decoupled learning rate: ([-+.\dE]+) \| )?"
+    r"global batch size: +(\d+) \| (?:lm loss: ([-+.\dE]+) \| )?(?:z_loss: ([-+.\dE]+) \| )?"
+    r"loss scale: ([\d.]+) \| (?:grad norm: ([-+.\dE]+) \| )?(?:num zeros: (\d+) \| )?"
+    r"(?:params norm: ([-+.\dE]+) \| )?"
+    r"number of skipped iterations: +(\d+) \| number of nan iterations: +(\d+) \|$"
+)
+
+
+def record(**changes) -> IterationRecord:
+    fields = {
+        "iteration": 7,
+        "train_iters": 100,
+        "consumed_samples": 56,
+        "elapsed_s": 0.12345,
+        "learning_rate": 1.5e-4,
+        "global_batch_size": 8,
+        "losses": {"lm loss": 10.123456789},
+        "loss_scale": 1.0,
+        "skipped_iterations": 0,
+        "nan_iterations": 0,
+        "when": WHEN,
+    }
+    return IterationRecord(**{**fields, **changes})
+
+
+def test_iteration_line_is_megatrons_to_the_letter():
+    assert iteration_line(record(grad_norm=12.3456789)) == (
+        " [2026-03-04 05:06:07.000089] iteration        7/     100 | consumed samples:           56 | "
+        "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:     8 | "
+        "lm loss: 1.012346E+01 | loss scale: 1.0 | grad norm: 1.234568E+01 | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_every_optional_field_in_its_place():
+    line = iteration_line(
+        record(
+            skipped_samples=16,
+            throughput_tflops=88.84,
+            energy_j=5.0,
+            power_w=400.0,
+            decoupled_learning_rate=2e-4,
+            losses={"lm loss": 2.5, "z_loss": 0.25},
+            loss_scale=65536.0,
+            grad_norm=1.0,
+            num_zeros=42,
+            params_norm=123.0,
+            skipped_iterations=3,
+            nan_iterations=1,
+        )
+    )
+    found = USER_LINE.match(line)
+    assert found, line
+    assert found.groups() == (
+        *("7", "100", "56", "16", "123.5", "88.8", "5.0", "400.0", "1.500000E-04", "2.000000E-04", "8"),
+        *("2.500000E+00", "2.500000E-01", "65536.0", "1.000000E+00", "42", "1.230000E+02", "3", "1"),
+    )
+
+
+@given(
+    loss=st.floats(0, 1e4),
+    norm=st.floats(0, 1e12),
+    iteration=st.integers(0, 10**10),
+    rate=st.floats(0, 1),
+    elapsed=st.floats(0, 1e5),
+)
+def test_any_values_parse_and_keep_their_digits(loss, norm, iteration, rate, elapsed):
+    line = iteration_line(
+        record(
+            losses={"lm loss": loss},
+            grad_norm=norm,
+            iteration=iteration,
+            learning_rate=rate,
+            elapsed_s=elapsed,
+        )
+    )
+    found = USER_LINE.match(line)
+    assert found, line
+    assert int(found[1]) == iteration
+    assert float(found[12]) == pytest.approx(loss, rel=1e-6)
+    assert float(found[15]) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [math.nan, -0.5])
+def test_nan_and_negative_losses_are_left_out(loss):
+    assert "lm loss" not in iteration_line(record(losses={"lm loss": loss}))
+
+
+def test_zero_loss_is_printed():
+    assert "lm loss: 0.000000E+00 |" in iteration_line(record(losses={"lm loss": 0.0}))
+
+
+def test_scalars_have_megatrons_tags():
+    scalars = metrics.iteration_scalars(
+        record(grad_norm=1.0, num_zeros=0, params_norm=2.0, throughput_tflops=3.0), tokens_per_s=99.0
+    )
+    assert scalars["num-zeros"] == 0
+    assert set(scalars) == {
+        *("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm"),
+        *("iteration-time", "throughput", "tokens-per-second", "skipped-iterations", "nan-iterations"),
+    }
+    assert "grad-norm" not in metrics.iteration_scalars(record())
+    memory = metrics.memory_scalars(metrics.MemoryFigures(1, 2, 3, 4))
+    assert memory == {"mem-allocated-bytes": 1, "mem-max-allocated-bytes": 2, "mem-reserved-bytes": 3}
+
+
+def test_first_iteration_of_a_run_logs_whatever_the_interval():
+    logged = [i for i in range(8, 31) if metrics.should_log(i, 10, first_iteration_of_run=8)]
+    assert logged == [8, 10, 20, 30]
+
+
+def test_interval_loss_is_mean_over_non_skipped_iterations():
+    totals = IntervalTotals()
+    totals.add_iteration({"lm loss": (30.0, 10)}, tokens=16)
+    totals.add_iteration({"lm loss": (math.inf, 10)}, skipped=True, tokens=16)
+    totals.add_iteration({"lm loss": (7.0, 10)}, skipped=True)
+    totals.add_iteration({"lm loss": (20.0, 20), "z_loss": (4.0, 8)}, tokens=16)
+    assert totals.losses() == {"lm loss": 2.0, "z_loss": 0.5}
+    assert (totals.iterations, totals.skipped_iterations, totals.nan_iterations, totals.tokens) == (
+        4,
+        2,
+        1,
+        48,
+    )
+    totals.reset()
+    assert (totals.losses(), totals.iterations, totals.nan_iterations, totals.tokens) == ({}, 0, 0, 0)
+
+
+def test_interval_without_loss_tokens_prints_no_loss():
+    totals = IntervalTotals()
+    totals.add_iteration({"lm loss": (0.0, 0)})
+    assert math.isnan(totals.losses()["lm loss"])
+    assert "lm loss" not in iteration_line(record(losses=totals.losses()))
+
+
+def test_validation_lines():
+    top, line, bottom = metrics.validation_lines("iteration 40", {"lm loss": 2.0})
+    assert (
+        line
+        == " validation loss at iteration 40 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    )
+    assert top == bottom == "-" * (len(line) + 1)
+    assert "on test set" in metrics.validation_lines("iteration 40 on test set", {"lm loss": 2.0})[1]
+    named = metrics.validation_lines("iteration 4", {"lm loss": 50.0}, set_name="wiki")[1]
+    assert named.startswith(" validation-wiki loss at iteration 4 |")
+    assert f"PPL: {math.exp(20):.6E}" in named
+    assert metrics.validation_scalars({"lm loss": 0.0}, set_name="1") == {
+        "lm loss validation-1": 0.0,
+        "lm loss validation-1 ppl": 1.0,
+    }
+
+
+def test_start_memory_checkpoint_and_exit_lines():
+    place = metrics.ModelParallelPlace(tp_rank=1, tp_size=2, pp_rank=0, pp_size=4)
+    assert metrics.saved_line(40, "/ckpt", place).strip() == (
+        "successfully saved checkpoint from iteration      40 to /ckpt [ t 2/2, p 1/4 ]"
+    )
+    assert metrics.loaded_line(40, "/ckpt", place).strip() == (
+        "successfully loaded checkpoint from /ckpt [ t 2/2, p 1/4 ] at iteration 40"
+    )
+    assert metrics.saving_line(40, "/ckpt", "torch_dist").startswith(
+        "saving checkpoint at iteration      40 to /ckpt"
+    )
+    assert metrics.parameter_count_line(0, 1, 1234) == (
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 1): 1234"
+    )
+    assert (
+        metrics.padded_vocab_line(257, 384)
+        == " > padded vocab (size: 257) with 127 dummy tokens (new size: 384)"
+    )
+    memory = metrics.MemoryFigures(1 << 20, 2 << 20, 3 << 20, 4 << 20)
+    assert metrics.memory_line(3, 10, memory) == (
+        "[Rank 3] (after 10 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | reserved: 3.00"
+        " | max reserved: 4.00"
+    )
+    assert metrics.training_start_lines(WHEN)[1].startswith(
+        "[before the start of training step] datetime: 2026-"
+    )
+    assert metrics.exit_interval_line(9, WHEN).startswith(
+        "[exiting program at iteration 9] datetime: 2026-03-04 "
+    )
+    assert metrics.exit_duration_line(2.5, WHEN).startswith("[exiting program after 2.5 minutes] datetime:")
+    assert metrics.exit_signal_line("SIGTERM", WHEN).startswith("[exiting program after receiving SIGTERM.]")
+    assert metrics.threads_line(1, 2, 2) == " > threads per rank: 1 (2 cores, 2 local ranks)"
+    lines = metrics.dataset_lines("GPT", {"train": 80, "validation": 8, "test": 0})
+    assert lines[0] == "> building train, validation, and test datasets for GPT ..."
+    assert lines[1] == " > datasets target sizes (minimum size):"
+    assert [line.split() for line in lines[2:]] == [["train:", "80"], ["validation:", "8"], ["test:", "0"]]
+    assert metrics.datasets_done_line("GPT") == "> finished creating GPT datasets ..."
+
+
+def test_plan_line_is_json_with_the_promised_keys():
+    line = metrics.plan_line(
+        metrics.PlanRecord("no-pipeline", "abc", ({"F": 2, "BW": 2},), "no_shard", (1024, 2048), "off")
+    )
+    head, _, text = line.partition(" > plan: ")
+    assert head == ""
+    assert "\n" not in line
+    assert json.loads(text) == {
+        "schedule": "no-pipeline",
+        "hash": "abc",
+        "ops_per_rank": [{"F": 2, "BW": 2}],
+        "sharding": "no_shard",
+        "persistent_bytes_per_rank": [1024, 2048],
+        "post_validation": "off",
+    }
