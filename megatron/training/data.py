@@ -1,0 +1,191 @@
+"""From flags to iterators of microbatches: data sets, built by one rank of each machine first, then their loaders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core import collectives
+from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
+from megatron.core.datasets.builder import (
+    Datasets,
+    GPTDatasetSpec,
+    build_train_valid_test_datasets,
+    requested_sizes,
+)
+from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from megatron.core.datasets.samplers import build_data_loader
+from megatron.core.tokenizers.protocol import Tokenizer
+from megatron.training import metrics
+from megatron.training.config import Config
+from megatron.training.session import Session
+from megatron.training.step_batches import StepBatches
+
+DatasetsProvider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
+
+
+@dataclasses.dataclass
+class EvaluationSet:
+    """One held-out data set.
+
+    name: "" when it is the only one. batches: an iterator that goes on where the last evaluation stopped, or, with
+    `whole`, a loader that each evaluation reads from the start.
+    """
+
+    name: str
+    batches: Any
+    whole: bool = False
+
+
+@dataclasses.dataclass
+class DataIterators:
+    """Microbatches of this data-parallel rank."""
+
+    train: StepBatches
+    valid: list[EvaluationSet]
+    test: list[EvaluationSet]
+
+
+def build_gpt_datasets(
+    config: Config, tokenizer: Tokenizer, num_samples: Sequence[int | None]
+) -> tuple[Any, Any, Any]:
+    """The data sets that the flags name. num_samples: at least so many of train, validation, test; None = one epoch."""
+    data = config.data
+    spec = GPTDatasetSpec(
+        sample_format=SampleFormat(
+            sequence_length=config.model.seq_length,
+            eod=tokenizer.eod,
+            pad=NO_PAD if tokenizer.pad is None else tokenizer.pad,
+            vocab_size=config.model.padded_vocab_size,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            create_attention_mask=data.create_attention_mask_in_dataloader,
+        ),
+        seed=config.training.seed,
+        **_corpora(config),
+        tokenizer_identity=tokenizer.identity(),
+        cache_path=data.data_cache_path,
+        surplus=data.mid_level_dataset_surplus,
+        full_validation=data.full_validation,
+        multiple_validation_sets=data.multiple_validation_sets,
+    )
+    train, valid, test = num_samples
+    datasets: Datasets = build_train_valid_test_datasets(spec, (train, valid, test))
+    return datasets
+
+
+def _corpora(config: Config) -> dict[str, Any]:
+    """Which of GPTDatasetSpec's three ways of naming corpora the flags use."""
+    data = config.data
+    if data.mock_data:
+        return {"mock": True}
+    if data.per_split_data_args_path is not None:
+        return {"blend_per_split": read_per_split_file(data.per_split_data_args_path)}
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if any(per_split):
+        flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+        blends: list[Blend | None] = [
+            parse_blend(words, flag) if words else None for words, flag in zip(per_split, flags, strict=True)
+        ]
+        return {"blend_per_split": tuple(blends)}
+    if data.data_args_path is not None:
+        return {"blend": read_blend_file(data.data_args_path), "split": data.split}
+    return {"blend": parse_blend(data.data_path or ()), "split": data.split}
+
+
+def build_data_iterators(
+    session: Session,
+    provider: DatasetsProvider,
+    *,
+    train_samples: int,
+    train_iters: int,
+    consumed_train_samples: int,
+    consumed_valid_samples: int,
+) -> DataIterators:
+    """Build data sets and loaders, positioned after what the run has consumed.
+
+    The first rank of each machine builds (and fills the index cache) while the others wait. Communicates over the
+    world. Raises DataError.
+    """
+    config = session.config
+    sizes = requested_sizes(
+        train_samples=train_samples,
+        train_iters=train_iters,
+        eval_interval=config.evaluation.eval_interval,
+        eval_iters=config.evaluation.eval_iters,
+        global_batch_size=config.training.global_batch_size,
+    )
+    for line in metrics.dataset_lines("GPT", dict(zip(("train", "validation", "test"), sizes, strict=True))):
+        session.print_rank_0(line)
+    train, valid, test = _built_in_turn(session, lambda: provider(sizes))
+    session.print_rank_0(metrics.datasets_done_line("GPT"))
+
+    def loader(dataset: Any, consumed: int) -> Any:
+        return build_data_loader(
+            dataset,
+            consumed_samples=consumed,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=session.ps.dp_rank,
+            dp_size=session.ps.dp_size,
+            dataloader_type=config.data.dataloader_type or "single",
+            data_sharding=config.data.data_sharding,
+            num_workers=config.data.num_workers,
+            pin_memory=session.device.kind == "cuda",
+        )
+
+    def evaluation_sets(datasets: Any, consumed: int, whole: bool) -> list[EvaluationSet]:
+        several = isinstance(datasets, list)
+        return [
+            EvaluationSet(
+                name=str(index) if several else "",
+                batches=loader(dataset, 0) if whole else iter(loader(dataset, consumed)),
+                whole=whole,
+            )
+            for index, dataset in enumerate(datasets if several else [datasets])
+            if dataset is not None
+        ]
+
+    return DataIterators(
+        train=StepBatches(_endless_guard(loader(train, consumed_train_samples))),
+        valid=evaluation_sets(valid, consumed_valid_samples, config.data.full_validation),
+        test=evaluation_sets(test, 0, whole=False),
+    )
+
+
+def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
+    """`build()` on the first rank of each machine, then on the others, which find the cache."""
+    first = session.env.local_rank == 0
+    built, failure = None, None
+    for turn in (True, False):
+        if first is turn:
+            try:
+                built = build()
+            except (ValueError, OSError) as error:  # told to all ranks below, so that nobody waits for a lost peer
+                failure = error
+        failed = session.gather(failure is not None)
+        if failure is not None:
+            raise failure
+        if any(failed):
+            raise DataErrorElsewhere(failed.index(True))
+    collectives.barrier(session.ps.control_group)
+    return built
+
+
+class DataErrorElsewhere(ValueError):
+    """Another rank could not build the data sets; it says why."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} could not build the data sets: see its message")
+
+
+def _endless_guard(loader: Any) -> Iterator[Any]:
+    """The training batches; running out of them is an error that says so."""
+    if loader is None:
+        return
+    yield from loader
+    raise RuntimeError(
+        "the training data ended before the run: the data set is shorter than --train-samples or --train-iters "
+        "ask for; a datasets provider must return at least the number of samples it is asked for"
+    )

@@ -1,0 +1,130 @@
+"""What a run holds from its first collective to its last: ranks, device, clocks, watchers. Made once by `initialize`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core import collectives, device, parallel_state
+from megatron.core.device import Device
+from megatron.core.parallel_state import ParallelState
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokenizers.build import build_tokenizer, pad_vocab_size
+from megatron.core.tokenizers.protocol import Tokenizer
+from megatron.training import metrics
+from megatron.training.config import Config
+from megatron.training.launch_env import LaunchEnv
+from megatron.training.signals import SignalHandler
+from megatron.training.startup_check import compare_across_ranks
+from megatron.training.timers import Timers
+from megatron.training.watchdog import Watchdog
+
+
+@dataclasses.dataclass
+class Session:
+    """The surroundings of a run. `config` is complete: the padded vocabulary is known."""
+
+    config: Config
+    env: LaunchEnv
+    device: Device
+    ps: ParallelState
+    timers: Timers
+    watchdog: Watchdog
+    tokenizer: Tokenizer
+    started_at: float
+
+    def print_rank_0(self, text: str) -> None:
+        if self.ps.is_first_rank:
+            print(text, flush=True)
+
+    def print_rank_last(self, text: str) -> None:
+        if self.ps.is_last_rank:
+            print(text, flush=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's plain value. Communicates over the world."""
+        return collectives.all_gather_json(value, self.ps.control_group)
+
+    def close(self) -> None:
+        """Leave the world together with all other ranks."""
+        self.watchdog.close()
+        parallel_state.destroy_process_group(self.ps)
+
+
+def initialize(config: Config, env: LaunchEnv) -> Session:
+    """Threads, device, ranks, the comparison between ranks, seeds, tokenizer: everything before the model.
+
+    Raises ValueError for the user's mistakes, StartupMismatchError on every rank when ranks were started differently,
+    PeerLostError. Communicates over the world.
+    """
+    started_at = time.monotonic()
+    threads = device.set_threads(env.local_world_size)
+    here = device.current_device(env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None)
+    here.allow_tf32(config.optimizer.allow_tf32)
+    torch.use_deterministic_algorithms(config.training.deterministic_mode)
+    timeout = datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
+    grid = config.grid()
+    store = parallel_state.init_process_group(
+        here, rank=env.rank, world_size=env.world_size, timeout=timeout, attempt=env.restart_count
+    )
+    watchdog = Watchdog(store, env.rank, env.world_size, store_host=f"{env.master_addr} (rank 0 or its launcher)")
+    ps = parallel_state.make_parallel_state(grid, here, timeout, observer=watchdog.collective)
+    compare_across_ranks(
+        lambda value: collectives.all_gather_json(value, ps.control_group),
+        {**config.flat(), **config.extra},
+        torch_version=torch.__version__,
+    )
+    _seed(config.training.seed, ps)
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = _with_vocabulary(config, tokenizer)
+    timers = Timers(
+        config.logging.timing_log_level,
+        config.logging.timing_log_option,
+        synchronize=here.synchronize,
+        barrier=lambda: collectives.barrier(ps.control_group),
+    )
+    session = Session(config, env, here, ps, timers, watchdog, tokenizer, started_at)
+    session.print_rank_0(metrics.threads_line(threads, device.available_cores(), env.local_world_size))
+    session.print_rank_0(metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0))
+    for warning in config.warnings:
+        session.print_rank_0(f"WARNING: {warning}")
+    return session
+
+
+def _seed(seed: int, ps: ParallelState) -> None:
+    """Python, NumPy and torch, for user code: the model's own randomness is keyed by name and by sample.
+
+    seed + 100 * pipeline rank, as Megatron.
+    """
+    value = seed + 100 * ps.pp_rank
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    if config.model.padded_vocab_size is None:
+        padded = pad_vocab_size(
+            tokenizer.vocab_size,
+            config.model.make_vocab_size_divisible_by,
+            config.parallel.tensor_model_parallel_size,
+        )
+        return config.replace(padded_vocab_size=padded)
+    if config.model.padded_vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {config.model.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}: leave it unset, or give at least {tokenizer.vocab_size}"
+        )
+    return config
+
+
+def record_directory(config: Config) -> Path:
+    """Where exit.json goes: --save, else the working directory."""
+    return Path(config.checkpoint.save or ".")

@@ -1,0 +1,49 @@
+"""How far a run is: the numbers that a checkpoint keeps beside tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training.config import Config
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Counters of the loop. train_iters, train_samples: the length of the run (one of them is derived).
+
+    skipped_train_samples: drawn by --iterations-to-skip and not trained on; they count as consumed.
+    """
+
+    train_iters: int
+    train_samples: int
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+    @classmethod
+    def start(cls, config: Config) -> TrainState:
+        """At iteration 0."""
+        train_iters, train_samples = config.training.train_iters, config.training.train_samples
+        schedule = config.batch_schedule()
+        if train_samples is not None:
+            return cls(schedule.iterations_for(train_samples), train_samples)
+        assert train_iters is not None, "neither --train-iters nor --train-samples"
+        return cls(train_iters, train_iters * config.training.global_batch_size)
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.train_iters
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; the run's length is a flag, not a state."""
+        kept = dataclasses.asdict(self)
+        return {name: kept[name] for name in kept if name not in ("train_iters", "train_samples")}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            assert name in self.state(), f"unknown counter {name!r} in the checkpoint"
+            setattr(self, name, value)

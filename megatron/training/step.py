@@ -1,0 +1,204 @@
+"""One optimizer step: microbatches, one look at the numbers, one decision that all ranks share, one update.
+
+Nothing changes before the decision: a step that is skipped, repeated or aborted leaves weights and optimizer as they
+were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.core import collectives
+from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.optimizer.mixed_precision import GradStats
+from megatron.core.parallel_state import ParallelState
+from megatron.training.build import Engine
+from megatron.training.config import Config
+from megatron.training.forward_backward import ForwardStep, StepNumbers, Totals, run_microbatches
+from megatron.training.nan_policy import (
+    Decision,
+    NanPolicy,
+    NonFiniteError,
+    NonFiniteSite,
+    RerunResult,
+    Verdict,
+    compare_rerun,
+    first_site,
+)
+from megatron.training.step_batches import StepBatches
+from megatron.training.timers import Timers
+from megatron.training.watchdog import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What the loop hears of a step. losses: name -> (sum, count) over the global batch."""
+
+    losses: Mapping[str, tuple[float, float]]
+    flags: tuple[float, ...]
+    loss_scale: float
+    grad_norm: float | None
+    num_zeros: int | None
+    skipped: bool
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """One run of the step's microbatches, gradients reduced."""
+
+    totals: Totals
+    divisor: float
+    stats: GradStats
+
+    @property
+    def nonfinite(self) -> bool:
+        return self.totals.nonfinite_microbatches > 0 or self.stats.nonfinite
+
+
+class Stepper:
+    """Runs optimizer steps over one engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        ps: ParallelState,
+        engine: Engine,
+        forward_step: ForwardStep,
+        nan_policy: NanPolicy,
+        timers: Timers,
+        watchdog: Watchdog,
+    ) -> None:
+        self._config = config
+        self._ps = ps
+        self._engine = engine
+        self._forward_step = forward_step
+        self._nan_policy = nan_policy
+        self._timers = timers
+        self._watchdog = watchdog
+
+    def step(
+        self, batches: StepBatches, *, iteration: int, num_microbatches: int, flags: tuple[float, ...]
+    ) -> StepResult:
+        """Train on the next `num_microbatches` microbatches of this rank.
+
+        iteration: the one this step completes. flags: summed over all ranks with the step's numbers, for the loop.
+        Raises NonFiniteError, on every rank alike.
+        """
+        engine, scaler = self._engine, self._engine.scaler
+        batches.begin_step()
+        loss_scale = scaler.scale
+        attempt = self._attempt(batches, iteration, num_microbatches, flags)
+        nonfinite = attempt.nonfinite and self._checks
+        verdict = self._nan_policy.decide(nonfinite=nonfinite, scale_at_minimum=scaler.at_minimum)
+        note = verdict.reason
+        if verdict.decision is Decision.RERUN:
+            attempt, verdict = self._rerun(attempt, batches, iteration, num_microbatches, flags)
+            note = verdict.reason
+        if verdict.decision is Decision.ABORT:
+            raise NonFiniteError(self._find_site(batches, iteration, num_microbatches), iteration, verdict)
+        skipped = verdict.decision is Decision.SKIP
+        with self._watchdog.phase("optimizer"), self._timers("optimizer", log_level=0):
+            if not skipped:
+                coefficient = clip_coefficient(attempt.stats.norm, self._config.optimizer.clip_grad)
+                engine.optimizer.step(attempt.divisor, coefficient)
+            scaler.update(found_nonfinite=skipped)
+        return StepResult(
+            losses=attempt.totals.losses,
+            flags=attempt.totals.flags,
+            loss_scale=loss_scale,
+            grad_norm=None if skipped else attempt.stats.norm,
+            num_zeros=None if skipped else attempt.stats.num_zeros,
+            skipped=skipped,
+            note=note,
+        )
+
+    @property
+    def _checks(self) -> bool:
+        return self._config.reliability.check_for_nan_in_loss_and_grad or self._nan_policy.dynamic_loss_scale
+
+    def _attempt(
+        self, batches: StepBatches, iteration: int, num_microbatches: int, flags: tuple[float, ...]
+    ) -> _Attempt:
+        with self._watchdog.phase("forward-backward"), self._timers("forward-backward", log_level=1):
+            numbers = self._run(batches, iteration, num_microbatches, reduce_gradients=True)
+        with self._watchdog.phase("grad-norm"):
+            totals = numbers.reduce(self._ps, flags)
+            divisor = self._divisor(totals, num_microbatches)
+            stats = self._engine.optimizer.prepare(divisor)
+        return _Attempt(totals, divisor, stats)
+
+    def _run(
+        self, batches: StepBatches, iteration: int, num_microbatches: int, *, reduce_gradients: bool
+    ) -> StepNumbers:
+        return run_microbatches(
+            self._engine.model,
+            self._engine.context,
+            self._ps,
+            self._forward_step,
+            batches,
+            iteration=iteration,
+            num_microbatches=num_microbatches,
+            loss_scale=self._engine.scaler.scale,
+            per_token_loss=self._config.model.calculate_per_token_loss,
+            reduce_gradients=reduce_gradients,
+        )
+
+    def _divisor(self, totals: Totals, num_microbatches: int) -> float:
+        """What the summed gradients are divided by: see [Note: where gradients are divided]."""
+        scale = self._engine.scaler.scale
+        if self._config.model.calculate_per_token_loss:
+            return scale * max(totals.num_tokens, 1.0)
+        return scale * num_microbatches * self._ps.dp_size
+
+    def _rerun(
+        self,
+        first: _Attempt,
+        batches: StepBatches,
+        iteration: int,
+        num_microbatches: int,
+        flags: tuple[float, ...],
+    ) -> tuple[_Attempt, Verdict]:
+        """The same step again, from the same weights, batches and dropout masks."""
+        before = self._digest(first)
+        batches.rewind()
+        second = self._attempt(batches, iteration, num_microbatches, flags)
+        result = compare_rerun(before, self._digest(second), second_nonfinite=second.nonfinite)
+        # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
+        rank_differs = any(collectives.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group))
+        result = RerunResult.DIFFERENT if rank_differs else result
+        return second, self._nan_policy.decide(
+            nonfinite=True, rerun=result, scale_at_minimum=self._engine.scaler.at_minimum
+        )
+
+    def _digest(self, attempt: _Attempt) -> bytes:
+        """Bits of the losses and of every gradient."""
+        digest = hashlib.blake2b(repr(sorted(attempt.totals.losses.items())).encode())
+        for grad in self._engine.model.buffer.grad_buffers():
+            digest.update(grad.detach().cpu().contiguous().view(torch.uint8).numpy())  # sync: a failed step
+        return digest.digest()
+
+    def _find_site(self, batches: StepBatches, iteration: int, num_microbatches: int) -> NonFiniteSite:
+        """Run the step once more without reducing, and see on which rank and in which parameter it goes wrong."""
+        batches.rewind()
+        numbers = self._run(batches, iteration, num_microbatches, reduce_gradients=False)
+        mine = self._local_site(numbers)
+        sites: list[Any] = collectives.all_gather_json(
+            None if mine is None else dataclasses.asdict(mine), self._ps.control_group
+        )
+        found = first_site(None if site is None else NonFiniteSite(**site) for site in sites)
+        # Finite on every rank and yet not in the sum: the sum itself overflowed.
+        return found or NonFiniteSite(self._ps.rank, value="finite on every rank, but the sum over ranks is not")
+
+    def _local_site(self, numbers: StepNumbers) -> NonFiniteSite | None:
+        if numbers.first_nonfinite_microbatch is not None:
+            return NonFiniteSite(self._ps.rank, microbatch=numbers.first_nonfinite_microbatch)
+        for name in self._engine.param_meta:
+            if not bool(torch.isfinite(self._engine.model.buffer.main_grad(name)).all()):  # sync: a failed step
+                return NonFiniteSite(self._ps.rank, parameter=name)
+        return None

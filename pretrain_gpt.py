@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Pre-train a GPT model, with Megatron-LM's command line.
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 8 --hidden-size 512 ... --data-path my_corpus_text_document
+
+Three providers (model, batch and loss, data sets) and a call of `pretrain`: copy this file to train another model.
+Flags are parsed and checked before torch is imported, so a wrong launch line is refused within half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+    """The model, or the part of it that this pipeline stage holds."""
+    from megatron.training.build import build_gpt_model
+    from megatron.training.global_vars import get_config
+
+    return build_gpt_model(get_config(), pre_process=pre_process, post_process=post_process)
+
+
+def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor | None]:
+    """The next microbatch, on this rank's device: tokens, labels, loss_mask, position_ids [b, s], attention_mask or None."""
+    from megatron.training.global_vars import get_device
+
+    batch = next(data_iterator)
+    device = get_device().torch_device
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
+    mask = batch.get("attention_mask")
+    return moved | {"attention_mask": None if mask is None else mask.to(device, non_blocking=True)}
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Sum of the losses [b, s] that count, how many they are, and what is reported."""
+    from megatron.core.models.gpt.loss import gpt_loss
+
+    return gpt_loss(loss_mask, losses)
+
+
+def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+    """One microbatch forward: per-token losses [b, s], and the function that makes a number of them."""
+    batch = get_batch(data_iterator)
+    losses = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
+    return losses, partial(loss_func, batch["loss_mask"])
+
+
+def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
+    """Data sets for training, validation and test, of at least these sizes."""
+    from megatron.training.data import build_gpt_datasets
+    from megatron.training.global_vars import get_config, get_tokenizer
+
+    return build_gpt_datasets(get_config(), get_tokenizer(), num_samples)
+
+
+if __name__ == "__main__":
+    from megatron.training.arguments import launch_config
+
+    config = launch_config()  # exits with status 2 on a wrong launch line
+
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        config=config,
+    )
