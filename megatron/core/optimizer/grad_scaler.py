@@ -1,0 +1,94 @@
+"""Loss scaling: fp16 gradients are too small for their exponent, so the loss is multiplied first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+class GradScalerStateError(ValueError):
+    """A checkpoint's loss scale does not belong to this run's kind of scaler."""
+
+
+@dataclasses.dataclass
+class GradScaler:
+    """A constant scale; 1.0 where nothing is scaled.
+
+    dynamic: whether a non-finite step is an ordinary event that lowers the scale (and is skipped), not an
+    accident.
+    """
+
+    scale: float = 1.0
+    dynamic = False
+
+    def update(self, nonfinite: bool) -> None:
+        """After every step, skipped ones included."""
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """A constant scale is what the flags say, whatever an earlier run used."""
+
+
+@dataclasses.dataclass
+class DynamicGradScaler(GradScaler):
+    """As large as the gradients allow.
+
+    Every non-finite step spends one of `hysteresis`; once they are spent, each further one halves the scale
+    (not below min_scale). `window` clean steps in a row double it and give the budget back.
+    """
+
+    scale: float = 2.0**32
+    min_scale: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    clean_steps: int = 0
+    budget: int = dataclasses.field(init=False)
+    dynamic = True
+
+    def __post_init__(self) -> None:
+        self.budget = self.hysteresis
+
+    def update(self, nonfinite: bool) -> None:
+        if nonfinite:
+            self.clean_steps = 0
+            self.budget -= 1
+            if self.budget <= 0:
+                self.scale = max(self.scale * 0.5, self.min_scale)
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.window:
+            self.clean_steps = 0
+            self.budget = self.hysteresis
+            self.scale *= 2.0
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "budget": self.budget}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where the checkpoint stopped. One written with a constant scale starts this scaler afresh."""
+        if set(state) == {"scale"}:
+            return
+        missing = {"scale", "clean_steps", "budget"} - set(state)
+        if missing:
+            raise GradScalerStateError(f"the checkpoint's loss scaler state lacks {sorted(missing)}: {state}")
+        self.scale = float(state["scale"])
+        self.clean_steps = int(state["clean_steps"])
+        self.budget = int(state["budget"])
+
+
+def build_grad_scaler(config: OptimizerConfig) -> GradScaler:
+    """--loss-scale: constant; --fp16 without it: dynamic; else none."""
+    if config.loss_scale is not None:
+        return GradScaler(config.loss_scale)
+    if not config.fp16:
+        return GradScaler()
+    return DynamicGradScaler(
+        scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        window=int(config.loss_scale_window),
+        hysteresis=config.hysteresis,
+    )

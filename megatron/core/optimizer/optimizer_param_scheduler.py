@@ -1,0 +1,251 @@
+"""Learning rate and weight decay as functions of the samples seen.
+
+The clock counts samples of successful steps, so schedules do not notice batch ramp-up or a changed batch
+size. The first update uses the rates at 0 samples; after it, `step(batch)` sets the rates of the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroup
+
+
+class ScheduleError(ValueError):
+    """Flags that make no schedule, or that disagree with a checkpoint's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """All that the rates depend on, but for the clock. Lengths in samples; wsd_samples is the tail of WSD."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    decoupled_max_lr: float | None
+    decoupled_min_lr: float | None
+    warmup_samples: int
+    decay_samples: int
+    decay_style: str
+    wsd_samples: int
+    wsd_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_samples: int
+    weight_decay_style: str
+
+    def __post_init__(self) -> None:
+        if self.decay_samples <= 0:
+            raise ScheduleError(
+                f"the learning rate schedule is {self.decay_samples} samples long: set --lr-decay-iters or "
+                "--train-iters (or their -samples)"
+            )
+        if not 0 <= self.warmup_samples < self.decay_samples:
+            raise ScheduleError(
+                f"--lr-warmup-* is {self.warmup_samples} samples, the whole schedule {self.decay_samples}: "
+                "shorten the warm-up or lengthen --lr-decay-iters / --lr-decay-samples"
+            )
+        if self.decay_style == "WSD" and not 0 < self.wsd_samples <= self.decay_samples:
+            raise ScheduleError(
+                f"--lr-wsd-decay-* is {self.wsd_samples} samples of a schedule of {self.decay_samples}: "
+                "it must be set, and at most that"
+            )
+        if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            raise ScheduleError(
+                f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
+                f"{self.end_weight_decay} differ: set --weight-decay-incr-style linear or cosine"
+            )
+
+
+def learning_rate(schedule: Schedule, samples: int, max_lr: float, min_lr: float) -> float:
+    """The rate after `samples` samples for a group with this peak and floor."""
+    warmup, decay = schedule.warmup_samples, schedule.decay_samples
+    if warmup > 0 and samples <= warmup:
+        return schedule.init_lr + (max_lr - schedule.init_lr) * samples / warmup
+    if schedule.decay_style == "constant":
+        return max_lr
+    if samples > decay:
+        return min_lr
+    if schedule.decay_style == "inverse-square-root":
+        return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
+    if schedule.decay_style == "WSD":
+        height = _wsd_height(schedule, samples)
+    else:
+        height = _height(schedule.decay_style, (samples - warmup) / (decay - warmup))
+    return min_lr + height * (max_lr - min_lr)
+
+
+def _wsd_height(schedule: Schedule, samples: int) -> float:
+    """Stable until the tail begins, then down to 0 at its end."""
+    tail_start = schedule.decay_samples - schedule.wsd_samples
+    if samples <= tail_start:
+        return 1.0
+    return _height(schedule.wsd_style, (samples - tail_start) / schedule.wsd_samples)
+
+
+def _height(style: str, done: float) -> float:
+    """From 1 to 0 as `done` goes from 0 to 1."""
+    if style == "linear":
+        return 1.0 - done
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * done) + 1.0)
+    if style == "exponential":
+        return 2.0 * 0.5**done - 1.0
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(done)
+    raise ScheduleError(f"unknown decay style {style!r}")
+
+
+def weight_decay(schedule: Schedule, samples: int) -> float:
+    """The weight decay after `samples` samples."""
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
+        return end
+    return end + _height(schedule.weight_decay_style, samples / schedule.weight_decay_samples) * (start - end)
+
+
+class OptimizerParamScheduler:
+    """Sets `lr` and `weight_decay` of an optimizer's groups.
+
+    override: at loading, this run's schedule wins over the checkpoint's. use_checkpoint: the checkpoint's
+    wins. With neither they must agree.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[ParamGroup],
+        schedule: Schedule,
+        *,
+        override: bool = False,
+        use_checkpoint: bool = False,
+    ) -> None:
+        if override and use_checkpoint:
+            raise ScheduleError(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict "
+                "each other"
+            )
+        self.param_groups = param_groups
+        self.schedule = schedule
+        self.override = override
+        self.use_checkpoint = use_checkpoint
+        self.samples = 0
+        self.step(0)
+
+    @property
+    def lr(self) -> float:
+        """The rate of ordinary parameters, for the next step."""
+        return learning_rate(self.schedule, self.samples, self.schedule.max_lr, self.schedule.min_lr)
+
+    @property
+    def decoupled_lr(self) -> float | None:
+        """The rate of embedding and output layer under --decoupled-lr."""
+        peak, floor = self.schedule.decoupled_max_lr, self.schedule.decoupled_min_lr
+        if peak is None or floor is None:
+            return None
+        return learning_rate(self.schedule, self.samples, peak, floor)
+
+    @property
+    def weight_decay(self) -> float:
+        return weight_decay(self.schedule, self.samples)
+
+    def step(self, samples: int) -> None:
+        """Move the clock on, by the batch of a successful step, and set the rates of the next."""
+        self.samples += samples
+        decay = self.weight_decay
+        for group in self.param_groups:
+            group["lr"] = learning_rate(self.schedule, self.samples, group["max_lr"], group["min_lr"])
+            group["weight_decay"] = decay * group["wd_mult"]
+
+    def state(self) -> dict[str, Any]:
+        return {"samples": self.samples, "schedule": dataclasses.asdict(self.schedule)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Raises ScheduleError if schedules differ and no flag says which to take; it names all that do."""
+        saved = Schedule(**state["schedule"])
+        if self.use_checkpoint:
+            self._take(saved)
+        elif not self.override and saved != self.schedule:
+            mine, theirs = dataclasses.asdict(self.schedule), dataclasses.asdict(saved)
+            differences = [
+                f"{k}: checkpoint {theirs[k]}, flags {v}" for k, v in mine.items() if theirs[k] != v
+            ]
+            raise ScheduleError(
+                f"the checkpoint's schedule is not this run's ({'; '.join(differences)}): take the "
+                "flags' with --override-opt_param-scheduler or the checkpoint's with "
+                "--use-checkpoint-opt_param-scheduler"
+            )
+        self.samples = int(state["samples"])
+        self.step(0)
+
+    def _take(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        for group in self.param_groups:
+            peak, floor = schedule.max_lr, schedule.min_lr
+            if group["decoupled"] and schedule.decoupled_max_lr is not None:
+                assert schedule.decoupled_min_lr is not None
+                peak, floor = schedule.decoupled_max_lr, schedule.decoupled_min_lr
+            group["max_lr"], group["min_lr"] = peak, floor
+
+
+def build_schedule(
+    config: OptimizerConfig, *, train_iters: int | None, train_samples: int | None, global_batch_size: int
+) -> Schedule:
+    """The schedule of the flags; lengths in iterations become samples at the full batch size.
+
+    Exactly one of train_iters and train_samples is set. Raises ScheduleError.
+    """
+    assert (train_iters is None) != (train_samples is None), (
+        f"{train_iters} iterations, {train_samples} samples"
+    )
+    if train_samples is not None:
+        decay = config.lr_decay_samples or train_samples
+        warmup, tail, total = config.lr_warmup_samples, config.lr_wsd_decay_samples, train_samples
+    else:
+        assert train_iters is not None
+        decay = (config.lr_decay_iters or train_iters) * global_batch_size
+        warmup, total = config.lr_warmup_iters * global_batch_size, train_iters * global_batch_size
+        tail = None if config.lr_wsd_decay_iters is None else config.lr_wsd_decay_iters * global_batch_size
+    if config.lr_warmup_fraction is not None:
+        warmup = int(config.lr_warmup_fraction * decay)
+    decoupled_min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+    start, end = config.start_weight_decay, config.end_weight_decay
+    return Schedule(
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        init_lr=config.lr_warmup_init,
+        decoupled_max_lr=config.decoupled_lr,
+        decoupled_min_lr=None if config.decoupled_lr is None else decoupled_min_lr,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        decay_style=config.lr_decay_style,
+        wsd_samples=tail or 0,
+        wsd_style=config.lr_wsd_decay_style,
+        start_weight_decay=config.weight_decay if start is None else start,
+        end_weight_decay=config.weight_decay if end is None else end,
+        weight_decay_samples=total,
+        weight_decay_style=config.weight_decay_incr_style,
+    )
+
+
+def build_scheduler(
+    config: OptimizerConfig,
+    param_groups: Sequence[ParamGroup],
+    *,
+    train_iters: int | None,
+    train_samples: int | None,
+    global_batch_size: int,
+) -> OptimizerParamScheduler:
+    """The scheduler of the flags over an optimizer's groups."""
+    schedule = build_schedule(
+        config, train_iters=train_iters, train_samples=train_samples, global_batch_size=global_batch_size
+    )
+    return OptimizerParamScheduler(
+        param_groups,
+        schedule,
+        override=config.override_opt_param_scheduler,
+        use_checkpoint=config.use_checkpoint_opt_param_scheduler,
+    )
