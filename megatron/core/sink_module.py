@@ -16,8 +16,8 @@ from megatron.core.protocols import WeightGradSink
 class LayerFactory:
     """What every layer of one model is built with.
 
-    sink: where gradients go. dtype, device: of the parameters. init_std: of ordinary weights; residual_std: of the
-    weights that write into the residual stream.
+    sink: where gradients go. dtype, device: of the parameters. init_std: of ordinary weights; residual_std:
+    of the weights that write into the residual stream.
     """
 
     sink: WeightGradSink
@@ -28,7 +28,8 @@ class LayerFactory:
 
 
 class SinkModule(nn.Module):
-    """A layer that knows its global name and the facts about its parameters (`meta`, keyed by global name)."""
+    """A layer that knows its global name and the facts about its parameters (`meta`, keyed by global
+    name)."""
 
     def __init__(self, name: str, factory: LayerFactory) -> None:
         super().__init__()
@@ -52,7 +53,8 @@ class SinkModule(nn.Module):
         layer: int | None = None,
         **facts: Any,
     ) -> nn.Parameter:
-        """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay."""
+        """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not
+        decay."""
         parameter = nn.Parameter(torch.empty(shape, dtype=self._factory.dtype, device=self._factory.device))
         name = self.key(local)
         self.meta[name] = ParamMeta(

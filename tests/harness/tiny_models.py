@@ -1,10 +1,10 @@
 """Tiny models of every variant: ours, and the reference with the same weights."""
 
 import torch
-from tests.harness.reference_gpt import ReferenceConfig, ReferenceGPT
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.reference_gpt import ReferenceConfig, ReferenceGPT
 
 VOCAB = 64
 SEQ = 16

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.harness.tiny_models import GQA, ROPE, SEQ, SWIGLU, VOCAB, tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers")

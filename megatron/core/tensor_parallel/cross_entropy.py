@@ -20,7 +20,8 @@ class _CrossEntropy(torch.autograd.Function):
         label_logit = probabilities.gather(-1, labels)
         highest = probabilities.amax(-1, keepdim=True)
         torch.softmax(probabilities, -1, out=probabilities)
-        # The most likely id has probability 1 / sum(exp(logit - highest)), so no second pass is needed for the sum.
+        # The most likely id has probability 1 / sum(exp(logit - highest)), so no second pass is needed for
+        # the sum.
         log_sum = -probabilities.amax(-1, keepdim=True).log()
         ctx.save_for_backward(probabilities, labels)
         ctx.logits_dtype = logits.dtype
@@ -37,8 +38,8 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Negative log likelihood of each token, in fp32 (fp64 for fp64 logits).
 
-    logits [..., v] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward pass with
-    their gradient. labels [...] int64 -> losses [...].
+    logits [..., v] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
+    pass with their gradient. labels [...] int64 -> losses [...].
     """
     losses: Tensor = _CrossEntropy.apply(logits, labels)
     return losses

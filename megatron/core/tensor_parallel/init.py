@@ -1,20 +1,21 @@
 """Initial weights that any shard can draw alone.
 
-[Note: initial weights] A parameter's values depend on the seed and its global name only. Rows are drawn in blocks of
-`ROW_BLOCK`, each from a CPU generator keyed by (seed, name, block), always in fp32 and always a full block, so that a
-longer (padded) table starts with the same rows. fp64 parameters hold the same fp32 numbers, bf16 and fp16 parameters
-the rounded ones. Any device and any degree of parallelism therefore start from the same model.
+[Note: initial weights] A parameter's values depend on the seed and its global name only. Rows are drawn in
+blocks of `ROW_BLOCK`, each from a CPU generator keyed by (seed, name, block), always in fp32 and always a
+full block, so that a longer (padded) table starts with the same rows. fp64 parameters hold the same fp32
+numbers, bf16 and fp16 parameters the rounded ones. Any device and any degree of parallelism therefore start
+from the same model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.module import MegatronModule
 from megatron.core.param_meta import InitKind, ParamMeta
 from megatron.core.tensor_parallel.random import stable_seed
 
@@ -36,10 +37,11 @@ def _blocks(meta: ParamMeta, seed: int, row_start: int, rows: int) -> Iterator[t
 
 @torch.no_grad()
 def fill(tensor: Tensor, meta: ParamMeta, seed: int, row_start: int = 0, col_start: int = 0) -> None:
-    """Fills `tensor`, the rectangle of a parameter that begins at (row_start, col_start), with initial values.
+    """Fills `tensor`, the rectangle of a parameter that begins at (row_start, col_start), with initial
+    values.
 
-    tensor: [rows, columns], or of the parameter's own number of dims when it holds whole rows; any float dtype and
-    device. A 1-D tensor is one column.
+    tensor: [rows, columns], or of the parameter's own number of dims when it holds whole rows; any float
+    dtype and device. A 1-D tensor is one column.
     """
     if meta.init is InitKind.ZEROS:
         tensor.zero_()
@@ -59,7 +61,13 @@ def fill(tensor: Tensor, meta: ParamMeta, seed: int, row_start: int = 0, col_sta
         part.copy_(values[:, col_start : col_start + columns].reshape(part.shape))
 
 
-def init_parameters(model: MegatronModule, seed: int) -> None:
-    """Fills every parameter of a model that holds whole parameters."""
-    for name, parameter in model.named_parameters():
-        fill(parameter, model.param_meta[name], seed)
+class WeightStore(Protocol):
+    """Whatever holds the weights that the optimizer steps, whole (the flat buffer of an engine)."""
+
+    def main_weight(self, name: str) -> Tensor: ...
+
+
+def init_parameters(store: WeightStore, param_meta: Mapping[str, ParamMeta], seed: int) -> None:
+    """Fills every parameter in a store of whole parameters."""
+    for name, meta in param_meta.items():
+        fill(store.main_weight(name), meta, seed)

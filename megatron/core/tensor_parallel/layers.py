@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.param_meta import LOOKUP, GradRoute, InitKind

@@ -1,9 +1,9 @@
 """The matrix product of the framework: input gradient by autograd, weight gradient through the sink.
 
-[Note: B and W] The backward of a linear layer is two independent products. dx = dy W is what the layer before waits
-for; dW = dy^T x is what nobody waits for. The function below returns the first and hands (x, dy) to the sink, which
-computes the second at once or keeps it for later. The weight itself gets no gradient from autograd: `.grad` stays
-None.
+[Note: B and W] The backward of a linear layer is two independent products. dx = dy W is what the layer
+before waits for; dW = dy^T x is what nobody waits for. The function below returns the first and hands (x,
+dy) to the sink, which computes the second at once or keeps it for later. The weight itself gets no gradient
+from autograd: `.grad` stays None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron.core.protocols import WeightGradSink
@@ -75,8 +75,8 @@ def linear(
 ) -> Tensor:
     """activation(x) W^T + b: x [..., in], weight [out, in] -> [..., out].
 
-    With an activation only its input is kept; the output is computed again for the weight gradient (less than 1 % of
-    the layer's time, a quarter of its memory).
+    With an activation only its input is kept; the output is computed again for the weight gradient (less
+    than 1 % of the layer's time, a quarter of its memory).
     """
     out: Tensor = _Linear.apply(x, weight, bias, sink, key, bias_key, activation)
     return out

@@ -1,8 +1,9 @@
 """Stateless random numbers: every mask is a function of where and when it is drawn.
 
 [Note: stateless dropout] A site's generator is reseeded at each call from a hash of (seed, iteration, global
-microbatch, layer, site[, tp_rank]). Masks then do not depend on the order in which a schedule runs microbatches, on
-whether a layer is recomputed, or on how often a step is replayed, and there is no random state to save.
+microbatch, layer, site[, tp_rank]). Masks then do not depend on the order in which a schedule runs
+microbatches, on whether a layer is recomputed, or on how often a step is replayed, and there is no random
+state to save.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def stable_seed(*parts: int | str) -> int:
 class DropoutSite:
     """One place of the model where numbers are dropped.
 
-    context: the clock. layer: global layer number, -1 outside the layers. site: name within the layer. tp_rank: for a
-    tensor that is sharded over tensor-parallel ranks, whose masks must differ; None where every rank holds all of it.
+    context: the clock. layer: global layer number, -1 outside the layers. site: name within the layer.
+    tp_rank: for a tensor that is sharded over tensor-parallel ranks, whose masks must differ; None where
+    every rank holds all of it.
     """
 
     def __init__(self, context: ModelContext, layer: int, site: str, tp_rank: int | None = None) -> None:

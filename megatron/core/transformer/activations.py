@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class CoreAttention(nn.Module):
     """Attention proper of one layer; no parameters.
 
-    query [s, b, heads, d], key and value [s_all, b, groups, d] -> [s, b, heads * d]. mask: bool, True = may not be
-    seen, broadcastable to [b, heads, s, s_all]; None = causal.
+    query [s, b, heads, d], key and value [s_all, b, groups, d] -> [s, b, heads * d]. mask: bool, True = may
+    not be seen, broadcastable to [b, heads, s, s_all]; None = causal.
     """
 
     def __init__(self, config: TransformerConfig, context: ModelContext, layer: int) -> None:

@@ -99,8 +99,8 @@ def _effective(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
 class Norm(SinkModule):
     """LayerNorm (weight and bias) or RMSNorm (weight) over the last dim; [..., size] -> [..., size].
 
-    With `apply_layernorm_1p` the stored weight is the factor minus one. The input may be wider than the weights (an
-    fp32 residual stream); the output has the weights' dtype.
+    With `apply_layernorm_1p` the stored weight is the factor minus one. The input may be wider than the
+    weights (an fp32 residual stream); the output has the weights' dtype.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Rotary position embedding: angles, and a rotation that keeps no activation.
 
-Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595); the frequency scaling of Llama 3.1.
+Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595); the frequency scaling of
+Llama 3.1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Llama 3.1's scaling: wavelengths beyond the original context are stretched, short ones kept, between them blended.
+# Llama 3.1's scaling: wavelengths beyond the original context are stretched, short ones kept, between them
+# blended.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_CONTEXT_TOKENS = 8192
@@ -40,8 +42,8 @@ def _llama31_scaled(frequencies: Tensor, factor: float) -> Tensor:
 class RotaryEmbedding:
     """Tables of cos and sin for positions 0.., grown on demand, one copy per device and dtype.
 
-    The position is the index in the sequence, as in Megatron: rotations only matter by difference, so documents whose
-    position ids restart need nothing here but the attention mask.
+    The position is the index in the sequence, as in Megatron: rotations only matter by difference, so
+    documents whose position ids restart need nothing here but the attention mask.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -51,7 +53,8 @@ class RotaryEmbedding:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start .. start + length, each [length, 1, 1, rotated dims / 2]; fp32, or fp64."""
+        """cos and sin of positions start .. start + length, each [length, 1, 1, rotated dims / 2]; fp32, or
+        fp64."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         table = self._tables.get((like.device, dtype))
         if table is None or table[0].shape[0] < start + length:
@@ -95,6 +98,7 @@ class _Rope(torch.autograd.Function):
 
 
 def apply_rope(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's dtype."""
+    """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's
+    dtype."""
     out: Tensor = _Rope.apply(t, cos, sin, interleaved)
     return out

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 def recompute_chunks(config: TransformerConfig, num_layers: int) -> list[tuple[int, int, bool]]:
     """(first, end, recomputed) over a stage's layers.
 
-    uniform: all layers, in chunks of `recompute_num_layers` of which only the inputs are kept. block: the first
-    `recompute_num_layers` layers one by one, the others whole.
+    uniform: all layers, in chunks of `recompute_num_layers` of which only the inputs are kept. block: the
+    first `recompute_num_layers` layers one by one, the others whole.
     """
     if config.recompute_granularity != "full":
         return [(0, num_layers, False)]
@@ -32,7 +32,8 @@ def recompute_chunks(config: TransformerConfig, num_layers: int) -> list[tuple[i
 
 
 class TransformerBlock(nn.Module):
-    """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends the model.
+    """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends
+    the model.
 
     Layers are held under their global numbers, so parameter names are the same on every stage.
     """

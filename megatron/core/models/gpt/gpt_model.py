@@ -1,4 +1,5 @@
-"""The dense GPT: embedding, layers, output layer and loss; or the part of it that one pipeline stage holds."""
+"""The dense GPT: embedding, layers, output layer and loss; or the part of it that one pipeline stage
+holds."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.protocols import WeightGradSink
 from megatron.core.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.init import init_parameters
+from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.transformer.inference_cache import InferenceCache
@@ -25,11 +26,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class GPTModel(MegatronModule):
     """A decoder-only transformer whose gradients all go to a sink; `.grad` stays None.
 
-    config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout. device: parameters
-    are filled there, or left empty on the meta device for an engine to materialise and fill
-    (`tensor_parallel.init`). layers: global numbers of the layers held here; all of them by default. pre_process,
-    post_process: this stage embeds, and computes logits or the loss. sink: where gradients go instead of
-    `context.grads` (a pipeline that defers weight gradients).
+    config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout.
+    seq_length: of training, by default the configuration's. device: torch's default device if not given;
+    parameters are filled there, or left empty on the meta device for an engine to materialise and fill
+    (`tensor_parallel.init`). layers: global numbers of the layers held here; all of them by default.
+    pre_process, post_process: this stage embeds, and computes logits or the loss. sink: where gradients go
+    instead of `context.grads` (a pipeline that defers weight gradients).
+
+    Raises ValueError where learned positions do not cover the sequence.
     """
 
     def __init__(
@@ -38,14 +42,16 @@ class GPTModel(MegatronModule):
         *,
         padded_vocab_size: int,
         seed: int,
+        seq_length: int | None = None,
         params_dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         pre_process: bool = True,
         post_process: bool = True,
         layers: Sequence[int] | None = None,
         sink: WeightGradSink | None = None,
     ) -> None:
         super().__init__()
+        _check_positions(config, seq_length or config.seq_length)
         self.config = config
         self.context = ModelContext(seed=seed)
         self.sink: WeightGradSink = self.context.grads if sink is None else sink
@@ -55,7 +61,7 @@ class GPTModel(MegatronModule):
         factory = LayerFactory(
             sink=self.sink,
             dtype=params_dtype,
-            device=torch.device(device),
+            device=torch.get_default_device() if device is None else torch.device(device),
             init_std=config.init_method_std,
             residual_std=config.init_method_std / math.sqrt(2 * config.num_layers),
         )
@@ -63,11 +69,13 @@ class GPTModel(MegatronModule):
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         self.param_meta = collect_param_meta(self)
         if factory.device.type != "meta":
-            init_parameters(self, seed)
+            for name, parameter in self.named_parameters():
+                fill(parameter, self.param_meta[name], seed)
 
     def _build(self, factory: LayerFactory, layers: Sequence[int]) -> None:
         config = self.config
-        # A stage that ends the model without beginning it keeps its own copy of a tied matrix, under the same name.
+        # A stage that ends the model without beginning it keeps its own copy of a tied matrix, under the
+        # same name.
         self.embedding = None
         if self.pre_process or (self.post_process and self.tied):
             self.embedding = LanguageModelEmbedding(
@@ -106,11 +114,12 @@ class GPTModel(MegatronModule):
         hidden: Tensor | None = None,
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
-        """Per-token losses [b, s] with labels, else logits [b, s, v]; a middle stage returns hidden states [s, b, h].
+        """Per-token losses [b, s] with labels, else logits [b, s, v]; a middle stage returns hidden states
+        [s, b, h].
 
-        tokens, position_ids, labels [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True = masked, None =
-        causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss` applies it. hidden: [s, b, h] from
-        the stage before, where this one does not embed.
+        tokens, position_ids, labels [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True = masked,
+        None = causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss` applies it.
+        hidden: [s, b, h] from the stage before, where this one does not embed.
         """
         if self.pre_process:
             assert self.embedding is not None
@@ -150,3 +159,11 @@ class GPTModel(MegatronModule):
             first, *rest = (buffers[key] for key in meta.grad_keys)
             grads[name] = sum(rest, start=first)
         return grads
+
+
+def _check_positions(config: TransformerConfig, seq_length: int) -> None:
+    if config.position_embedding_type == "learned_absolute" and seq_length > config.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}: "
+            "the table of learned positions must cover the sequence"
+        )

@@ -1,0 +1,267 @@
+"""Our training step against a plain PyTorch loop, one process, one thread: time and peak memory.
+
+    python benchmarks/single_process.py                        # the table of the README
+    python benchmarks/single_process.py --micro-batch 1 --steps 3 --dtypes fp32 --json out.json
+
+Both train the same model on the same tokens from the same weights: forward, backward, clip, fused AdamW.
+Runs are interleaved (ours, plain, plain, ours, ...); the ratio is the median over pairs. CPU time is given
+beside wall time, because a shared machine disturbs the latter. Memory is measured in processes of its own:
+peak resident set over what was resident before the model was built, with malloc told to give freed blocks
+back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.plain_gpt import PlainTrainer
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.loss import gpt_loss
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Trainer(Protocol):
+    def step(self, batches: Batches) -> float: ...
+
+
+class OurTrainer:
+    """GPTModel, fp32 main gradients in one flat buffer, fused AdamW over fp32 main weights."""
+
+    def __init__(self, shape: dict[str, int], dtype: torch.dtype) -> None:
+        config = TransformerConfig(
+            num_layers=shape["layers"],
+            hidden_size=shape["hidden"],
+            num_attention_heads=shape["heads"],
+            seq_length=shape["seq"],
+            max_position_embeddings=shape["seq"],
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+        ).resolved()
+        self.model = GPTModel(config, padded_vocab_size=shape["vocab"], seed=1234, params_dtype=dtype)
+        self.weights = list(self.model.parameters())
+        same = dtype == torch.float32
+        self.main_weights = self.weights if same else [p.detach().float() for p in self.weights]
+        self._bind_grads()
+        metas = self.model.param_meta.values()
+        groups = [
+            {
+                "params": [w for w, m in zip(self.main_weights, metas, strict=True) if m.decay is decay],
+                "weight_decay": 0.1 if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+
+    def _bind_grads(self) -> None:
+        shapes = {k: m.global_shape for m in self.model.param_meta.values() for k in m.grad_keys}
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        self.flat = torch.zeros(sum(sizes))
+        views = [v.view(s) for v, s in zip(self.flat.split(sizes), shapes.values(), strict=True)]
+        self.grads = dict(zip(shapes, views, strict=True))
+        self.model.context.grads.bind(self.grads)
+
+    def step(self, batches: Batches) -> float:
+        total = 0.0
+        positions = torch.arange(batches[0][0].shape[1]).expand_as(batches[0][0])
+        for index, (tokens, labels) in enumerate(batches):
+            self.model.context.begin_microbatch(0, index, index)
+            losses = self.model(tokens, positions, labels=labels)
+            loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
+            loss = loss_sum / num_tokens / len(batches)
+            loss.backward()
+            total += loss.item()
+        self._update()
+        return total
+
+    def _update(self) -> None:
+        for weight, meta in zip(self.main_weights, self.model.param_meta.values(), strict=True):
+            first, *rest = (self.grads[key] for key in meta.grad_keys)
+            for other in rest:
+                first.add_(other)
+                other.zero_()
+            weight.grad = first
+        torch.nn.utils.clip_grad_norm_(self.main_weights, 1.0)
+        self.optimizer.step()
+        if self.main_weights is not self.weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.main_weights)
+        self.flat.zero_()
+
+
+def copy_weights(ours: OurTrainer, plain: PlainTrainer) -> None:
+    """The plain model starts from our weights (its QKV rows are all queries, all keys, all values)."""
+    source = dict(zip((n for n, _ in ours.model.named_parameters()), ours.main_weights, strict=True))
+    heads = ours.model.config.num_attention_heads
+    names = {
+        "ln_1": "input_layernorm",
+        "ln_2": "pre_mlp_layernorm",
+        "c_attn": "self_attention.linear_qkv",
+        "c_proj": "self_attention.linear_proj",
+        "c_fc": "mlp.linear_fc1",
+        "mlp_proj": "mlp.linear_fc2",
+    }
+    top = {
+        "wte": "embedding.word_embeddings",
+        "wpe": "embedding.position_embeddings",
+        "ln_f": "decoder.final_layernorm",
+    }
+    with torch.no_grad():
+        for name, parameter in plain.model.named_parameters():
+            head, _, kind = name.rpartition(".")
+            if head.startswith("blocks."):
+                _, number, module = head.split(".")
+                value = source[f"decoder.layers.{number}.{names[module]}.{kind}"]
+                if module == "c_attn":
+                    value = value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+            else:
+                value = source[f"{top[head]}.{kind}"]
+            parameter.copy_(value)
+
+
+def make_batches(micro_batch: int, args: argparse.Namespace) -> Batches:
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(args.vocab, (args.global_batch, args.seq + 1), generator=generator)
+    return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in text.split(micro_batch)]
+
+
+def timed(trainer: Trainer, batches: Batches) -> tuple[float, float, float]:
+    """(loss, wall s, CPU s) of one step."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    loss = trainer.step(batches)
+    return loss, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def time_case(dtype: str, micro_batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Interleaved steps of both; medians and the median ratio of the pairs."""
+    batches = make_batches(micro_batch, args)
+    ours, plain = OurTrainer(shape_of(args), DTYPES[dtype]), PlainTrainer(shape_of(args), DTYPES[dtype])
+    copy_weights(ours, plain)
+    trainers: dict[str, Trainer] = {"ours": ours, "plain": plain}
+    losses = {name: timed(trainer, batches)[0] for name, trainer in trainers.items()}  # warm-up
+    tolerance = 1e-4 if dtype == "fp32" else 2e-2
+    assert abs(losses["ours"] - losses["plain"]) < tolerance, f"not the same work: {losses}"
+    runs: dict[str, list[tuple[float, float, float]]] = {"ours": [], "plain": []}
+    for pair in range(args.steps):
+        for name in ("ours", "plain") if pair % 2 == 0 else ("plain", "ours"):
+            runs[name].append(timed(trainers[name], batches))
+    both = list(zip(runs["ours"], runs["plain"], strict=True))
+    result: dict[str, Any] = {"dtype": dtype, "micro_batch": micro_batch, "loss": losses}
+    for index, clock in ((1, "wall"), (2, "cpu")):
+        for name, values in runs.items():
+            result[f"{name}_{clock}_s"] = statistics.median(v[index] for v in values)
+        result[f"{clock}_ratio"] = statistics.median(o[index] / p[index] for o, p in both)
+    return result
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS or VmHWM of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def measure_memory(args: argparse.Namespace) -> None:
+    """Runs one trainer alone and prints the peak over what was resident before it."""
+    batches = make_batches(args.micro_batch[0], args)
+    torch.randn(64, 64) @ torch.randn(64, 64)
+    before = resident_bytes("VmRSS")
+    kind = OurTrainer if args.memory_of == "ours" else PlainTrainer
+    trainer = kind(shape_of(args), DTYPES[args.dtypes[0]])
+    trainer.step(batches)
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the peak starts again: optimizer state exists from here on
+    trainer.step(batches)
+    print(json.dumps({"peak_bytes": resident_bytes("VmHWM") - before}))
+
+
+def memory_case(who: str, dtype: str, micro_batch: int, args: argparse.Namespace) -> int:
+    """Peak bytes of one trainer, from a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        "--memory-of",
+        who,
+        "--dtypes",
+        dtype,
+        "--micro-batch",
+        str(micro_batch),
+    ]
+    for name in ("layers", "hidden", "heads", "seq", "vocab", "global_batch"):
+        command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(args, name) for name in ("layers", "hidden", "heads", "seq", "vocab")}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for name, value in (("layers", 8), ("hidden", 512), ("heads", 8), ("seq", 512), ("vocab", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--global-batch", type=int, default=8, help="samples a step")
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--steps", type=int, default=5, help="timed pairs of steps")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory-of", choices=("ours", "plain"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    if args.memory_of:
+        measure_memory(args)
+        return
+    results = []
+    print("dtype  mb |  ours s   plain s  ratio | ours CPU  plain CPU  ratio | ours MB  plain MB  ratio")
+    for dtype in args.dtypes:
+        for micro_batch in args.micro_batch:
+            case = time_case(dtype, micro_batch, args)
+            line = f"{dtype:5} {micro_batch:3}"
+            for clock, width in (("wall", 7), ("cpu", 8)):
+                ours, plain = case[f"ours_{clock}_s"], case[f"plain_{clock}_s"]
+                line += f" | {ours:{width}.3f}  {plain:{width + 1}.3f}  {case[f'{clock}_ratio']:5.3f}"
+            if not args.no_memory:
+                for who in ("ours", "plain"):
+                    case[f"{who}_peak_bytes"] = memory_case(who, dtype, micro_batch, args)
+                ratio = case["memory_ratio"] = case["ours_peak_bytes"] / case["plain_peak_bytes"]
+                ours, plain = case["ours_peak_bytes"] / 1e6, case["plain_peak_bytes"] / 1e6
+                line += f" | {ours:7.0f}  {plain:8.0f}  {ratio:5.3f}"
+            results.append(case)
+            print(line, flush=True)
+    text = json.dumps(
+        {"shape": shape_of(args), "global_batch": args.global_batch, "cases": results}, indent=1
+    )
+    if args.json:
+        args.json.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Published model shapes, by name: values for the fields of `TransformerConfig`.
+
+Sources: GPT-3 (arXiv 2005.14165, table 2.1), Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783, table 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_LLAMA = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def _gpt3(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+    }
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, ffn: int, seq: int, groups: int | None = None, **more: Any
+) -> dict[str, Any]:
+    grouped = {} if groups is None else {"group_query_attention": True, "num_query_groups": groups}
+    return {
+        **_LLAMA,
+        **grouped,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": ffn,
+        "seq_length": seq,
+        "max_position_embeddings": seq,
+        **more,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt3-125m": _gpt3(12, 768, 12),
+    "gpt3-350m": _gpt3(24, 1024, 16),
+    "gpt3-1.3b": _gpt3(24, 2048, 16),
+    "gpt3-6.7b": _gpt3(32, 4096, 32),
+    "gpt3-175b": _gpt3(96, 12288, 96),
+    "llama2-7b": _llama(32, 4096, 32, 11008, 4096),
+    "llama2-70b": _llama(80, 8192, 64, 28672, 4096, groups=8),
+    "llama3-8b": _llama(32, 4096, 32, 14336, 8192, groups=8, rotary_base=500000),
+    "llama3-70b": _llama(80, 8192, 64, 28672, 8192, groups=8, rotary_base=500000),
+    "llama3.1-8b": _llama(32, 4096, 32, 14336, 131072, groups=8, rotary_base=500000, use_rope_scaling=True),
+}
+
+
+def preset(name: str, **changes: Any) -> TransformerConfig:
+    """The configuration of a published model, sizes filled in, with `changes` on top.
+
+    Raises ValueError naming the known presets for any other name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}; known: {', '.join(PRESETS)}")
+    return dataclasses.replace(TransformerConfig(**PRESETS[name]), **changes).resolved()

@@ -1,0 +1,34 @@
+"""Published shapes have the published number of parameters."""
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.presets import PRESETS, preset
+
+BILLIONS = {  # name: (vocabulary, parameters in the source, relative tolerance)
+    "gpt3-175b": (50257, 175.0, 0.01),
+    "llama2-7b": (32000, 6.738, 0.001),
+    "llama2-70b": (32000, 68.977, 0.001),
+    "llama3-8b": (128256, 8.030, 0.001),
+    "llama3-70b": (128256, 70.554, 0.001),
+    "llama3.1-8b": (128256, 8.030, 0.001),
+    "gpt3-125m": (50257, 0.125, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_parameter_counts(name):
+    vocabulary, billions, tolerance = BILLIONS[name]
+    model = GPTModel(
+        preset(name), padded_vocab_size=vocabulary, seed=1, device="meta", params_dtype=torch.bfloat16
+    )
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=tolerance)
+
+
+def test_every_preset_resolves_and_takes_changes():
+    for name in PRESETS:
+        assert preset(name).ffn_hidden_size > 0
+    assert preset("gpt3-125m", num_layers=2).num_layers == 2
+    with pytest.raises(ValueError, match="known: gpt3-125m"):
+        preset("gpt5")
