@@ -1,0 +1,157 @@
+"""From the command line to a checked, frozen configuration, before torch is imported (floor 0).
+
+    parse -> (checkpoint's shape) -> resolve -> rules
+
+What is wrong is printed all at once and ends the process with status 2; under a launcher only local rank 0
+prints.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.training.check_config import build_report, render_json, render_text
+from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
+from megatron.training.config import Config
+from megatron.training.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.problems import ConfigurationError, Problem, render_problems
+from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
+from megatron.training.rule_table import Situation
+from megatron.training.rules import broken_rules, inert_flags
+
+__all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
+
+CONFIGURATION_STATUS = 2
+
+
+def launch_config(
+    argv: Sequence[str] | None = None,
+    *,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    needs_data: bool = True,
+) -> Config:
+    """The configuration of this launch, or the end of the process.
+
+    argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as
+    Megatron's
+    `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags
+    say.
+    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        env = LaunchEnv.read()
+        line = read_command_line(words, extra_args_provider, args_defaults)
+    except LaunchEnvError as error:
+        problem = Problem(
+            "launcher", (), str(error), "start the processes with torchrun, or without any launcher"
+        )
+        raise _refuse([problem], LaunchEnv()) from None
+    except ConfigurationError as error:
+        raise _refuse(error.problems, LaunchEnv.read()) from None
+    config, problems = _resolved(line, env, needs_data)
+    if config.training.check_config:
+        _report(config, problems, env)
+        raise SystemExit(CONFIGURATION_STATUS if problems else 0)
+    if problems:
+        raise _refuse(problems, env)
+    if env.rank == 0:
+        for warning in config.warnings:
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    return config
+
+
+def parse_config(
+    argv: Sequence[str],
+    *,
+    env: LaunchEnv | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    needs_data: bool = True,
+) -> Config:
+    """Like `launch_config` for callers that are no launch (tools, tests): raises ConfigurationError, prints
+    nothing.
+    """
+    line = read_command_line(argv, extra_args_provider, args_defaults)
+    config, problems = _resolved(line, env or LaunchEnv(), needs_data)
+    if problems:
+        raise ConfigurationError(problems)
+    return config
+
+
+def _refuse(problems: Sequence[Problem], env: LaunchEnv) -> SystemExit:
+    """The exception that ends the process, after local rank 0 has told why."""
+    if env.local_rank == 0:
+        print(render_problems(problems), file=sys.stderr, flush=True)
+    return SystemExit(CONFIGURATION_STATUS)
+
+
+def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Config, list[Problem]]:
+    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
+    if values.get("use_checkpoint_args") and values.get("load") is not None:
+        saved = read_checkpoint_config(values["load"], values.get("ckpt_step"))
+        if saved is None:
+            warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
+        else:
+            values, origin, told = apply_checkpoint_args(values, origin, saved)
+            warnings += told
+    has_gpu = env.gpu_present()
+    check_only = bool(values.get("check_config"))
+    machine = Machine(world_size=env.world_size, has_gpu=has_gpu)
+    config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
+    situation = Situation(
+        config=config,
+        env=env,
+        used=tuple(line.used),
+        has_gpu=has_gpu,
+        check_only=check_only,
+        needs_data=needs_data,
+    )
+    if not line.complete:
+        return config, line.problems
+    misread = {flag for problem in line.problems for flag in problem.flags}
+    broken = [problem for problem in broken_rules(situation) if not _follows(problem, misread)]
+    return config, line.problems + broken
+
+
+def _follows(problem: Problem, misread: set[str]) -> bool:
+    """Whether a broken rule only says that a flag is missing whose value could not be read."""
+    return problem.rule.startswith("required-") and bool(misread & set(problem.flags))
+
+
+def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
+    """Print what --check-config is for, from local rank 0."""
+    if env.local_rank == 0:
+        report = build_report(config, problems)
+        sys.stdout.write(render_json(report) if config.training.json else render_text(report))
+        sys.stdout.flush()
+        if problems and not config.training.json:
+            print(render_problems(problems), file=sys.stderr, flush=True)
+
+
+def read_checkpoint_config(load: str, ckpt_step: int | None = None) -> dict[str, Any] | None:
+    """The configuration (destination name -> value) stored in the newest checkpoint under `load`, or in
+    `ckpt_step`.
+
+    None when there is none that can be read; the loader judges checkpoints, this only looks for the model's
+    shape.
+    """
+    folders = sorted(Path(load).glob("iter_*"), key=lambda path: path.name, reverse=True)
+    if ckpt_step is not None:
+        folders = [Path(load) / f"iter_{ckpt_step:07d}"]
+    for folder in folders:
+        if not folder.name.removeprefix("iter_").isdigit():
+            continue  # a save that was not finished
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text())
+            saved = manifest["common"]["config"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(saved, dict):
+            return saved
+    return None

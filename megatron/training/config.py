@@ -1,0 +1,232 @@
+"""The whole configuration of a run: one field a group, and where every value came from (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset_config import DataConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.rank_grid import DEFAULT_ORDER, TP_PP_DP_ORDER, RankGrid, dense_grid, expert_grid
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.training_config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ReliabilityConfig,
+    TrainingConfig,
+)
+
+GROUPS: Mapping[str, type[Any]] = types.MappingProxyType(
+    {
+        "model": TransformerConfig,
+        "parallel": ModelParallelConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+        "tokenizer": TokenizerConfig,
+        "training": TrainingConfig,
+        "evaluation": EvaluationConfig,
+        "checkpoint": CheckpointConfig,
+        "logging": LoggingConfig,
+        "reliability": ReliabilityConfig,
+    }
+)
+FIELDS: Mapping[str, tuple[str, dataclasses.Field[Any]]] = types.MappingProxyType(
+    {field.name: (group, field) for group, cls in GROUPS.items() for field in dataclasses.fields(cls)}
+)
+assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values()), "a name is in two groups"
+
+DEFAULT_ORIGIN = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A resolved configuration.
+
+    extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
+    "checkpoint", "args_defaults" or "launcher". warnings: told once by rank 0.
+    """
+
+    model: TransformerConfig
+    parallel: ModelParallelConfig
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    reliability: ReliabilityConfig
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_flat(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        origin: Mapping[str, str] | None = None,
+        warnings: tuple[str, ...] = (),
+    ) -> Config:
+        """From destination names, the rest at their defaults. Lists become tuples. Unknown names:
+        ValueError.
+        """
+        unknown = sorted(set(values) - set(FIELDS))
+        if unknown:
+            raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")
+        groups = {
+            group: group_cls(
+                **{
+                    field.name: tuple(values[field.name])
+                    if isinstance(values[field.name], list)
+                    else values[field.name]
+                    for field in dataclasses.fields(group_cls)
+                    if field.name in values
+                }
+            )
+            for group, group_cls in GROUPS.items()
+        }
+        return cls(**groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings)
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting under its destination name, the user's own flags left out."""
+        return {name: value for _, name, value in self._walk()}
+
+    def _walk(self) -> Iterator[tuple[str, str, Any]]:
+        for group, group_cls in GROUPS.items():
+            for field in dataclasses.fields(group_cls):
+                yield group, field.name, getattr(getattr(self, group), field.name)
+
+    def replace(self, **values: Any) -> Config:
+        """A copy with some settings changed, named by destination; their origin becomes "derived"."""
+        origin = {**self.origin, **dict.fromkeys(values, "derived")}
+        return Config.from_flat(
+            {**self.flat(), **values}, extra=self.extra, origin=origin, warnings=self.warnings
+        )
+
+    def given(self, name: str) -> bool:
+        """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
+        return self.origin.get(name, DEFAULT_ORIGIN) not in (DEFAULT_ORIGIN, "derived", "launcher")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.training.world_size or 1
+
+    @property
+    def rank_order(self) -> str:
+        return TP_PP_DP_ORDER if self.parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER
+
+    def grid(self) -> RankGrid:
+        """Dense ranks. Raises RankGridError."""
+        p = self.parallel
+        return dense_grid(
+            self.world_size,
+            tp=p.tensor_model_parallel_size,
+            cp=p.context_parallel_size,
+            pp=p.pipeline_model_parallel_size,
+            order=self.rank_order,
+        )
+
+    def expert_grid(self) -> RankGrid:
+        """The same ranks as experts see them. Raises RankGridError."""
+        p = self.parallel
+        return expert_grid(
+            self.world_size,
+            etp=p.expert_tensor_parallel_size or p.tensor_model_parallel_size,
+            ep=p.expert_model_parallel_size,
+            pp=p.pipeline_model_parallel_size,
+            order=self.rank_order,
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model. Raises RankGridError where the ranks do not divide."""
+        return self.grid().dp
+
+    @property
+    def params_dtype(self) -> str:
+        """dtype of the weights that the model computes with: "float32", "bfloat16", "float16" or
+        "float64".
+        """
+        o = self.optimizer
+        return "float64" if o.fp64 else "bfloat16" if o.bf16 else "float16" if o.fp16 else "float32"
+
+    @property
+    def main_params_dtype(self) -> str:
+        """dtype of the weights that the optimizer steps: "float64" with --fp64, else "float32"."""
+        return "float64" if self.optimizer.fp64 else "float32"
+
+    @property
+    def grad_dtype(self) -> str:
+        """dtype in which gradients are accumulated and reduced."""
+        if self.params_dtype == "bfloat16" and self.ddp.grad_reduce_in_bf16:
+            return "bfloat16"
+        if self.params_dtype == "float16" and not self.ddp.accumulate_allreduce_grads_in_fp32:
+            return "float16"
+        return self.main_params_dtype
+
+    def batch_schedule(self) -> BatchSchedule:
+        """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
+        t = self.training
+        ramp = t.rampup_batch_size
+        return BatchSchedule(
+            micro_batch_size=t.micro_batch_size,
+            data_parallel_size=self.data_parallel_size,
+            target=t.global_batch_size,
+            rampup=(ramp[0], ramp[1], ramp[2]) if ramp is not None else None,
+            decrease_if_needed=t.decrease_batch_size_if_needed,
+        )
+
+    @property
+    def total_iterations(self) -> int:
+        """Optimizer steps of the whole run, from --train-iters or --train-samples; 0 for neither."""
+        if self.training.train_iters is not None:
+            return self.training.train_iters
+        samples = self.training.train_samples
+        return self.batch_schedule().iterations_for(samples) if samples is not None else 0
+
+    def to_yaml(self) -> str:
+        """YAML that `--yaml-cfg` reads back, each value's origin behind it as a comment."""
+        lines, current = [], ""
+        for group, name, value in self._walk():
+            if group != current:
+                lines.append(f"{group}:")
+                current = group
+            lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
+        if self.extra:
+            lines.append("extra:")
+            for name, value in sorted(self.extra.items()):
+                lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
+        return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    """One value in YAML's flow style, which is JSON but for the floats."""
+    if isinstance(value, float):
+        text = repr(value)
+        # YAML 1.1 takes 1e-05 for a string; it wants the dot.
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_scalar, value)) + "]"
+    if value is None or isinstance(value, bool | int | str):
+        return json.dumps(value)
+    return json.dumps(str(value))
+
+
+def describe_unknown(name: str) -> str:
+    """An unknown setting with the closest known one."""
+    close = difflib.get_close_matches(name, FIELDS, n=1)
+    return f"{name} (did you mean {close[0]}?)" if close else name

@@ -1,0 +1,361 @@
+"""The flags that are known and do not (or not fully) act: plain lists with reasons, read by flag_table (floor
+0).
+
+`switches` take no value, `values` one, `many` several. `--flag/--alias` are spellings of one flag;
+`--flag=a|b` names the words with which a flag that is not
+supported asks for nothing. Roadmap names are headings of docs/roadmap.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagList:
+    """Flags that share a reason."""
+
+    why: str
+    switches: str = ""
+    values: str = ""
+    many: str = ""
+
+
+TENSOR_PARALLEL = "roadmap: tensor and sequence parallel"
+PIPELINES = "roadmap: pipelines"
+ZERO_BUBBLE = "roadmap: zero-bubble schedules"
+CUSTOM_FSDP = "roadmap: custom FSDP"
+CONTEXT_PARALLEL = "roadmap: context parallel"
+MOE = "roadmap: mixture of experts"
+MLA = "roadmap: multi-latent attention"
+MTP = "roadmap: multi-token prediction"
+FP8 = "roadmap: fp8"
+TRANSFORMER_ENGINE = "roadmap: Transformer Engine"
+OFFLOAD = "roadmap: offload"
+MODEL_VARIANTS = "roadmap: model variants"
+OPTIMIZERS = "roadmap: more optimizers"
+DATA_VARIANTS = "roadmap: data variants"
+PROFILING = "roadmap: profiling"
+CUDA_GRAPHS = "roadmap: CUDA graphs"
+INFERENCE = "roadmap: inference"
+CONVERSION = "roadmap: checkpoint conversion"
+RELIABILITY = "roadmap: reliability"
+
+# Fields of which only some values are supported: the values, and why.
+FIELD_LIMITS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_model_parallel_size": ((1,), TENSOR_PARALLEL),
+    "pipeline_model_parallel_size": ((1,), PIPELINES),
+    "context_parallel_size": ((1,), CONTEXT_PARALLEL),
+    "expert_model_parallel_size": ((1,), MOE),
+    "expert_tensor_parallel_size": ((None, 1), MOE),
+    "num_layers_per_virtual_pipeline_stage": ((None,), PIPELINES),
+    "num_virtual_stages_per_pipeline_rank": ((None, 1), PIPELINES),
+    "pipeline_model_parallel_layout": ((None,), PIPELINES),
+    "decoder_first_pipeline_num_layers": ((None,), PIPELINES),
+    "decoder_last_pipeline_num_layers": ((None,), PIPELINES),
+    "account_for_embedding_in_pipeline_split": ((False,), PIPELINES),
+    "account_for_loss_in_pipeline_split": ((False,), PIPELINES),
+    "use_distributed_optimizer": ((False,), CUSTOM_FSDP),
+    "data_parallel_sharding_strategy": (("no_shard",), CUSTOM_FSDP),
+    "overlap_param_gather": ((False,), CUSTOM_FSDP),
+    "check_weight_hash_across_dp_replicas_interval": ((None,), CUSTOM_FSDP),
+    "use_precision_aware_optimizer": ((False,), OPTIMIZERS),
+    "main_params_dtype": (("fp32",), OPTIMIZERS),
+    "main_grads_dtype": (("fp32",), OPTIMIZERS),
+    "exp_avg_dtype": (("fp32",), OPTIMIZERS),
+    "exp_avg_sq_dtype": (("fp32",), OPTIMIZERS),
+    "transformer_impl": (("local", "transformer_engine"), INFERENCE),
+    "rerun_mode": (("disabled", "validate_results"), RELIABILITY),
+    "ckpt_format": (("torch_dist", "torch", "torch_dcp", "fsdp_dtensor"), CONVERSION),
+}
+
+# Fields that are kept for scripts which read them.
+INERT_FIELDS: dict[str, str] = {
+    "exit_signal_handler": "SIGTERM always saves and exits",
+}
+
+# Choices of Megatron's that a field here does not have.
+KNOWN_CHOICES: dict[str, dict[str, str]] = {
+    "optimizer": dict.fromkeys(("muon", "dist_muon", "lion", "soap", "adaptive_muon"), OPTIMIZERS),
+    "position_embedding_type": dict.fromkeys(("yarn", "mrope", "relative"), MODEL_VARIANTS),
+    "tokenizer_type": dict.fromkeys(
+        (
+            "SFTTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+        ),
+        DATA_VARIANTS,
+    ),
+}
+
+INERT: tuple[FlagList, ...] = (
+    FlagList(
+        "there is one implementation of the model",
+        switches="--use-mcore-models --use-legacy-models",
+    ),
+    FlagList(
+        "fusion is left to torch's kernels; the arithmetic is the same",
+        switches="--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+        "--no-bias-dropout-fusion "
+        "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion "
+        "--cross-entropy-loss-fusion "
+        "--apply-rope-fusion --no-clone-scatter-output-in-embedding",
+        values="--cross-entropy-fusion-impl",
+    ),
+    FlagList(
+        "initial weights depend on the seed and the parameter's name only, wherever they are drawn",
+        switches="--use-cpu-initialization --perform-initialization",
+    ),
+    FlagList(
+        "there is one checkpoint format: sharded, written and read in parallel, verified, loadable under "
+        "any layout",
+        switches="--use-dist-ckpt --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save "
+        "--ckpt-fully-parallel-load --ckpt-assume-constant-structure --use-persistent-ckpt-worker "
+        "--auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable "
+        "--distrib-optim-fully-reshardable-mem-efficient --verify-integrity",
+        values="--dist-ckpt-format --dist-ckpt-strictness --ckpt-fully-parallel-load-exchange-algo",
+    ),
+    FlagList(
+        "communication is scheduled by the engine that owns it",
+        switches="--no-async-tensor-model-parallel-allreduce --no-overlap-p2p-communication "
+        "--no-align-grad-reduce "
+        "--no-align-param-gather --enable-gloo-process-groups --disable-gloo-process-groups "
+        "--no-scatter-gather-tensors-in-pipeline --contiguous-grad-buffer "
+        "--use-contiguous-buffers-in-local-ddp",
+        values="--ddp-pad-buckets-for-high-nccl-busbw --local-rank",
+        many="--high-priority-stream-groups",
+    ),
+    FlagList(
+        "used with --profile only",
+        values="--profile-step-start --profile-step-end",
+        many="--profile-ranks",
+    ),
+    FlagList(
+        "used with --log-straggler only",
+        switches="--disable-straggler-on-startup",
+        values="--straggler-minmax-count",
+    ),
+    FlagList(
+        "dropout masks are stateless: no generator is tracked",
+        switches="--te-rng-tracker --inference-rng-tracker",
+    ),
+    FlagList(
+        "nothing is sent anywhere: there is no telemetry",
+        switches="--no-one-logger --enable-one-logger --one-logger-async",
+        values="--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version",
+    ),
+    FlagList("left to torch's caching allocator", values="--empty-unused-memory-level"),
+    FlagList("the one data and model class of their kind", values="--data-impl --DDP-impl"),
+    FlagList("experimental features have their own flags", switches="--enable-experimental"),
+    FlagList(
+        "there is one runtime, and zero-bubble runs equal 1F1B bit for bit",
+        switches="--enable-zb-runtime --enable-exactly-numeric-match",
+    ),
+)
+
+UNSUPPORTED: tuple[FlagList, ...] = (
+    FlagList(
+        TENSOR_PARALLEL,
+        switches="--tp-comm-overlap --distribute-saved-activations --tp-comm-bulk-dgrad --tp-comm-bulk-wgrad "
+        "--disable-tp-comm-overlap-ag --disable-tp-comm-bulk-dgrad "
+        "--disable-tp-comm-bulk-wgrad --tp-comm-overlap-rs-dgrad --tp-comm-split-ag --tp-comm-split-rs",
+        values="--tp-comm-overlap-cfg --tp-comm-bootstrap-backend --tensor-parallel-num-weight-shards=1",
+    ),
+    FlagList(
+        PIPELINES,
+        switches="--defer-embedding-wgrad-compute --use-ring-exchange-p2p "
+        "--overlap-p2p-communication-warmup-flush "
+        "--allow-padding-num-layers --standalone-embedding-stage ",
+        values="--microbatch-group-size-per-virtual-pipeline-stage --microbatch-group-size-per-vp-stage "
+        "--wgrad-deferral-limit=0 --encoder-pipeline-model-parallel-size=0 "
+        "--encoder-tensor-model-parallel-size=0 --pipeline-model-parallel-split-rank --log-pipeline-timeline "
+        "",
+    ),
+    FlagList(
+        ZERO_BUBBLE,
+        switches="--disable-backward-fusion --enable-layer-redistribution --enable-vocab-parallel "
+        "--use-interlaced-schedule --no-pre-communication-optimization --enable-zero-bubble "
+        "--zero-bubble-v-schedule --enable-1f1b-v --enable-optimizer-post-validation",
+        values="--final-stage-num-layers --zero-bubble-max-pending-backward "
+        "--zero-bubble-v-schedule-mem-setup "
+        "--zero-bubble-adaptive-memory-limit-percentile --zero-bubble-pipeline-timers-start-iter "
+        "--zero-bubble-pipeline-timers-end-iter --interleave-group-size=0 --num-seq-splits=1 "
+        "--pipeline-schedule "
+        "--pipeline-schedule-file --pipeline-memory-limit --post-validation-rollback --post-validation-after",
+    ),
+    FlagList(
+        CUSTOM_FSDP,
+        switches="--use-custom-fsdp/--use-megatron-fsdp --use-torch-fsdp2 --fsdp-double-buffer "
+        "--use-nccl-ub --use-sharp "
+        "--overlap-param-gather-with-optimizer-step --data-parallel-random-init --keep-fp8-transpose-cache "
+        "--keep-fp8-transpose-cache-when-using-custom-fsdp --disable-symmetric-registration "
+        "--fsdp-manual-registration --log-fsdp-ledger "
+        "--create-all-gather-group --enable-full-sharding-in-hsdp --no-gradient-reduce-div-fusion "
+        "--fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather "
+        "--torch-fsdp2-no-reshard-after-forward ",
+        values="--num-distributed-optimizer-instances=1 --outer-dp-sharding-strategy=no_shard "
+        "--suggested-communication-unit-size --fsdp-reshard-policy --fsdp-memory-budget "
+        "--nccl-communicator-config-path "
+        "--megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32 "
+        "--megatron-fsdp-version --megatron-fsdp-max-pool-double-buffer --strict-fsdp-dtensor-load "
+        "--megatron-fsdp-grad-comm-dtype=fp32 ",
+        many="--fsdp-unit-modules",
+    ),
+    FlagList(
+        CONTEXT_PARALLEL,
+        switches="--hybrid-context-parallel",
+        values="--max-seqlen-per-dp-cp-rank",
+        many="--cp-comm-type=p2p|a2a|allgather --hierarchical-context-parallel-sizes=1",
+    ),
+    FlagList(
+        MOE,
+        switches="--moe-grouped-gemm --moe-router-pre-softmax --moe-permute-fusion "
+        "--moe-router-enable-expert-bias "
+        "--moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-upcycling --moe-router-fusion "
+        "--moe-pad-expert-input-to-capacity --moe-per-layer-logging --moe-layer-recompute "
+        "--moe-enable-deepep "
+        "--moe-router-force-load-balancing --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+        "--moe-use-legacy-grouped-gemm --moe-extended-tp --moe-apply-probs-on-input "
+        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
+        "",
+        values="--num-experts=0|1|None --moe-router-topk --moe-token-dispatcher-type --moe-ffn-hidden-size "
+        "--moe-router-dtype --moe-shared-expert-intermediate-size --moe-router-score-function "
+        "--moe-layer-freq "
+        "--moe-router-topk-scaling-factor --moe-router-bias-update-rate --moe-router-group-topk "
+        "--moe-router-num-groups --moe-router-topk-limited-devices --moe-z-loss-coeff --moe-input-jitter-eps "
+        "--moe-expert-capacity-factor --moe-token-drop-policy --moe-flex-dispatcher-backend "
+        "--moe-deepep-num-sms --moe-hybridep-num-sms --moe-upcycling-granularity --moe-latent-size "
+        "",
+        many="--moe-router-load-balancing-type --moe-aux-loss-coeff",
+    ),
+    FlagList(
+        MLA,
+        switches="--multi-latent-attention --mla-down-proj-fusion ",
+        values="--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mscale "
+        "--mscale-all-dim --rotary-scaling-factor --rope-type --beta-fast --beta-slow "
+        "--original-max-position-embeddings",
+    ),
+    FlagList(
+        MTP,
+        switches="--mtp-use-repeated-layer --mtp-detach-heads",
+        values="--mtp-num-layers=0|None --mtp-loss-scaling-factor",
+    ),
+    FlagList(
+        FP8,
+        switches="--fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-e4m3 "
+        "--fp8-multi-head-attention --reuse-grad-buf-for-mxfp8-param-ag --fp4-param-gather",
+        values="--fp8-format --fp8-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-margin "
+        "--fp8-interval "
+        "--fp4-format --fp4-recipe --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
+        "--fp8-quantizer-factory --fp4-quantizer-factory --te-precision-config-file",
+    ),
+    FlagList(
+        OFFLOAD,
+        switches="--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+        "--fine-grained-activation-offloading "
+        "--cpu-offload --offload-overlap-sr --offload-continuous-buffers --recompute-lgd "
+        "--auto-offload-time --cpu-offloading --use-torch-optimizer-for-cpu-offload "
+        "--no-pin-cpu-grads --no-pin-cpu-params",
+        values="--optimizer-offload-fraction --cpu-offloading-num-layers=0 --offload-chunk-num=0 "
+        "--offload-time "
+        "--min-offloaded-tensor-size",
+        many="--offload-modules",
+    ),
+    FlagList(
+        MODEL_VARIANTS,
+        switches="--qk-l2-norm --qk-clip --attention-output-gate --use-mup --init-method-xavier-uniform "
+        "--apply-residual-connection-post-layernorm --enable-mhc-connections "
+        "--apply-wd-to-qk-layernorm "
+        "--no-initialization ",
+        values="--window-attn-skip-freq --softmax-type=vanilla --glu-linear-offset=0|0.0 "
+        "--activation-func-clamp-value --no-rope-freq --embedding-init-method-std "
+        "--relative-attention-num-buckets "
+        "--relative-attention-max-distance --heterogeneous-layers-config-path "
+        "--heterogeneous-layers-config-encoded-json --experimental-attention-variant --linear-attention-freq "
+        "--window-size=-1,-1|(-1,-1) --spec --hybrid-attention-ratio=0|0.0 --hybrid-mlp-ratio=0|0.0 "
+        "--hybrid-override-pattern --hybrid-layer-pattern --mamba-state-dim --mamba-head-dim "
+        "--mamba-num-groups "
+        "--mamba-num-heads --encoder-num-layers --decoder-num-layers --encoder-seq-length "
+        "--decoder-seq-length --qk-clip-alpha "
+        "--qk-clip-threshold ",
+        many="--mrope-section",
+    ),
+    FlagList(
+        OPTIMIZERS,
+        switches="--muon-use-nesterov --muon-split-qkv --decoupled-weight-decay ",
+        values="--muon-momentum --muon-scale-mode --muon-num-ns-steps --muon-tp-mode "
+        "--muon-extra-scale-factor "
+        "--muon-coefficient-type --muon-fp32-matmul-prec --lion-beta1 --lion-beta2 "
+        "--no-weight-decay-cond-type "
+        "",
+    ),
+    FlagList(
+        "use --rampup-batch-size",
+        values="--step-batch-size-schedule",
+    ),
+    FlagList(
+        "evaluation uses the training batch sizes",
+        values="--eval-global-batch-size --eval-micro-batch-size",
+    ),
+    FlagList(
+        DATA_VARIANTS,
+        switches="--fim-data --sft --dataloader-inter-document-masking --dataloader-fast-cache-load "
+        "--tokenizer-hf-use-fast --tokenizer-hf-include-special-tokens --tokenizer-sentencepiece-legacy "
+        "--allow-ambiguous-pad-tokens ",
+        values="--fim-rate=0|0.0 --fim-spm-rate --fim-fragment-rate --fim-no-prefix --fim-split-sample "
+        "--fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token "
+        "--s3-cache-path --object-storage-cache-path --sft-tokenizer-prompt-format --sample-rate=1|1.0 "
+        "--vocab-extra-ids=0 --tokenizer-metadata "
+        "--dataloader-defer-npy-index-mmap --tokenizer-special-tokens "
+        "",
+    ),
+    FlagList(
+        "code from a repository is never run: use a tokenizer.json that is on disk",
+        switches="--trust-remote-code",
+    ),
+    FlagList(
+        CUDA_GRAPHS,
+        switches="--enable-cuda-graph --external-cuda-graph --cuda-graph-use-single-mempool ",
+        values="--cuda-graph-impl=none --cuda-graph-warmup-steps",
+        many="--cuda-graph-modules --cuda-graph-scope",
+    ),
+    FlagList(
+        PROFILING,
+        switches="--profile --use-pytorch-profiler --record-memory-history --nvtx-ranges --log-energy "
+        "--log-straggler "
+        "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
+        "--pytorch-profiler-collect-chakra --log-device-memory-used --report-theoretical-memory "
+        "--log-max-attention-logit",
+        values="--memory-snapshot-path --log-memory-interval --straggler-ctrlr-port ",
+    ),
+    FlagList(
+        RELIABILITY,
+        switches="--enable-ft-package --calc-ft-timeouts --inprocess-restart --check-for-spiky-loss "
+        "--check-for-large-grads "
+        "--non-persistent-local-ckpt-replication --replication",
+        values="--error-injection-rate=0 --error-injection-type --inprocess-max-iterations "
+        "--ft-num-warmup-iters "
+        "--inprocess-heartbeat-timeout --inprocess-soft-timeout --inprocess-hard-timeout "
+        "--result-rejected-tracker-filename --non-persistent-save-interval --non-persistent-ckpt-type "
+        "--non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo "
+        "--replication-jump --replication-factor --train-sync-interval --exit-signal=SIGTERM|sigterm "
+        "--adlr-autoresume-interval --inprocess-granularity",
+    ),
+    FlagList("use --exit-duration-in-mins", switches="--adlr-autoresume"),
+    FlagList(
+        CONVERSION,
+        values="--ckpt-convert-format --ckpt-convert-save --pretrained-checkpoint ",
+        switches="--dist-ckpt-save-pre-mcore-014 --no-strict-load --use-mp-args-from-checkpoint-args "
+        "--no-use-tokenizer-model-from-checkpoint-args ",
+    ),
+    FlagList(
+        INFERENCE,
+        switches="--inference-dynamic-batching --enable-chunked-prefill ",
+        values="--inference-batch-times-seqlen-threshold --inference-max-requests --inference-max-seq-length "
+        "--max-tokens-to-oom --inference-dynamic-batching-buffer-size-gb "
+        "--inference-dynamic-batching-num-cuda-graphs",
+    ),
+)

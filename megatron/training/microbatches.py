@@ -1,0 +1,85 @@
+"""Global batch size and number of microbatches as a function of the samples consumed (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+class BatchScheduleError(ValueError):
+    """A global batch that does not divide into microbatches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSchedule:
+    """Constant or ramped-up global batch.
+
+    target: global batch size after the ramp, in samples.
+    rampup: (start, increment, samples): the batch grows from start by increments, over this many samples.
+    decrease_if_needed: round each batch down to a multiple of micro_batch_size x data_parallel_size.
+    """
+
+    micro_batch_size: int
+    data_parallel_size: int
+    target: int
+    rampup: tuple[int, int, int] | None = None
+    decrease_if_needed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rampup is not None:
+            start, increment, samples = self.rampup
+            if start < 1 or increment < 1 or samples < 0 or start > self.target:
+                raise BatchScheduleError(
+                    f"--rampup-batch-size {start} {increment} {samples}: no ramp to {self.target}"
+                )
+            if (self.target - start) % increment:
+                raise BatchScheduleError(
+                    f"--rampup-batch-size {start} {increment} {samples}: {self.target} - {start} is not "
+                    f"divisible by the increment {increment}"
+                )
+        for batch in self.batch_sizes():
+            if batch < self._step or (batch % self._step and not self.decrease_if_needed):
+                raise BatchScheduleError(
+                    f"a global batch of {batch} samples does not divide into microbatches: micro batch size "
+                    f"{self.micro_batch_size} x data parallel size {self.data_parallel_size} = {self._step}"
+                )
+
+    @property
+    def _step(self) -> int:
+        return self.micro_batch_size * self.data_parallel_size
+
+    def batch_sizes(self) -> range:
+        """Every global batch size that the run goes through, before rounding down."""
+        if self.rampup is None:
+            return range(self.target, self.target + 1)
+        start, increment, _ = self.rampup
+        return range(start, self.target + 1, increment)
+
+    def _scheduled(self, consumed_samples: int) -> int:
+        if self.rampup is None:
+            return self.target
+        start, increment, samples = self.rampup
+        increments = (self.target - start) // increment
+        if increments == 0 or consumed_samples > samples or samples == 0:
+            return self.target
+        # In floating point, as Megatron does, so that both change the batch at the same sample.
+        return min(start + int(consumed_samples / (samples / increments)) * increment, self.target)
+
+    def global_batch_size(self, consumed_samples: int) -> int:
+        """Samples of the next optimizer step once `consumed_samples` were trained on."""
+        batch = self._scheduled(consumed_samples)
+        return batch // self._step * self._step if self.decrease_if_needed else batch
+
+    def num_microbatches(self, consumed_samples: int) -> int:
+        """Microbatches of the next step on each data parallel rank."""
+        return self.global_batch_size(consumed_samples) // self._step
+
+    def iterations_for(self, samples: int) -> int:
+        """Whole optimizer steps in a run of `samples` samples, the ramp included."""
+        consumed = iterations = 0
+        ramp = self.rampup[2] if self.rampup is not None else -1
+        while consumed <= min(ramp, samples):
+            batch = self.global_batch_size(consumed)
+            if consumed + batch > samples:
+                return iterations
+            consumed, iterations = consumed + batch, iterations + 1
+        return iterations + (samples - consumed) // self.global_batch_size(consumed)

@@ -1,0 +1,34 @@
+"""What is wrong with a configuration, told so that the reader can mend it (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One broken rule: its id, the flags concerned, what is wrong, what to do."""
+
+    rule: str
+    flags: tuple[str, ...]
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {self.message}\n    fix: {self.fix}"
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot run, with every reason."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(render_problems(self.problems))
+
+
+def render_problems(problems: Iterable[Problem]) -> str:
+    """Every problem, numbered, under one heading."""
+    told = tuple(problems)
+    heading = "configuration: 1 problem" if len(told) == 1 else f"configuration: {len(told)} problems"
+    return "\n".join([heading, *(f"{n:3d}. {problem}" for n, problem in enumerate(told, 1))])

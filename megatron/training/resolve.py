@@ -1,0 +1,227 @@
+"""What the user said -> a complete configuration: every derived size, the same way Megatron derives it (floor
+0).
+
+Pure but for the facts passed in (`Machine`): nothing here reads files, environment or devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os.path
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.rank_grid import RankGridError
+from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
+
+# Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
+BYTE_VOCABULARY = 257
+
+# What --use-checkpoint-args takes from a checkpoint: the model's shape and its tokenizer.
+_SHAPE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
+    "num_query_groups "
+    "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
+    "rotary_interleaved "
+    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "untie_embeddings_and_output_weights "
+    "make_vocab_size_divisible_by padded_vocab_size normalization norm_epsilon apply_layernorm_1p "
+    "qk_layernorm swiglu "
+    "quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias apply_query_key_layer_scaling "
+    "tokenizer_type tokenizer_model vocab_file merge_file vocab_size tiktoken_pattern "
+    "tiktoken_num_special_tokens tiktoken_special_tokens"
+)
+CHECKPOINT_FIELDS = tuple(_SHAPE.split())
+# Of these, what a flag may still change: training on longer or shorter sequences is legal.
+_FLAG_WINS = ("seq_length", "tokenizer_model", "vocab_file", "merge_file")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Facts about where the run is: ranks of the launcher, a GPU or not."""
+
+    world_size: int = 1
+    has_gpu: bool = False
+
+
+def apply_checkpoint_args(
+    values: Mapping[str, Any], origin: Mapping[str, str], saved: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings."""
+    values, origin, warnings = dict(values), dict(origin), []
+    for name in CHECKPOINT_FIELDS:
+        if name not in saved or (name in _FLAG_WINS and name in values):
+            continue
+        value = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+        if name in values and values[name] != value:
+            warnings.append(
+                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {values[name]}"
+            )
+        values[name], origin[name] = value, "checkpoint"
+    return values, origin, warnings
+
+
+def resolve(
+    values: Mapping[str, Any],
+    origin: Mapping[str, str],
+    machine: Machine,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    warnings: tuple[str, ...] = (),
+) -> Config:
+    """Fill everything that follows from other values. Never fails: what makes no sense is left for the
+    rules.
+    """
+    resolver = _Resolver(values, origin, machine, warnings)
+    resolver.run()
+    return Config.from_flat(
+        resolver.values, extra=extra, origin=resolver.origin, warnings=tuple(resolver.warnings)
+    )
+
+
+class _Resolver:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        origin: Mapping[str, str],
+        machine: Machine,
+        warnings: tuple[str, ...],
+    ) -> None:
+        defaults: dict[str, Any] = {name: field.default for name, (_, field) in FIELDS.items()}
+        self.values = defaults | dict(values)
+        self.origin = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
+        self.machine = machine
+        self.warnings = list(warnings)
+
+    def run(self) -> None:
+        self.ranks()
+        self.model()
+        self.precision()
+        self.batch_and_length()
+        self.schedules()
+        self.tokenizer_and_data()
+        self.files_and_logs()
+
+    def given(self, name: str) -> bool:
+        return self.origin[name] not in (DEFAULT_ORIGIN, "derived", "launcher")
+
+    def derive(self, name: str, value: Any, origin: str = "derived") -> None:
+        if self.values[name] != value:
+            self.values[name], self.origin[name] = value, origin
+
+    def fill(self, name: str, value: Any, origin: str = "derived") -> None:
+        """Derive a value that was left unset."""
+        if self.values[name] is None and value is not None:
+            self.derive(name, value, origin)
+
+    def ranks(self) -> None:
+        v = self.values
+        self.fill("world_size", self.machine.world_size, "launcher")
+        self.fill("expert_tensor_parallel_size", v["tensor_model_parallel_size"])
+        if v["sequence_parallel"] and v["tensor_model_parallel_size"] == 1:
+            self.warnings.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1")
+            self.derive("sequence_parallel", False)
+        backend = "nccl" if self.machine.has_gpu else "gloo"
+        if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
+            self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
+            self.derive("distributed_backend", backend)
+        self.fill("distributed_backend", backend)
+
+    def model(self) -> None:
+        v = self.values
+        if v["use_rotary_position_embeddings"] and not self.given("position_embedding_type"):
+            self.derive("position_embedding_type", "rope")
+        if v["use_flash_attn"] and not self.given("attention_backend"):
+            self.derive("attention_backend", "flash")
+        if v["recompute_activations"]:
+            self.fill("recompute_granularity", "selective")
+        if v["apply_query_key_layer_scaling"]:
+            self.derive("attention_softmax_in_fp32", True)
+        ungrouped = (1, v["num_attention_heads"])
+        if not v["group_query_attention"] and v["num_query_groups"] not in ungrouped:
+            self.warnings.append("--num-query-groups has no effect without --group-query-attention")
+        model = Config.from_flat({**v, "check_config": False}).model
+        try:
+            resolved = model.resolved()
+        except (ValueError, ZeroDivisionError, TypeError):
+            return
+        for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+            self.derive(name, getattr(resolved, name))
+
+    def precision(self) -> None:
+        v = self.values
+        if v["bf16"] and not v["grad_reduce_in_bf16"]:
+            self.derive("accumulate_allreduce_grads_in_fp32", True)
+        if v["fp16"] and v["loss_scale"] is None:
+            # A dynamic loss scale finds its ceiling by overflowing: non-finite steps are its business.
+            self.derive("check_for_nan_in_loss_and_grad", False)
+        if not v["fp16"]:
+            for name in (
+                "loss_scale",
+                "initial_loss_scale",
+                "min_loss_scale",
+                "loss_scale_window",
+                "hysteresis",
+            ):
+                if v[name] != FIELDS[name][1].default:
+                    self.warnings.append(f"--{name.replace('_', '-')} has no effect without --fp16")
+        if v["rerun_mode"] == "validate_results" and not self.given("nan_policy"):
+            self.derive("nan_policy", "rerun-once")
+
+    def batch_and_length(self) -> None:
+        v = self.values
+        snapshot = Config.from_flat(v)
+        try:
+            replicas = snapshot.data_parallel_size
+        except (RankGridError, TypeError):
+            return
+        if v["micro_batch_size"] is not None:
+            self.fill("global_batch_size", v["micro_batch_size"] * replicas)
+
+    def schedules(self) -> None:
+        v = self.values
+        if v["train_samples"] is not None:
+            self.fill("lr_decay_samples", v["train_samples"])
+        elif v["train_iters"] is not None:
+            self.fill("lr_decay_iters", v["train_iters"])
+        self.fill("start_weight_decay", v["weight_decay"])
+        self.fill("end_weight_decay", v["weight_decay"])
+        if v["decoupled_lr"] is not None:
+            self.fill("decoupled_min_lr", v["min_lr"])
+
+    def tokenizer_and_data(self) -> None:
+        v = self.values
+        if v["tokenizer_type"] is None:
+            if v["vocab_file"] is not None and v["merge_file"] is not None:
+                self.derive("tokenizer_type", "GPT2BPETokenizer")
+            elif v["mock_data"] and v["vocab_size"] is not None:
+                self.derive("tokenizer_type", "NullTokenizer")
+        vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
+        multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
+        if vocabulary is not None and multiple > 0 and tensor_ranks > 0:
+            self.fill("padded_vocab_size", padded_vocabulary(vocabulary, multiple, tensor_ranks))
+        if v["data_path"] is not None or v["data_args_path"] is not None:
+            self.fill("split", "969,30,1")
+        self.fill("dataloader_type", "single")
+
+    def files_and_logs(self) -> None:
+        v = self.values
+        if v["ckpt_format"] != "torch_dist" and v["ckpt_format"] in ("torch", "torch_dcp", "fsdp_dtensor"):
+            self.warnings.append(
+                f"--ckpt-format {v['ckpt_format']}: there is one format, ours, under the name torch_dist"
+            )
+            self.derive("ckpt_format", "torch_dist")
+        self.fill("metrics_file", os.path.join(v["save"] or "", "metrics.jsonl"))
+
+
+def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
+    """Ids of a tokenizer whose files need not be read; None for others.
+
+    NullTokenizer adds the end of a document to `--vocab-size` (as Megatron did up to 0.16).
+    """
+    if tokenizer_type == "ByteTokenizer":
+        return BYTE_VOCABULARY
+    if tokenizer_type == "NullTokenizer" and vocab_size is not None:
+        return vocab_size + 1
+    return None

@@ -1,0 +1,73 @@
+"""What a rule is and what it may look at (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.config_base import flag_names
+from megatron.training.command_line import UsedFlag
+from megatron.training.config import FIELDS, Config
+from megatron.training.launch_env import LaunchEnv
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """Everything a rule may look at.
+
+    check_only: under --check-config, files need not exist and packages need not be installed.
+    needs_data: the caller reads the corpus that the flags name (a user's own provider may not).
+    """
+
+    config: Config
+    env: LaunchEnv = dataclasses.field(default_factory=LaunchEnv)
+    used: tuple[UsedFlag, ...] = ()
+    has_gpu: bool = False
+    check_only: bool = False
+    needs_data: bool = True
+
+    def value(self, name: str) -> Any:
+        """A setting by destination name."""
+        return getattr(getattr(self.config, FIELDS[name][0]), name)
+
+    def given(self, name: str) -> bool:
+        return self.config.given(name)
+
+
+Predicate = Callable[[Situation], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A predicate that returns what is wrong, the flags concerned, and what to do about it."""
+
+    id: str
+    flags: tuple[str, ...]
+    fix: str
+    broken: Predicate
+
+
+class RuleTable(list[Rule]):
+    """Rules in the order in which they are told."""
+
+    def rule(self, id: str, flags: str, fix: str) -> Callable[[Predicate], Predicate]:
+        """Add the decorated predicate. `flags` are separated by spaces."""
+
+        def add(predicate: Predicate) -> Predicate:
+            assert all(known.id != id for known in self), f"rule {id} twice"
+            self.append(Rule(id, tuple(flags.split()), fix, predicate))
+            return predicate
+
+        return add
+
+
+def module_found(name: str) -> bool:
+    """Whether a top-level module could be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def spelled(name: str) -> str:
+    """The documented flag of a field."""
+    return flag_names(FIELDS[name][1])[0]

@@ -1,0 +1,59 @@
+"""What must hold between settings: a table of rules, all of them looked at, every broken one told (floor 0).
+
+A rule is a function of the situation that returns what is wrong, or None; the tables are in the rules_*.py
+files
+beside this one. Sources of the combinations: Megatron's own checks, and those that users break most often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.training import rules_batch, rules_model, rules_ranges, rules_run
+from megatron.training.command_line import UsedFlag
+from megatron.training.flag_table import FlagState, flag_table
+from megatron.training.problems import Problem
+from megatron.training.rule_table import Rule, Situation
+
+RULES: tuple[Rule, ...] = (*rules_ranges.RULES, *rules_batch.RULES, *rules_model.RULES, *rules_run.RULES)
+assert len({rule.id for rule in RULES}) == len(RULES), "two rules share an id"
+
+
+def broken_rules(situation: Situation) -> list[Problem]:
+    """Every rule that the situation breaks, in table order, after unsupported flags."""
+    problems = unsupported_flags(situation)
+    for one in RULES:
+        message = one.broken(situation)
+        if message is not None:
+            problems.append(Problem(one.id, one.flags, message, one.fix))
+    return problems
+
+
+def unsupported_flags(situation: Situation) -> list[Problem]:
+    """Flags of Megatron's (or of later issues) that ask for something we do not do, all of them."""
+    problems = []
+    for used in situation.used:
+        if used.entry.state is FlagState.UNSUPPORTED and not used.entry.asks_for_nothing(used.words):
+            problems.append(
+                _unsupported(" ".join((used.spelling, *used.words)), used.spelling, used.entry.why)
+            )
+    for name, entry in flag_table().items():
+        if entry.allowed is not None and situation.value(name) not in entry.allowed:
+            if name == "expert_tensor_parallel_size" and not situation.given(name):
+                continue  # follows the tensor parallel size, which is told
+            value = situation.value(name)
+            shown = entry.spelling if value is True else f"{entry.spelling} {value}"
+            problems.append(_unsupported(shown, entry.spelling, entry.why))
+    return problems
+
+
+def _unsupported(shown: str, flag: str, why: str) -> Problem:
+    planned = why.startswith("roadmap: ")
+    fix = f"leave it out for now; planned, see docs/roadmap.md, {why[9:]!r}" if planned else why
+    return Problem("not-supported", (flag,), f"{shown} is not supported", fix)
+
+
+def inert_flags(used: Iterable[UsedFlag]) -> list[str]:
+    """One warning that lists accepted flags without effect, with why."""
+    told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
+    return [f"{flag} has no effect here: {why}" for flag, why in told.items()]

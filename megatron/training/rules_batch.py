@@ -1,0 +1,248 @@
+"""Rules on ranks, batch, length, schedules and precision (floor 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.core.rank_grid import RankGridError
+from megatron.training.microbatches import BatchScheduleError
+from megatron.training.rule_table import RuleTable, Situation, spelled
+
+RULES = RuleTable()
+rule = RULES.rule
+
+
+# Ranks
+
+
+@rule(
+    "world-size",
+    "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --world-size",
+    "start a number of ranks that tensor x pipeline x context parallel sizes divide, or change these sizes",
+)
+def _world_size(s: Situation) -> str | None:
+    return _grid_error(s.config.grid)
+
+
+@rule(
+    "expert-grid",
+    "--expert-model-parallel-size --expert-tensor-parallel-size --pipeline-model-parallel-size",
+    "choose expert sizes that divide the number of ranks",
+)
+def _expert_grid(s: Situation) -> str | None:
+    if s.value("expert_model_parallel_size") == 1 and not s.given("expert_tensor_parallel_size"):
+        return None
+    return _grid_error(s.config.expert_grid)
+
+
+def _grid_error(make: Callable[[], object]) -> str | None:
+    try:
+        make()
+    except RankGridError as error:
+        return str(error)
+    return None
+
+
+@rule(
+    "world-size-flag", "--world-size", "leave it out: the launcher (torchrun) says how many ranks there are"
+)
+def _world_size_flag(s: Situation) -> str | None:
+    if s.given("world_size") and not s.check_only and s.value("world_size") != s.env.world_size:
+        given = s.value("world_size")
+        return f"--world-size {given} without --check-config: this run has {s.env.world_size} ranks"
+    return None
+
+
+@rule("json-flag", "--json", "add --check-config")
+def _json_flag(s: Situation) -> str | None:
+    return "--json belongs to --check-config" if s.value("json") and not s.check_only else None
+
+
+def _replicas(s: Situation) -> int | None:
+    """Data parallel size, or None where the ranks do not divide (told by its own rule)."""
+    try:
+        return s.config.data_parallel_size
+    except RankGridError:
+        return None
+
+
+# Batch and length
+
+
+@rule(
+    "batch-divisible",
+    "--global-batch-size --micro-batch-size --rampup-batch-size",
+    "make every global batch a multiple of micro batch size x data parallel size, or pass "
+    "--decrease-batch-size-if-needed",
+)
+def _batch_divisible(s: Situation) -> str | None:
+    replicas, micro, whole = _replicas(s), s.value("micro_batch_size"), s.value("global_batch_size")
+    if replicas is None or not micro or micro < 1 or not whole or whole < 1:
+        return None
+    try:
+        s.config.batch_schedule()
+    except BatchScheduleError as error:
+        return str(error)
+    return None
+
+
+@rule("length", "--train-iters --train-samples", "give --train-iters N or --train-samples N")
+def _length(s: Situation) -> str | None:
+    if s.value("train_iters") is None and s.value("train_samples") is None and not s.value("skip_train"):
+        return "the length of the run is not given"
+    return None
+
+
+@rule(
+    "iterations-or-samples",
+    "--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-warmup-iters --lr-warmup-samples",
+    "count everything in iterations or everything in samples",
+)
+def _iterations_or_samples(s: Situation) -> str | None:
+    iterations = ["train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"]
+    samples = ["train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"]
+    if s.value("train_iters") is not None:
+        wrong = [name for name in samples if s.value(name)]
+        kind = "iteration-based (--train-iters)"
+    elif s.value("train_samples") is not None:
+        wrong = [name for name in iterations if s.value(name)]
+        kind = "sample-based (--train-samples)"
+    else:
+        return None
+    return f"{', '.join(map(spelled, wrong))} given in a run that is {kind}" if wrong else None
+
+
+# Learning rate and weight decay
+
+
+@rule(
+    "warmup-fraction",
+    "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
+    "give the warm-up once: as a fraction, in iterations or in samples",
+)
+def _warmup_fraction(s: Situation) -> str | None:
+    if s.value("lr_warmup_fraction") is None or not (
+        s.value("lr_warmup_iters") or s.value("lr_warmup_samples")
+    ):
+        return None
+    return "--lr-warmup-fraction is given together with a warm-up in iterations or samples"
+
+
+@rule(
+    "warmup-length",
+    "--lr-warmup-iters --lr-warmup-samples --lr-decay-iters --lr-decay-samples",
+    "make the warm-up shorter than the schedule",
+)
+def _warmup_length(s: Situation) -> str | None:
+    for unit in ("iters", "samples"):
+        warmup, decay = s.value(f"lr_warmup_{unit}"), s.value(f"lr_decay_{unit}")
+        if warmup and decay is not None and warmup >= decay:
+            return f"a warm-up of {warmup} {unit} does not end before the schedule of {decay} {unit} does"
+    return None
+
+
+@rule(
+    "lr-order", "--lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init", "keep floors below peaks"
+)
+def _lr_order(s: Situation) -> str | None:
+    for peak, floor in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr"), ("lr", "lr_warmup_init")):
+        high, low = s.value(peak), s.value(floor)
+        if high is not None and low is not None and low > high:
+            return f"{spelled(floor)} {low} is above {spelled(peak)} {high}"
+    return None
+
+
+@rule("decoupled-min-lr", "--decoupled-min-lr --decoupled-lr", "give --decoupled-lr as well")
+def _decoupled_min_lr(s: Situation) -> str | None:
+    alone = s.value("decoupled_min_lr") is not None and s.value("decoupled_lr") is None
+    return "--decoupled-min-lr is given without --decoupled-lr" if alone else None
+
+
+@rule(
+    "wsd-tail",
+    "--lr-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples",
+    "give --lr-wsd-decay-iters (or -samples in a sample-based run), shorter than the schedule",
+)
+def _wsd_tail(s: Situation) -> str | None:
+    if s.value("lr_decay_style") != "WSD":
+        return None
+    unit = "samples" if s.value("train_samples") is not None else "iters"
+    tail, decay = s.value(f"lr_wsd_decay_{unit}"), s.value(f"lr_decay_{unit}")
+    if tail is None:
+        return f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    if decay is not None and tail > decay:
+        return f"the tail of {tail} {unit} is longer than the schedule of {decay} {unit}"
+    return None
+
+
+@rule(
+    "weight-decay-ramp",
+    "--weight-decay-incr-style --start-weight-decay --end-weight-decay",
+    "give both ends with --weight-decay-incr-style linear or cosine, or neither with constant",
+)
+def _weight_decay_ramp(s: Situation) -> str | None:
+    start, end, style = (
+        s.value("start_weight_decay"),
+        s.value("end_weight_decay"),
+        s.value("weight_decay_incr_style"),
+    )
+    if style == "constant":
+        if start != end:
+            return f"a constant weight decay cannot go from {start} to {end}"
+        return None
+    if not (s.given("start_weight_decay") and s.given("end_weight_decay")):
+        return f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+    if start < 0 or end < start:
+        return f"weight decay must rise from a start that is not negative, not from {start} to {end}"
+    return None
+
+
+@rule(
+    "scheduler-source",
+    "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+    "keep one of them",
+)
+def _scheduler_source(s: Situation) -> str | None:
+    both = s.value("override_opt_param_scheduler") and s.value("use_checkpoint_opt_param_scheduler")
+    return "the schedules cannot come both from the flags and from the checkpoint" if both else None
+
+
+# Precision
+
+
+@rule("precision", "--bf16 --fp16 --fp64", "keep one of them")
+def _precision(s: Situation) -> str | None:
+    chosen = [f"--{name}" for name in ("fp16", "bf16", "fp64") if s.value(name)]
+    return f"{' and '.join(chosen)} exclude each other" if len(chosen) > 1 else None
+
+
+@rule(
+    "grad-reduce",
+    "--grad-reduce-in-bf16 --bf16 --accumulate-allreduce-grads-in-fp32",
+    "use it with --bf16 alone",
+)
+def _grad_reduce(s: Situation) -> str | None:
+    if not s.value("grad_reduce_in_bf16"):
+        return None
+    if not s.value("bf16"):
+        return "--grad-reduce-in-bf16 needs --bf16"
+    if s.value("accumulate_allreduce_grads_in_fp32"):
+        return "--grad-reduce-in-bf16 contradicts --accumulate-allreduce-grads-in-fp32"
+    return None
+
+
+@rule(
+    "loss-scale",
+    "--loss-scale --initial-loss-scale --min-loss-scale",
+    "give positive scales, the minimum lowest",
+)
+def _loss_scale(s: Situation) -> str | None:
+    constant, start, least = s.value("loss_scale"), s.value("initial_loss_scale"), s.value("min_loss_scale")
+    if (constant is not None and constant <= 0) or start <= 0 or least <= 0:
+        return "a loss scale must be positive"
+    return f"--initial-loss-scale {start} is below --min-loss-scale {least}" if start < least else None
+
+
+@rule("tf32", "--allow-tf32 --fp64", "leave --allow-tf32 out")
+def _tf32(s: Situation) -> str | None:
+    return "--allow-tf32 contradicts --fp64" if s.value("allow_tf32") and s.value("fp64") else None

@@ -1,0 +1,254 @@
+"""Rules on the model's shape, recompute and the split into stages (floor 0)."""
+
+from __future__ import annotations
+
+from megatron.core.list_expression import ListExpressionError
+from megatron.core.models.gpt.stage_layers import StageLayersError, layers_of_ranks
+from megatron.core.rank_grid import RankGridError
+from megatron.training.flag_lists import TRANSFORMER_ENGINE
+from megatron.training.microbatches import BatchScheduleError
+from megatron.training.resolve import known_vocabulary
+from megatron.training.rule_table import RuleTable, Situation, module_found, spelled
+
+RULES = RuleTable()
+rule = RULES.rule
+
+
+# Model
+
+
+@rule(
+    "heads", "--hidden-size --num-attention-heads --kv-channels", "change one of them, or give --kv-channels"
+)
+def _heads(s: Situation) -> str | None:
+    hidden, heads = s.value("hidden_size"), s.value("num_attention_heads")
+    if not hidden or not heads or heads < 0 or s.given("kv_channels") or hidden % heads == 0:
+        return None
+    return f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}"
+
+
+@rule("query-groups", "--num-query-groups --num-attention-heads", "choose groups that divide the heads")
+def _query_groups(s: Situation) -> str | None:
+    heads, groups = s.value("num_attention_heads"), s.value("num_query_groups")
+    if not heads or not groups or groups < 0 or heads % groups == 0:
+        return None
+    return f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
+
+
+@rule(
+    "heads-tensor-parallel",
+    "--num-attention-heads --num-query-groups --tensor-model-parallel-size",
+    "choose a tensor parallel size that divides the heads and divides (or is a multiple of) the query groups",
+)
+def _heads_tensor_parallel(s: Situation) -> str | None:
+    heads, groups, tp = (
+        s.value("num_attention_heads"),
+        s.value("num_query_groups"),
+        s.value("tensor_model_parallel_size"),
+    )
+    if not heads or not groups or groups < 1 or tp < 1:
+        return None
+    if heads % tp:
+        return f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}"
+    if groups % tp and tp % groups:
+        return f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other"
+    return None
+
+
+@rule(
+    "ffn-tensor-parallel", "--ffn-hidden-size --tensor-model-parallel-size", "choose a width that it divides"
+)
+def _ffn_tensor_parallel(s: Situation) -> str | None:
+    ffn, tp = s.value("ffn_hidden_size"), s.value("tensor_model_parallel_size")
+    if ffn is None or tp < 1 or ffn % tp == 0:
+        return None
+    return f"--ffn-hidden-size {ffn} is not divisible by --tensor-model-parallel-size {tp}"
+
+
+@rule(
+    "positions",
+    "--max-position-embeddings --seq-length",
+    "raise --max-position-embeddings to the sequence length",
+)
+def _positions(s: Situation) -> str | None:
+    positions, length = s.value("max_position_embeddings"), s.value("seq_length")
+    if positions is None or length is None or positions >= length:
+        return None
+    return f"--max-position-embeddings {positions} is below --seq-length {length}"
+
+
+@rule(
+    "sequence-context-parallel", "--seq-length --context-parallel-size", "choose a length that 2 x CP divides"
+)
+def _sequence_context_parallel(s: Situation) -> str | None:
+    length, cp = s.value("seq_length"), s.value("context_parallel_size")
+    if length is None or cp <= 1 or length % (2 * cp) == 0:
+        return None
+    return f"--seq-length {length} is not divisible by 2 x --context-parallel-size {cp}"
+
+
+@rule(
+    "sequence-tensor-parallel",
+    "--seq-length --sequence-parallel --tensor-model-parallel-size",
+    "choose a length that TP x CP divides, or leave --sequence-parallel out",
+)
+def _sequence_tensor_parallel(s: Situation) -> str | None:
+    length, ranks = (
+        s.value("seq_length"),
+        s.value("tensor_model_parallel_size") * s.value("context_parallel_size"),
+    )
+    if not s.value("sequence_parallel") or length is None or ranks < 1 or length % ranks == 0:
+        return None
+    return f"--seq-length {length} does not divide into {ranks} parts for --sequence-parallel"
+
+
+@rule(
+    "rotary",
+    "--rotary-percent --kv-channels --position-embedding-type",
+    "choose a share that gives an even number",
+)
+def _rotary(s: Situation) -> str | None:
+    percent, head = s.value("rotary_percent"), s.value("kv_channels")
+    if s.value("position_embedding_type") != "rope" or head is None:
+        return None
+    if not 0 < percent <= 1:
+        return f"--rotary-percent {percent}: must be above 0 and at most 1"
+    rotated = int(head * percent)
+    return f"{rotated} of {head} head dimensions would be rotated" if rotated < 2 or rotated % 2 else None
+
+
+@rule(
+    "position-embedding-type",
+    "--use-rotary-position-embeddings --position-embedding-type --use-rope-scaling",
+    "pass --position-embedding-type rope alone",
+)
+def _position_embedding_type(s: Situation) -> str | None:
+    kind = s.value("position_embedding_type")
+    if s.value("use_rotary_position_embeddings") and kind != "rope":
+        return f"--use-rotary-position-embeddings contradicts --position-embedding-type {kind}"
+    if s.value("use_rope_scaling") and kind != "rope":
+        return f"--use-rope-scaling needs rotary positions, not {kind}"
+    return None
+
+
+@rule("activation", "--swiglu --quick-geglu --squared-relu --openai-gelu", "keep one of them")
+def _activation(s: Situation) -> str | None:
+    chosen = [spelled(n) for n in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if s.value(n)]
+    return f"{' and '.join(chosen)} exclude each other" if len(chosen) > 1 else None
+
+
+@rule("attention-backend", "--use-flash-attn --attention-backend", "keep one of them")
+def _attention_backend(s: Situation) -> str | None:
+    backend = s.value("attention_backend")
+    if s.value("use_flash_attn") and backend not in ("flash", "auto"):
+        return f"--use-flash-attn contradicts --attention-backend {backend}"
+    return None
+
+
+@rule(
+    "transformer-engine",
+    "--transformer-impl",
+    "pass --transformer-impl local, or install it (pip install 'transformer_engine[pytorch]') once layers "
+    "on it are "
+    f"built, see docs/roadmap.md, {TRANSFORMER_ENGINE[9:]!r}",
+)
+def _transformer_engine(s: Situation) -> str | None:
+    if s.value("transformer_impl") != "transformer_engine" or s.check_only:
+        return None
+    if not module_found("transformer_engine"):
+        return "--transformer-impl transformer_engine: Transformer Engine is not installed here"
+    return "--transformer-impl transformer_engine: layers on Transformer Engine are not supported yet"
+
+
+@rule(
+    "vocabulary",
+    "--padded-vocab-size --vocab-size --make-vocab-size-divisible-by --tensor-model-parallel-size",
+    "leave --padded-vocab-size out, or make it hold the vocabulary and divide by the tensor parallel size",
+)
+def _vocabulary(s: Situation) -> str | None:
+    padded, tp = s.value("padded_vocab_size"), s.value("tensor_model_parallel_size")
+    known = known_vocabulary(s.value("tokenizer_type"), s.value("vocab_size")) or s.value("vocab_size")
+    if padded is None or tp < 1:
+        return None
+    if padded % tp:
+        return f"--padded-vocab-size {padded} is not divisible by --tensor-model-parallel-size {tp}"
+    if known is not None and padded < known:
+        return f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {known}"
+    return None
+
+
+# Recompute
+
+
+@rule(
+    "recompute",
+    "--recompute-granularity --recompute-method --recompute-num-layers --recompute-activations",
+    "full: give --recompute-method uniform|block and --recompute-num-layers; selective: give neither",
+)
+def _recompute(s: Situation) -> str | None:
+    granularity, method, layers = (
+        s.value("recompute_granularity"),
+        s.value("recompute_method"),
+        s.value("recompute_num_layers"),
+    )
+    if s.value("recompute_activations") and granularity == "full":
+        return "--recompute-activations (selective) contradicts --recompute-granularity full"
+    if granularity == "full" and (method is None or layers is None):
+        return "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+    if granularity != "full" and (method is not None or layers is not None):
+        return "--recompute-method and --recompute-num-layers belong to --recompute-granularity full"
+    if layers is not None and s.value("num_layers") is not None and layers > s.value("num_layers"):
+        return f"--recompute-num-layers {layers} is above --num-layers {s.value('num_layers')}"
+    return None
+
+
+@rule(
+    "recompute-modules",
+    "--recompute-modules",
+    "pass core_attn; other modules: see docs/roadmap.md, 'model variants'",
+)
+def _recompute_modules(s: Situation) -> str | None:
+    others = [name for name in s.value("recompute_modules") if name != "core_attn"]
+    return f"--recompute-modules {' '.join(others)}: only core_attn is supported" if others else None
+
+
+# Pipeline
+
+
+@rule(
+    "pipeline-layers",
+    "--num-layers --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage "
+    "--num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout "
+    "--decoder-first-pipeline-num-layers "
+    "--decoder-last-pipeline-num-layers",
+    "choose layers that stages x chunks divide, uneven first and last stages, or a layout",
+)
+def _pipeline_layers(s: Situation) -> str | None:
+    if s.value("num_layers") is None:
+        return None
+    try:
+        layers_of_ranks(s.config.parallel, s.value("num_layers"))
+    except (StageLayersError, ListExpressionError) as error:
+        return str(error)
+    return None
+
+
+@rule(
+    "interleaving-microbatches",
+    "--global-batch-size --micro-batch-size --pipeline-model-parallel-size",
+    "use a larger global batch, or no interleaving",
+)
+def _interleaving_microbatches(s: Situation) -> str | None:
+    stages = s.value("pipeline_model_parallel_size")
+    chunked = s.value("num_layers_per_virtual_pipeline_stage") or s.value(
+        "num_virtual_stages_per_pipeline_rank"
+    )
+    if stages < 2 or not chunked or chunked == 1:
+        return None
+    try:
+        microbatches = s.config.batch_schedule().num_microbatches(0)
+    except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
+        return None
+    if microbatches < stages:
+        return f"{microbatches} microbatches are fewer than the {stages} stages that interleaving groups"
+    return None

@@ -1,0 +1,226 @@
+"""Rules on data, tokenizer, checkpoints, logs and reliability (floor 0)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron.core.list_expression import ListExpressionError, parse_split
+from megatron.training.config import Config
+from megatron.training.rule_table import RuleTable, Situation, module_found, spelled
+
+RULES = RuleTable()
+rule = RULES.rule
+
+
+# Data and tokenizer
+
+
+@rule(
+    "data",
+    "--data-path --mock-data --train-data-path --data-args-path --per-split-data-args-path",
+    "give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data for a trial",
+)
+def _data(s: Situation) -> str | None:
+    if not s.needs_data or s.value("dataloader_type") == "external":
+        return None
+    whole = [n for n in ("data_path", "data_args_path", "mock_data") if s.value(n)]
+    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if s.value(n)]
+    sources = whole + (["train_data_path"] if per_split else [])
+    sources += ["per_split_data_args_path"] if s.value("per_split_data_args_path") else []
+    if not sources:
+        return "no training data is named"
+    return f"{' and '.join(map(spelled, sources))} exclude each other" if len(sources) > 1 else None
+
+
+@rule("split", "--split --data-path", "give one to three weights such as 969,30,1, with --data-path only")
+def _split(s: Situation) -> str | None:
+    split = s.value("split")
+    if split is None:
+        return None
+    try:
+        parse_split(split)
+    except ListExpressionError as error:
+        return f"--split {error}"
+    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if s.value(n)]
+    if per_split or s.value("per_split_data_args_path"):
+        return "--split cuts --data-path; corpora given for each split are used whole"
+    return None
+
+
+@rule(
+    "validation-sets",
+    "--multiple-validation-sets --valid-data-path --per-split-data-args-path",
+    "name the sets with --valid-data-path or --per-split-data-args-path",
+)
+def _validation_sets(s: Situation) -> str | None:
+    named = s.value("valid_data_path") or s.value("per_split_data_args_path")
+    return (
+        "--multiple-validation-sets needs corpora of their own for validation"
+        if s.value("multiple_validation_sets") and not named
+        else None
+    )
+
+
+@rule(
+    "attention-mask",
+    "--reset-attention-mask --no-create-attention-mask-in-dataloader",
+    "leave --no-create-attention-mask-in-dataloader out",
+)
+def _attention_mask(s: Situation) -> str | None:
+    if s.value("reset_attention_mask") and not s.value("create_attention_mask_in_dataloader"):
+        return "--reset-attention-mask needs masks from the loader"
+    return None
+
+
+@rule("tokenizer-type", "--tokenizer-type", "pass --tokenizer-type; ByteTokenizer needs no files")
+def _tokenizer_type(s: Situation) -> str | None:
+    missing = s.value("tokenizer_type") is None and s.needs_data
+    return "no tokenizer is named" if missing else None
+
+
+@rule(
+    "tokenizer-files",
+    "--tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size",
+    "give what this tokenizer is made of",
+)
+def _tokenizer_files(s: Situation) -> str | None:
+    kind = s.value("tokenizer_type")
+    needs = {
+        None: (),
+        "ByteTokenizer": (),
+        "NullTokenizer": ("vocab_size",),
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    }.get(kind, ("tokenizer_model",))
+    missing = [spelled(name) for name in needs if s.value(name) is None]
+    return f"{kind} needs {' and '.join(missing)}" if missing else None
+
+
+# Checkpoints, logs, reliability
+
+
+@rule("save-interval", "--save --save-interval", "give --save-interval N")
+def _save_interval(s: Situation) -> str | None:
+    return "--save needs --save-interval" if s.value("save") and s.value("save_interval") is None else None
+
+
+@rule(
+    "save-retain-interval", "--save-retain-interval --save-interval", "make it a multiple of --save-interval"
+)
+def _save_retain_interval(s: Situation) -> str | None:
+    retain, interval = s.value("save_retain_interval"), s.value("save_interval")
+    if retain is None or (interval is not None and interval > 0 and retain % interval == 0):
+        return None
+    return f"--save-retain-interval {retain} is no multiple of --save-interval {interval}"
+
+
+@rule("save-folder", "--async-save --save-interval --no-save-optim --log-progress --save", "give --save DIR")
+def _save_folder(s: Situation) -> str | None:
+    alone = [spelled(n) for n in ("async_save", "log_progress") if s.value(n) and s.value("save") is None]
+    return f"{' and '.join(alone)} without --save" if alone else None
+
+
+@rule(
+    "load-folder",
+    "--load --ckpt-step --use-checkpoint-args --finetune --exit-on-missing-checkpoint",
+    "give --load DIR",
+)
+def _load_folder(s: Situation) -> str | None:
+    if s.value("load") is not None:
+        return None
+    names = ("use_checkpoint_args", "exit_on_missing_checkpoint", "use_checkpoint_opt_param_scheduler")
+    alone = [spelled(name) for name in names if s.value(name)]
+    alone += ["--ckpt-step"] if s.value("ckpt_step") is not None else []
+    return f"{' and '.join(alone)} without --load" if alone else None
+
+
+@rule("save-writable", "--save", "name a folder that this user may write to")
+def _save_writable(s: Situation) -> str | None:
+    if s.check_only or s.value("save") is None:
+        return None
+    folder = Path(s.value("save")).absolute()
+    standing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not standing.is_dir():
+        return f"--save {s.value('save')}: {standing} is no folder"
+    return (
+        None
+        if os.access(standing, os.W_OK | os.X_OK)
+        else f"--save {s.value('save')}: {standing} is not writable"
+    )
+
+
+@rule(
+    "files",
+    "--vocab-file --merge-file --data-args-path --per-split-data-args-path --tokenizer-model",
+    "name existing files",
+)
+def _files(s: Situation) -> str | None:
+    if s.check_only:
+        return None
+    missing = [
+        f"{spelled(name)} {s.value(name)}"
+        for name in named_files(s.config)
+        if not Path(s.value(name)).exists()
+    ]
+    return f"not found: {', '.join(missing)}" if missing else None
+
+
+def named_files(config: Config) -> list[str]:
+    """Destination names of settings that name a file which must exist at the start (the corpus is checked
+    later).
+    """
+    names = ["vocab_file", "merge_file", "data_args_path", "per_split_data_args_path", "tokenizer_model"]
+    kind = config.tokenizer.tokenizer_type
+    unused = {"vocab_file", "merge_file"} if kind != "GPT2BPETokenizer" else {"tokenizer_model"}
+    values = config.flat()
+    return [name for name in names if values[name] is not None and name not in unused]
+
+
+@rule(
+    "wandb", "--wandb-project --wandb-exp-name", "give --wandb-exp-name NAME, and install: pip install wandb"
+)
+def _wandb(s: Situation) -> str | None:
+    if not s.value("wandb_project"):
+        return None
+    if not s.value("wandb_exp_name"):
+        return "--wandb-project needs --wandb-exp-name"
+    return None if s.check_only or module_found("wandb") else "--wandb-project: wandb is not installed here"
+
+
+@rule("mlflow", "--mlflow-experiment", "install it: pip install mlflow")
+def _mlflow(s: Situation) -> str | None:
+    if not s.value("mlflow_experiment") or s.check_only or module_found("mlflow"):
+        return None
+    return "--mlflow-experiment: mlflow is not installed here"
+
+
+@rule("timing-log-level", "--timing-log-level", "give 0, 1 or 2")
+def _timing_log_level(s: Situation) -> str | None:
+    level = s.value("timing_log_level")
+    return f"--timing-log-level {level}: there are levels 0, 1 and 2" if level not in (0, 1, 2) else None
+
+
+@rule("nan-policy", "--nan-policy --no-check-for-nan-in-loss-and-grad", "keep one of them")
+def _nan_policy(s: Situation) -> str | None:
+    policy = s.value("nan_policy")
+    if s.given("nan_policy") and policy != "abort" and s.given("check_for_nan_in_loss_and_grad"):
+        if not s.value("check_for_nan_in_loss_and_grad"):
+            return f"--nan-policy {policy} needs the check that --no-check-for-nan-in-loss-and-grad turns off"
+    return None
+
+
+@rule(
+    "deterministic-mode",
+    "--deterministic-mode",
+    "export CUBLAS_WORKSPACE_CONFIG=:4096:8 and NCCL_ALGO=Ring (or Tree-free values) before the launcher",
+)
+def _deterministic_mode(s: Situation) -> str | None:
+    if not s.value("deterministic_mode") or not s.has_gpu or s.check_only:
+        return None
+    wrong = []
+    if s.env.cublas_workspace_config not in (":4096:8", ":16:8"):
+        wrong.append(f"CUBLAS_WORKSPACE_CONFIG is {s.env.cublas_workspace_config}")
+    algorithm = s.env.nccl_algo or ""
+    if s.env.world_size > 1 and not algorithm.startswith(("Ring", "Collnet", "^NVLS")):
+        wrong.append(f"NCCL_ALGO is {s.env.nccl_algo}")
+    return f"--deterministic-mode on GPUs: {', '.join(wrong)}" if wrong else None
