@@ -248,6 +248,7 @@ def barrier(group: Group) -> None:
     """
     if group.size == 1:
         return
+    _observe("barrier", group)
     with _peer_loss_named("barrier", group, time.monotonic()):
         if group.backend == "gloo":
             dist.monitored_barrier(group.process_group, group.timeout, wait_all_ranks=True)
@@ -263,12 +264,18 @@ def _launch(
     buffers: tuple[Tensor, ...],
     finish: Callable[[], None] | None = None,
 ) -> Pending:
+    _observe(op, group)
     with _peer_loss_named(op, group, time.monotonic()):
         work = call()
     pending = Pending(op, group, work, buffers, finish)
     if not async_op:
         pending.wait()
     return pending
+
+
+def _observe(op: str, group: Group) -> None:
+    if group.observer is not None:
+        group.observer(op, group.purpose, group.ranks)
 
 
 def _done(op: str, group: Group) -> Pending:

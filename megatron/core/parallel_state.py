@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -48,12 +48,15 @@ PURPOSES = (
 )
 
 
+Observer = Callable[[str, str, tuple[int, ...]], None]  # (operation, purpose, ranks)
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Ranks that talk for one purpose, seen from one of them.
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
-    one, which never communicates.
+    one, which never communicates. observer: hears of every collective before it begins.
     """
 
     purpose: str
@@ -63,6 +66,7 @@ class Group:
     process_group: dist.ProcessGroup | None
     device: Device
     timeout: datetime.timedelta
+    observer: Observer | None = None
 
     @property
     def size(self) -> int:
@@ -155,19 +159,28 @@ def init_process_group(
     timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     backend: str | None = None,
     init_method: str = "env://",
-) -> None:
-    """Meet the other ranks of the world (torch's default process group). Not needed for a world of one.
+    attempt: int = 0,
+) -> dist.Store:
+    """Meet the other ranks of the world (torch's default process group); the store that they met through.
 
-    init_method "env://" is what torchrun sets up. backend: the device's own by default.
+    A world of one meets nobody: its store is a local one. init_method "env://" is what torchrun sets up.
+    backend: the device's own by default. attempt: the launcher's restarts so far; each meets under a prefix of
+    its own, because the addresses that a dead attempt left in a shared store make the next one hang.
     """
+    if world_size == 1:
+        return dist.HashStore()
+    found, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
+    found.set_timeout(timeout)
+    store = dist.PrefixStore(f"attempt{attempt}", found)
     dist.init_process_group(
         backend or device.backend,
-        init_method=init_method,
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=device.torch_device if device.kind == "cuda" else None,
     )
+    return store
 
 
 def destroy_process_group(ps: ParallelState) -> None:
@@ -182,18 +195,23 @@ def destroy_process_group(ps: ParallelState) -> None:
 
 
 def make_parallel_state(
-    grid: RankGrid, device: Device, timeout: datetime.timedelta = DEFAULT_TIMEOUT
+    grid: RankGrid,
+    device: Device,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    observer: Observer | None = None,
 ) -> ParallelState:
     """Make every group of `PURPOSES`; the default process group must exist (`init_process_group`).
 
-    timeout: after which a collective gives up on a silent peer. Communicates over the whole world; every rank
-    calls it with the same grid.
+    timeout: after which a collective gives up on a silent peer. observer: told of every collective, for a
+    watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same grid.
     """
     if grid.world_size == 1:
         return single_process(device, grid=grid, timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
-    groups = {purpose.name: _make_group(purpose, grid, device, rank, timeout) for purpose in PURPOSES}
+    groups = {
+        purpose.name: _make_group(purpose, grid, device, rank, timeout, observer) for purpose in PURPOSES
+    }
     return ParallelState(rank, world_size, grid, device, timeout, MappingProxyType(groups))
 
 
@@ -219,7 +237,12 @@ def _backend(purpose: Purpose, device: Device) -> str:
 
 
 def _make_group(
-    purpose: Purpose, grid: RankGrid, device: Device, rank: int, timeout: datetime.timedelta
+    purpose: Purpose,
+    grid: RankGrid,
+    device: Device,
+    rank: int,
+    timeout: datetime.timedelta,
+    observer: Observer | None,
 ) -> Group:
     """torch wants every rank of the world to call new_group for every list, its own or not, in one order."""
     backend = _backend(purpose, device)
@@ -229,6 +252,7 @@ def _make_group(
         if len(ranks) > 1:
             process_group = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name)
         if rank in ranks:
-            mine = Group(purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout)
+            index = ranks.index(rank)
+            mine = Group(purpose.name, ranks, index, backend, process_group, device, timeout, observer)
     assert mine is not None, f"rank {rank} is in no group of {purpose.name}: {grid.groups(purpose.axes)}"
     return mine
