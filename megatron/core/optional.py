@@ -26,7 +26,7 @@ def require(module: str, extra: str) -> ModuleType:
 
     module: dotted name, e.g. "tokenizers".
     extra:  the extra of this distribution that brings it; named in the error.
-    Raises MissingPackageError where the package is absent; a package that is there but broken raises its own error.
+    Raises MissingPackageError where the package is absent; one that is there but broken raises its own error.
     """
     if not available(module):
         raise MissingPackageError(

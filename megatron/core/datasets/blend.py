@@ -1,0 +1,91 @@
+"""What `--data-path` and its per-split variants name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.splits import SPLIT_NAMES
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend:
+    """Corpora to train on together. weights: one for each prefix, not normalised; None to take each whole."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """One corpus and no weight: used as it is, no blend around it."""
+        return len(self.prefixes) == 1 and self.weights is None
+
+
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
+    """Words of `--data-path`: one prefix, several, or weight prefix pairs.
+
+    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError
+    naming `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not
+    above zero.
+    """
+    if not words:
+        raise DataError(f"{flag}: no corpus given")
+    if len(words) % 2:
+        return Blend(tuple(words))
+    weights = [_number(word) for word in words[0::2]]
+    numbers = [weight for weight in weights if weight is not None]
+    if not numbers:
+        return Blend(tuple(words))
+    if len(numbers) < len(weights):
+        wrong = words[0::2][weights.index(None)]
+        raise DataError(
+            f"{flag}: {wrong!r} is no number, but other weights are; give weight prefix weight prefix ..."
+        )
+    for weight, prefix in zip(numbers, words[1::2], strict=True):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise DataError(
+                f"{flag}: weight {weight} of {prefix} must be above zero; leave the corpus out instead"
+            )
+    return Blend(tuple(words[1::2]), tuple(numbers))
+
+
+def read_blend_file(path: str) -> Blend:
+    """`--data-args-path`: a text file that holds the words of `--data-path`."""
+    return parse_blend(_read(path, "--data-args-path").split(), f"--data-args-path {path}")
+
+
+def read_per_split_file(path: str) -> tuple[Blend | None, Blend | None, Blend | None]:
+    """`--per-split-data-args-path`: JSON {"train": [words], "valid": [...], "test": [...]}; a split may be
+    missing."""
+    flag = f"--per-split-data-args-path {path}"
+    try:
+        content = json.loads(_read(path, "--per-split-data-args-path"))
+    except ValueError as error:
+        raise DataError(f"{flag}: not JSON: {error}") from error
+    if not isinstance(content, dict) or set(content) - set(SPLIT_NAMES):
+        raise DataError(f"{flag}: expected an object with the keys {', '.join(SPLIT_NAMES)}")
+    blends: list[Blend | None] = []
+    for split in SPLIT_NAMES:
+        words = content.get(split)
+        if words is not None and not isinstance(words, list):
+            raise DataError(f"{flag}: {split}: expected a list of words, found {type(words).__name__}")
+        blends.append(parse_blend([str(word) for word in words], f"{flag}: {split}") if words else None)
+    return blends[0], blends[1], blends[2]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{flag} {path}: {error}") from error

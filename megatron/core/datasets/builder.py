@@ -1,0 +1,259 @@
+"""Datasets of a run: from corpora and settings to training, validation and test data.
+
+Nothing here knows of ranks. With an index cache building is idempotent: let one rank of each file system
+build first, then the others, which find the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import NamedTuple
+
+from megatron.core.datasets.blend import Blend
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus
+from megatron.core.datasets.splits import (
+    DEFAULT_SPLIT,
+    SPLIT_NAMES,
+    Bounds,
+    normalize,
+    parse_split,
+    sequence_range,
+)
+
+Dataset = GPTDataset | BlendedDataset
+WHOLE: Bounds = (0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTDatasetSpec:
+    """All that decides which samples there are and in which order.
+
+    blend with split: corpora shared by the three splits; or blend_per_split: each split's own corpora, used
+    whole; or mock.  split None is 969,30,1.
+    tokenizer_identity: `Tokenizer.identity()`, part of the cache's key.
+    cache: keep indices on disk, in cache_path, by default `<prefix>/cache/GPTDataset_indices` beside each
+    corpus (mock data: only where cache_path is given).
+    surplus: extra share of samples asked of the members of a weighted blend.
+    full_validation: the validation set is one epoch, whatever is requested.
+    multiple_validation_sets: validation corpora stay separate; `Datasets.valid` is then a list.
+    """
+
+    sample_format: SampleFormat
+    seed: int = 1234
+    blend: Blend | None = None
+    split: str | None = None
+    blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
+    mock: bool = False
+    tokenizer_identity: str = ""
+    cache: bool = True
+    cache_path: str | None = None
+    surplus: float = 0.005
+    full_validation: bool = False
+    multiple_validation_sets: bool = False
+
+    def __post_init__(self) -> None:
+        given = [self.mock, self.blend is not None, self.blend_per_split is not None]
+        if sum(given) != 1:
+            raise DataError(
+                "give exactly one of --data-path, --train-data-path/--valid-data-path/--test-data-path, and "
+                "--mock-data"
+            )
+        if self.blend_per_split is not None and self.split is not None:
+            raise DataError(
+                "--split divides the corpora of --data-path; with --train-data-path and the like leave it out"
+            )
+
+
+class Datasets(NamedTuple):
+    """None: no data for that split. valid is a list with `multiple_validation_sets`."""
+
+    train: Dataset | None
+    valid: Dataset | list[Dataset] | None
+    test: Dataset | None
+
+
+class RequestedSizes(NamedTuple):
+    """Samples that a run asks of each split."""
+
+    train: int
+    valid: int
+    test: int
+
+
+def requested_sizes(
+    *,
+    train_samples: int | None,
+    train_iters: int,
+    eval_interval: int | None,
+    eval_iters: int,
+    global_batch_size: int,
+) -> RequestedSizes:
+    """Samples asked for: all training, all evaluations on the way and the one at the end, one test.
+
+    train_iters: also given for sample-based runs, where it is derived.  eval_interval None: only the final
+    evaluation.
+    """
+    train = train_samples if train_samples is not None else train_iters * global_batch_size
+    evaluations = (train_iters // eval_interval if eval_interval else 0) + 1
+    return RequestedSizes(train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size)
+
+
+def build_train_valid_test_datasets(
+    spec: GPTDatasetSpec, sizes: tuple[int | None, int | None, int | None], *, allow_empty: bool = False
+) -> Datasets:
+    """The datasets of a run.
+
+    sizes: samples requested of train, valid, test; None for one epoch. Datasets may be longer.
+    allow_empty: accept an epoch too short for one sample as a dataset of length 0.
+    Raises DataError for damaged corpora, and for a split that was asked for and came out empty: Megatron
+    would count its epochs for ever.
+    """
+    return _Builder(spec, allow_empty).build(sizes)
+
+
+class _Builder:
+    """Opens each corpus once and builds what `spec` describes."""
+
+    def __init__(self, spec: GPTDatasetSpec, allow_empty: bool) -> None:
+        self.spec = spec
+        self.allow_empty = allow_empty
+        self.corpora: dict[str, Corpus] = {}
+        self.split = (
+            "per split" if spec.blend_per_split else MOCK_SPLIT if spec.mock else spec.split or DEFAULT_SPLIT
+        )
+        self.matrix = (WHOLE, WHOLE, WHOLE) if spec.blend_per_split else parse_split(self.split)
+
+    def build(self, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
+        valid_size = None if self.spec.full_validation else sizes[1]
+        train = self._split(0, sizes[0])
+        valid = (
+            self._separate(1, valid_size)
+            if self.spec.multiple_validation_sets
+            else self._split(1, valid_size)
+        )
+        return Datasets(train, valid, self._split(2, sizes[2]))
+
+    def _blend_of(self, which: int) -> Blend | None:
+        """The corpora of a split, None where it has none."""
+        if self.matrix[which] is None:
+            return None
+        if self.spec.blend_per_split is not None:
+            return self.spec.blend_per_split[which]
+        return Blend((MockCorpus.prefix,)) if self.spec.mock else self.spec.blend
+
+    def _split(self, which: int, size: int | None) -> Dataset | None:
+        blend = self._blend_of(which)
+        if blend is None or (size == 0 and self._is_empty(blend, which)):
+            return None
+        per_split = self.spec.blend_per_split is not None
+        if blend.is_single or (per_split and len(blend.prefixes) == 1):
+            return self._member(blend.prefixes[0], which, size)
+        if blend.weights is None:
+            return self._unweighted(blend, which, size)
+        return self._weighted(blend, list(blend.weights), which, size)
+
+    def _unweighted(self, blend: Blend, which: int, size: int | None) -> BlendedDataset:
+        """Members give one epoch each; their lengths are the weights."""
+        members = [self._member(prefix, which, None) for prefix in blend.prefixes]
+        lengths = [len(member) for member in members]
+        total = sum(lengths)
+        if total == 0:
+            return BlendedDataset(members, [], None)
+        return BlendedDataset(
+            members, normalize([float(n) for n in lengths]), None if size is None else min(size, total)
+        )
+
+    def _weighted(self, blend: Blend, weights: list[float], which: int, size: int | None) -> BlendedDataset:
+        """Members give their share of `size`, and a surplus, since turns are not spread exactly by share."""
+        name = SPLIT_NAMES[which]
+        if size is None:
+            raise DataError(
+                f"split {name!r}: a weighted blend has no epoch of its own: give the number of samples, or "
+                "leave the weights "
+                "out, or keep the corpora apart (--multiple-validation-sets)"
+            )
+        shares = normalize(weights)
+        turns = [math.ceil(size * share) for share in shares]
+        members = [
+            self._member(prefix, which, math.ceil(turn * (1 + self.spec.surplus)))
+            for prefix, turn in zip(blend.prefixes, turns, strict=True)
+        ]
+        return BlendedDataset(members, shares, sum(turns))
+
+    def _separate(self, which: int, size: int | None) -> list[Dataset] | None:
+        blend = self._blend_of(which)
+        if blend is None:
+            return None
+        return [self._member(prefix, which, size) for prefix in blend.prefixes]
+
+    def _is_empty(self, blend: Blend, which: int) -> bool:
+        return all(not len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes)
+
+    def _member(self, prefix: str, which: int, size: int | None) -> GPTDataset:
+        corpus = self._corpus(prefix)
+        sequences = self._sequences(corpus, which)
+        name = SPLIT_NAMES[which]
+        if not len(sequences):
+            raise DataError(
+                f"{prefix}: split {name!r} is empty: --split {self.split} gives it none of the {len(corpus)} "
+                "sequences; use a larger corpus, a larger weight for it, or weight 0 for no such data"
+            )
+        dataset = GPTDataset(
+            corpus,
+            sequences,
+            name,
+            size,
+            self.spec.sample_format,
+            seed=self.spec.seed,
+            identity={
+                "split": self.split,
+                "split_matrix": [None if bounds is None else list(bounds) for bounds in self.matrix],
+                "tokenizer": self.spec.tokenizer_identity,
+            },
+            cache_folder=self._cache_folder(prefix),
+        )
+        if len(dataset) < 1 and not self.allow_empty:
+            raise DataError(
+                f"{prefix}: one epoch of split {name!r} has {dataset.plan.tokens} tokens, too few for one "
+                "sample of "
+                f"--seq-length {self.spec.sample_format.sequence_length}"
+            )
+        return dataset
+
+    def _corpus(self, prefix: str) -> Corpus:
+        if prefix not in self.corpora:
+            self.corpora[prefix] = self._mock() if self.spec.mock else _open_corpus(prefix)
+        return self.corpora[prefix]
+
+    def _mock(self) -> MockCorpus:
+        sample_format = self.spec.sample_format
+        if sample_format.eod is None or sample_format.vocab_size is None:
+            raise DataError("--mock-data needs a tokenizer's vocabulary size and end-of-document id")
+        return MockCorpus(sample_format.eod, sample_format.vocab_size)
+
+    def _sequences(self, corpus: Corpus, which: int) -> range:
+        bounds = self.matrix[which]
+        assert bounds is not None, f"split {SPLIT_NAMES[which]} has weight 0"
+        return sequence_range(bounds, len(corpus))
+
+    def _cache_folder(self, prefix: str) -> str | None:
+        if not self.spec.cache:
+            return None
+        if self.spec.cache_path is not None:
+            return self.spec.cache_path
+        return None if self.spec.mock else os.path.join(prefix, "cache", "GPTDataset_indices")
+
+
+def _open_corpus(prefix: str) -> Corpus:
+    corpus = IndexedDataset(prefix)
+    if corpus.index.dtype.kind == "f":
+        raise DataError(
+            f"{prefix}.idx: dtype at byte 17: expected integer tokens, found {corpus.index.dtype}"
+        )
+    return corpus

@@ -1,0 +1,248 @@
+"""Samples of one corpus and split: what a GPT is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.index_builders import (
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+from megatron.core.datasets.index_cache import Arrays, IndexCache
+
+Sample = dict[str, NDArray[Any]]
+NO_PAD = -1
+
+
+class Corpus(Protocol):
+    """Where tokens come from: an `IndexedDataset` or a `MockCorpus`."""
+
+    prefix: str
+
+    def __len__(self) -> int: ...
+    @property
+    def lengths(self) -> NDArray[np.int32]: ...
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]: ...
+    def fingerprint(self) -> dict[str, int | str]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleFormat:
+    """How tokens become a sample.
+
+    sequence_length: tokens.  eod: end-of-document id.  pad: id of padding, -1 for none (`pad_id`).
+    vocab_size: ids must be below it; None leaves them unchecked.
+    reset_position_ids, reset_attention_mask: documents inside a sample do not see each other.
+    eod_mask_loss: no loss where the input is an end of document.  create_attention_mask: add
+    "attention_mask".
+    extra_token: the label of the last token is the token after it; else labels are rolled and the last is
+    padding.
+    drop_last_partial_validation_sequence: False keeps the tail of the validation set as one padded sample.
+    """
+
+    sequence_length: int
+    eod: int | None = None
+    pad: int = NO_PAD
+    vocab_size: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    create_attention_mask: bool = False
+    extra_token: bool = True
+    drop_last_partial_validation_sequence: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise DataError(f"--seq-length {self.sequence_length}: must be at least 1")
+        needs_eod = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        if needs_eod and self.eod is None:
+            raise DataError(
+                "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the id of the "
+                "end-of-document token"
+            )
+
+
+class GPTDataset:
+    """Samples of the `sequences` of one corpus, in Megatron's order (index_builders.py).
+
+    split: "train", "valid" or "test".  requested: samples asked for, None for one epoch; `len` may be more.
+    seed: of both shuffles.  identity: what else the order is filed under in the cache (split, tokenizer).
+    cache_folder: where indices are kept; None builds them in memory.
+    Raises DataError for a split without tokens, and, on reading, for a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        sequences: range,
+        split: str,
+        requested: int | None,
+        sample_format: SampleFormat,
+        *,
+        seed: int,
+        identity: dict[str, object] | None = None,
+        cache_folder: str | None = None,
+    ) -> None:
+        self.corpus = corpus
+        self.sequences = sequences
+        self.split = split
+        self.format = sample_format
+        tokens = int(corpus.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        if tokens == 0:
+            raise DataError(
+                f"{corpus.prefix}: split {split!r} holds no tokens (sequences {sequences.start} to "
+                f"{sequences.stop} of "
+                f"{len(corpus)}): use a larger corpus, or give --split a larger weight for it, or 0 for no "
+                "such data"
+            )
+        self.plan = plan_epochs(
+            tokens,
+            sample_format.sequence_length,
+            requested,
+            extra_token=sample_format.extra_token,
+            drop_last_partial=split != "valid" or sample_format.drop_last_partial_validation_sequence,
+        )
+        self._seed = seed
+        arrays = self._indices(requested, identity or {}, cache_folder)
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        return self.plan.num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        """Sample i: int64 [s] "tokens", "labels", "position_ids", float32 [s] "loss_mask".
+
+        With `create_attention_mask` also bool [1, s, s] "attention_mask", True where attention is masked.
+        """
+        text = self._text(i)
+        length = self.format.sequence_length
+        if self.format.extra_token:
+            tokens, labels = text[:length].copy(), text[1 : length + 1].copy()
+        else:
+            tokens, labels = text, np.roll(text, -1)
+            labels[-1] = self.format.pad
+        return make_sample(tokens, labels, self.format)
+
+    def documents(self, i: int) -> list[int]:
+        """The sequences of the corpus that sample i has tokens of, in the order of its tokens."""
+        return [sequence for sequence, _, _ in self._pieces(i)]
+
+    def _indices(self, requested: int | None, identity: dict[str, object], folder: str | None) -> Arrays:
+        if folder is None:
+            return self._build()
+        key = {
+            "class": "GPTDataset",
+            "path_prefix": self.corpus.prefix,
+            "num_samples": requested,
+            "index_split": self.split,
+            "random_seed": self._seed,
+            "sequence_length": self.format.sequence_length,
+            "add_extra_token_to_sequence": self.format.extra_token,
+            "drop_last_partial_validation_sequence": self.format.drop_last_partial_validation_sequence,
+            "sequences": [self.sequences.start, self.sequences.stop],
+            **identity,
+        }
+        cache = IndexCache(folder, "GPTDataset", self.split, key, self.corpus.fingerprint())
+        return cache.load_or_build(self._build)
+
+    def _build(self) -> Arrays:
+        rng = np.random.RandomState(self._seed)
+        document_index = build_document_index(self.sequences, self.plan, rng)
+        sample_index = build_sample_index(
+            self.corpus.lengths,
+            document_index,
+            self.format.sequence_length,
+            self.plan,
+            extra_token=self.format.extra_token,
+        )
+        return {
+            "document_index": document_index,
+            "sample_index": sample_index,
+            "shuffle_index": build_shuffle_index(self.plan, rng),
+        }
+
+    def _pieces(self, i: int) -> list[tuple[int, int, int]]:
+        """(sequence, offset, tokens) of each non-empty stretch that sample i is made of."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        k = int(self.shuffle_index[i])
+        first, offset = map(int, self.sample_index[k])
+        last, last_offset = map(int, self.sample_index[k + 1])
+        pieces = []
+        for position in range(first, last + 1):
+            sequence = int(self.document_index[position])
+            end = last_offset + int(self.format.extra_token) if position == last else None
+            stop = int(self.corpus.lengths[sequence]) if end is None else end
+            if stop > offset:
+                pieces.append((sequence, offset, stop - offset))
+            offset = 0
+        return pieces
+
+    def _text(self, i: int) -> NDArray[np.int64]:
+        """Tokens of sample i, int64 [s + x], padded at the end."""
+        pieces = self._pieces(i)
+        text = np.full(
+            self.format.sequence_length + int(self.format.extra_token), self.format.pad, dtype=np.int64
+        )
+        done = 0
+        for sequence, offset, count in pieces:
+            tokens = self.corpus.get(sequence, offset, count)
+            if (
+                self.format.vocab_size is not None
+                and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.format.vocab_size
+            ):
+                self._refuse(sequence, offset, tokens, self.format.vocab_size)
+            text[done : done + count] = tokens
+            done += count
+        return text
+
+    def _refuse(self, sequence: int, offset: int, tokens: NDArray[Any], vocab_size: int) -> None:
+        at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        raise DataError(
+            f"{self.corpus.prefix}.bin: token {offset + at} of sequence {sequence}: expected an id below the "
+            "vocabulary "
+            f"size {vocab_size}, found {int(tokens[at])}; was the corpus made with another tokenizer?"
+        )
+
+
+def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_format: SampleFormat) -> Sample:
+    """Add masks and positions to int64 [s] tokens and labels; both are changed in place where they are
+    padding."""
+    length = len(tokens)
+    loss_mask = np.ones(length, dtype=np.float32)
+    positions = np.arange(length, dtype=np.int64)
+    sample: Sample = {"tokens": tokens, "labels": labels}
+    starts = positions
+    if sample_format.reset_position_ids or sample_format.reset_attention_mask or sample_format.eod_mask_loss:
+        is_eod = tokens == sample_format.eod
+        if sample_format.eod_mask_loss:
+            loss_mask[is_eod] = 0.0
+        # Where the document of each position starts: one after the last end of document before it.
+        starts = np.zeros(length, dtype=np.int64)
+        np.maximum.accumulate(np.where(is_eod[:-1], positions[1:], 0), out=starts[1:])
+    sample["position_ids"] = positions - starts if sample_format.reset_position_ids else positions
+    if sample_format.create_attention_mask:
+        masked = positions[None, :] > positions[:, None]
+        if sample_format.reset_attention_mask:
+            masked |= positions[None, :] < starts[:, None]
+        sample["attention_mask"] = masked[None]
+    padding = labels == sample_format.pad
+    loss_mask[padding] = 0.0
+    labels[padding] = 0
+    tokens[tokens == sample_format.pad] = 0
+    sample["loss_mask"] = loss_mask
+    return sample
+
+
+def pad_id(pad: int | None, other_special_ids: frozenset[int]) -> int:
+    """The padding id of samples: the tokenizer's, but -1 if it has none or uses it for something else too."""
+    return NO_PAD if pad is None or pad in other_special_ids else pad

@@ -1,0 +1,126 @@
+"""Tokenizers read by Hugging Face's `tokenizers` (extra `hf`), from local files only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.optional import require
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_digest, require_file
+
+END_OF_DOCUMENT_CANDIDATES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class _Backend(Tokenizer):
+    """Over a `tokenizers.Tokenizer`."""
+
+    def __init__(self, backend: Any, digest: str) -> None:
+        self.backend = backend
+        self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
+        self._digest = digest
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def identity(self) -> str:
+        return f"{super().identity()}:{self._digest}"
+
+
+class HuggingFaceTokenizer(_Backend):
+    """A `tokenizer.json`, or a folder with one and perhaps a `tokenizer_config.json` beside it.
+
+    The end of document is the `eos_token` of the configuration, else the first of the usual names that the
+    vocabulary has. Raises TokenizerError for missing or broken files, and for a vocabulary without an end of
+    document.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, path: str | None) -> None:
+        path = require_file(path, "--tokenizer-model", self.name)
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        require_file(file, "--tokenizer-model", self.name)
+        library = require("tokenizers", "hf")
+        try:
+            backend = library.Tokenizer.from_file(file)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        super().__init__(backend, file_digest(file))
+        roles = _special_tokens(os.path.join(os.path.dirname(file), "tokenizer_config.json"))
+        self.eod = self._end_of_document(file, roles.get("eos_token"))
+        ids = (backend.token_to_id(roles[role]) for role in SPECIAL_ROLES if role in roles)
+        self.special_ids = frozenset({self.eod, *(i for i in ids if i is not None)})
+        self.pad = backend.token_to_id(roles["pad_token"]) if "pad_token" in roles else None
+
+    def _end_of_document(self, file: str, eos_token: str | None) -> int:
+        names = (eos_token,) if eos_token is not None else END_OF_DOCUMENT_CANDIDATES
+        for name in names:
+            found = self.backend.token_to_id(name)
+            if found is not None:
+                return int(found)
+        raise TokenizerError(
+            f"{file}: no end-of-document token: none of {', '.join(names)} is in the vocabulary; "
+            "give eos_token in "
+            "tokenizer_config.json beside it"
+        )
+
+
+class GPT2BPETokenizer(_Backend):
+    """GPT-2's byte-level BPE from `--vocab-file` (vocab.json) and `--merge-file` (merges.txt)."""
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
+        vocab_file = require_file(vocab_file, "--vocab-file", self.name)
+        merge_file = require_file(merge_file, "--merge-file", self.name)
+        library = require("tokenizers", "hf")
+        try:
+            backend = library.Tokenizer(library.models.BPE.from_file(vocab_file, merge_file))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: {error}") from error
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = library.decoders.ByteLevel()
+        super().__init__(backend, file_digest(vocab_file, merge_file))
+        eod = backend.token_to_id("<|endoftext|>")
+        if eod is None:
+            raise TokenizerError(f"--vocab-file {vocab_file}: holds no <|endoftext|>, which ends documents")
+        self.eod = int(eod)
+        self.special_ids = frozenset({self.eod})
+
+
+def _special_tokens(path: str) -> dict[str, str]:
+    """Role to token text from a tokenizer_config.json; a token is a string or an object with "content"."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    found = {}
+    for role in (*SPECIAL_ROLES, "pad_token"):
+        token = content.get(role)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[role] = token
+    return found

@@ -1,0 +1,31 @@
+"""Text that is already ids, separated by blanks: for tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+
+
+class NullTokenizer(Tokenizer):
+    """`--vocab-size N` gives the ids 0..N-1 and N, which ends a document (Megatron up to 0.16; N+1 ids)."""
+
+    name = "NullTokenizer"
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise TokenizerError(f"--vocab-size {vocab_size}: must be at least 1")
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+        self.special_ids = frozenset({self.eod})
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise TokenizerError(
+                f"--tokenizer-type NullTokenizer reads numbers separated by blanks: {error}"
+            ) from error
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)

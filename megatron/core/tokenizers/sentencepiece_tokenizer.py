@@ -1,0 +1,108 @@
+"""SentencePiece models (extra `sentencepiece`): Llama 2's, GPT's, and Megatron's own with added special
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.optional import require
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_digest, require_file
+
+
+class GPTSentencePieceTokenizer(Tokenizer):
+    """The model's vocabulary as it is; its end of sentence ends documents. Raises TokenizerError without
+    one.
+    """
+
+    name = "GPTSentencePieceTokenizer"
+
+    def __init__(self, path: str | None) -> None:
+        path = require_file(path, "--tokenizer-model", self.name)
+        library = require("sentencepiece", "sentencepiece")
+        try:
+            self.model: Any = library.SentencePieceProcessor(model_file=path)
+        except (OSError, RuntimeError) as error:
+            raise TokenizerError(f"--tokenizer-model {path}: not a SentencePiece model: {error}") from error
+        self._digest = file_digest(path)
+        self.vocab_size = self.num_pieces = int(self.model.vocab_size())
+        pad = int(self.model.pad_id())
+        self.pad = pad if pad >= 0 else None
+        self.bos = int(self.model.bos_id())
+        self._add_special_tokens()
+        if self.eod < 0:
+            raise TokenizerError(
+                f"--tokenizer-model {path}: the model has no end-of-sentence token to end documents"
+            )
+        ids = {self.eod, self.bos, int(self.model.eos_id()), int(self.model.unk_id()), *self.special_ids}
+        self.special_ids = frozenset(i for i in ids if i >= 0)
+
+    def _add_special_tokens(self) -> None:
+        self.eod = int(self.model.eos_id())
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.model.encode(text)
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        text: str = self.model.decode(list(ids))
+        return text
+
+    def identity(self) -> str:
+        return f"{super().identity()}:{self._digest}"
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """Like the model, with its begin-of-sentence id before each text."""
+
+    name = "Llama2Tokenizer"
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.model.encode(text, add_bos=self.bos >= 0)
+        return ids
+
+
+class SentencePieceTokenizer(GPTSentencePieceTokenizer):
+    """The model with Megatron's special tokens: each that the model lacks gets the next id after its
+    vocabulary.
+
+    In this order: <CLS>, <SEP>, <EOD> (which ends documents), <MASK>, then padding, begin and end of
+    sentence.
+    """
+
+    name = "SentencePieceTokenizer"
+
+    def _add_special_tokens(self) -> None:
+        self._added: dict[int, str] = {}
+        cls, sep, self.eod, mask = (self._id_of(piece) for piece in ("<CLS>", "<SEP>", "<EOD>", "<MASK>"))
+        self.pad = self._id_of(self._piece(int(self.model.pad_id()), "<PAD>"))
+        self.bos = self._id_of(self._piece(int(self.model.bos_id()), "<BOS>"))
+        eos = self._id_of(self._piece(int(self.model.eos_id()), "<EOS>"))
+        self.special_ids = frozenset({cls, sep, mask, eos})
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Added tokens are written by their names, between the pieces of text around them."""
+        parts: list[str] = []
+        run: list[int] = []
+        for i in ids:
+            if i in self._added:
+                parts += [self.model.decode(run), self._added[i]]
+                run = []
+            else:
+                run.append(i)
+        return "".join([*parts, self.model.decode(run)])
+
+    def _piece(self, piece_id: int, default: str) -> str:
+        return default if piece_id < 0 else str(self.model.id_to_piece(piece_id))
+
+    def _id_of(self, piece: str) -> int:
+        found = int(self.model.piece_to_id(piece))
+        if str(self.model.id_to_piece(found)) == piece:
+            return found
+        for known, name in self._added.items():
+            if name == piece:
+                return known
+        self._added[self.vocab_size] = piece
+        self.vocab_size += 1
+        return self.vocab_size - 1

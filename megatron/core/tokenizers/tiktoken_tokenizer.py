@@ -1,0 +1,133 @@
+"""Byte-pair vocabularies for `tiktoken` (extra `tiktoken`), in Megatron's JSON form or tiktoken's own."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.optional import require
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_digest, require_file
+
+DEFAULT_VOCAB_SIZE = 1 << 17
+DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# How text is cut before merging: v1 by words, v2 also at changes from lower to upper case; digits one by one.
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v2": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+class TikTokenizer(Tokenizer):
+    """Special tokens take the first ids, merges follow.
+
+    path: a JSON list of {"rank", "token_bytes" (base64)}, or lines `base64 rank`.
+    vocab_size: ids in all, 131072 by default; merges beyond it are cut off.
+    num_special_tokens: ids kept for special tokens; those without a name are <SPECIAL_i>.
+    special_tokens: their names, `<unk> <s> </s> ...` by default; <unk>, <s> and </s> must be among them, and
+    </s> ends documents.
+    """
+
+    name = "TikTokenizer"
+
+    def __init__(
+        self,
+        path: str | None,
+        *,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] | None = None,
+    ) -> None:
+        path = require_file(path, "--tokenizer-model", self.name)
+        pattern = pattern or "v1"
+        if pattern not in PATTERNS:
+            raise TokenizerError(f"--tiktoken-pattern {pattern}: choose one of {', '.join(PATTERNS)}")
+        names = _special_names(num_special_tokens, tuple(special_tokens or DEFAULT_SPECIAL_TOKENS))
+        ranks = read_ranks(path)
+        room = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
+        if vocab_size is not None and not 256 <= room <= len(ranks):
+            raise TokenizerError(
+                f"--vocab-size {vocab_size} with {num_special_tokens} special tokens takes "
+                f"{room} of the {len(ranks)} "
+                f"tokens of {path}: give {num_special_tokens + 256} to {num_special_tokens + len(ranks)}"
+            )
+        ranks = {token: rank for token, rank in ranks.items() if rank < room}
+        self.num_special_tokens = num_special_tokens
+        self.vocab_size = num_special_tokens + len(ranks)
+        self._names = names
+        self._encoding: Any = require("tiktoken", "tiktoken").Encoding(
+            name="megatron", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.bos, self.eod = names.index("<s>"), names.index("</s>")
+        self.pad = names.index("<pad>") if "<pad>" in names else None
+        self.special_ids = frozenset(range(num_special_tokens)) - {self.pad}
+        self._identity = f"{pattern}:{','.join(names)}:{file_digest(path)}"
+
+    def tokenize(self, text: str) -> list[int]:
+        return [i + self.num_special_tokens for i in self._encoding.encode_ordinary(text)]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [
+            np.array(self._encoding.encode_ordinary(text), dtype=np.int64) + self.num_special_tokens
+            for text in texts
+        ]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        words = [
+            self._names[i].encode()
+            if i < self.num_special_tokens
+            else self._encoding.decode_single_token_bytes(i - self.num_special_tokens)
+            for i in ids
+        ]
+        return b"".join(words).decode("utf-8", errors="replace")
+
+    def identity(self) -> str:
+        return f"{super().identity()}:{self._identity}"
+
+
+def read_ranks(path: str) -> dict[bytes, int]:
+    """Token bytes to rank; ranks run from 0 without a gap, the first 256 being single bytes."""
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        if data.lstrip()[:1] == b"[":
+            pairs = [
+                (base64.b64decode(row["token_bytes"], validate=True), row["rank"]) for row in json.loads(data)
+            ]
+        else:
+            rows = [line.split() for line in data.splitlines() if line.strip()]
+            pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in rows]
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise TokenizerError(
+            f"--tokenizer-model {path}: expected a JSON list of rank and token_bytes, "
+            f"or lines of base64 and rank: {error}"
+        ) from error
+    ranks = dict(pairs)
+    if sorted(ranks.values()) != list(range(len(pairs))):
+        raise TokenizerError(f"--tokenizer-model {path}: ranks are not 0..{len(pairs) - 1}, each once")
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing:
+        raise TokenizerError(
+            f"--tokenizer-model {path}: no token for {len(missing)} single bytes, first {missing[0]}"
+        )
+    return ranks
+
+
+def _special_names(count: int, given: tuple[str, ...]) -> list[str]:
+    for needed in ("<unk>", "<s>", "</s>"):
+        if needed not in given:
+            raise TokenizerError(f"--tiktoken-special-tokens: {needed} must be among {' '.join(given)}")
+    if len(set(given)) != len(given):
+        raise TokenizerError(f"--tiktoken-special-tokens: a name occurs twice in {' '.join(given)}")
+    if len(given) > count:
+        raise TokenizerError(f"--tiktoken-num-special-tokens {count}: {len(given)} special tokens are named")
+    return [*given, *(f"<SPECIAL_{i}>" for i in range(len(given), count))]
