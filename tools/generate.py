@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Write text with a trained checkpoint.
+
+    python tools/generate.py --load runs/quickstart/checkpoints --prompt "def main(" --max-new-tokens 200
+    python tools/generate.py --load DIR --prompt "Once" --temperature 0.8 --top-p 0.95 --seed 7
+
+Model and tokenizer are those that the checkpoint was trained with. One process; exit status 3 for a
+checkpoint that cannot be used, 2 for a wrong flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.models.gpt.generate import Sampling, generate
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.training.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
+from megatron.training.config import Config
+from megatron.training.exit_status import ExitStatus
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write text with a trained checkpoint.", allow_abbrev=False)
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder given to --save when training")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default the newest")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: safer, above: wilder; 0:
+    greedy") parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens
+    only; 0: from all") parser.add_argument("--top-p", type=float, default=1.0, help="draw from the
+    likeliest that reach this share") parser.add_argument("--seed", type=int, default=1234, help="of the
+    draws") parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu") return
+    parser.parse_args()
+
+
+def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTModel, Config]:
+    """The trained model and its whole configuration. Raises CheckpointError."""
+    values, load = load_for_inference(directory, ckpt_step)
+    config = Config.from_flat(values)
+    vocabulary = config.model.padded_vocab_size
+    if vocabulary is None:
+        raise CheckpointError(f"{directory}: its configuration has no padded_vocab_size: not a GPT of this trainer")
+    model = GPTModel(
+        config.model,
+        padded_vocab_size=vocabulary,
+        seed=config.training.seed,
+        params_dtype=getattr(torch, config.params_dtype),
+        device="meta",
+    )
+    model.to_empty(device=device)
+    load(
+        [
+            LocalPiece(MODEL_PREFIX + name, tuple(weight.shape), (0,) * weight.dim(), weight.detach())
+            for name, weight in model.named_parameters()
+        ]
+    )
+    return model.eval(), config
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the prompt and what follows it."""
+    sampling = Sampling(
+        temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p,
+        seed=args.seed
+    )
+    model, config = load_model(args.load, args.ckpt_step, args.device)
+    tokenizer = build_tokenizer(config.tokenizer)
+    prompt = tokenizer.tokenize(args.prompt)
+    if not prompt:
+        raise ValueError("--prompt holds no token: give some text to continue")
+    out = generate(
+        model,
+        torch.tensor([prompt], device=args.device),
+        args.max_new_tokens,
+        sampling=sampling,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+    )
+    ids = out[0].tolist()
+    while len(ids) > len(prompt) and ids[-1] == tokenizer.eod:
+        ids.pop()
+    print(tokenizer.detokenize(ids))
+
+
+def main() -> None:
+    try:
+        run(parse())
+    except CheckpointError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(ExitStatus.CHECKPOINT)
+    except ValueError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(ExitStatus.CONFIGURATION)
+
+
+if __name__ == "__main__":
+    main()
