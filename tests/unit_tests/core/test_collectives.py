@@ -196,7 +196,7 @@ def test_a_wrong_call_is_not_blamed_on_a_peer():
         with pytest.raises(AssertionError, match="2 x"):
             collectives.all_gather(torch.empty(5), torch.empty(2), ctx.ps.dp_group)
         with pytest.raises(RuntimeError) as caught:
-            collectives.all_reduce(torch.zeros(2, dtype=torch.bool), ctx.ps.dp_group, "max")
+            collectives.all_reduce(torch.zeros(2).to(torch.float8_e4m3fn), ctx.ps.dp_group)
         return isinstance(caught.value, collectives.PeerLostError)
 
     assert run_ranks(body, 2) == [False, False]
