@@ -1,0 +1,233 @@
+"""Our optimizer over flat slices against torch's, parameter by parameter; resume; agreement between ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import single_process
+from megatron.core.param_meta import ParamMeta, infer_param_meta
+from tests.harness.ranks import run_ranks
+
+PS = single_process(Device("cpu"))
+
+
+def model(dtype=torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
+
+
+def make(module, ps=PS, ddp_config=None, **flags):
+    meta = infer_param_meta(module)
+    for name in ("2.weight", "2.bias"):  # the last layer counts as the output layer
+        if name in meta:
+            old = meta[name]
+            meta[name] = ParamMeta(name, old.global_shape, decay=old.decay, embedding_or_output=True)
+    config = ddp_config or DistributedDataParallelConfig(ddp_bucket_size=20)
+    buffer = FlatBuffer(module, meta, config, dp_size=1, device=torch.device("cpu"))
+    return buffer, build_optimizer(OptimizerConfig(**{"lr": 1e-2, **flags}), buffer, ps)
+
+
+def set_grads(buffer, step, scale=1.0):
+    """The same gradients for the same step, wherever the buffer puts them."""
+    for index, name in enumerate(buffer.names):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        grad = buffer.main_grad(name)
+        grad.copy_(torch.randn(grad.shape, generator=generator, dtype=torch.float64) * scale)
+
+
+def reference_groups(module, weight_decay, lr, decoupled_lr=None):
+    groups = []
+    for name, p in module.named_parameters():
+        decays = p.dim() > 1
+        own_lr = decoupled_lr if decoupled_lr is not None and name.startswith("2.") else lr
+        groups.append({"params": [p], "lr": own_lr, "weight_decay": weight_decay if decays else 0.0})
+    return groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decoupled_lr", [None, 3e-3])
+@pytest.mark.parametrize("name", ["adam", "sgd", "sgd_plain"])
+def test_ten_steps_equal_torch_bit_for_bit(dtype, decoupled_lr, name):
+    flags = {"optimizer": "adam", "weight_decay": 0.1, "adam_beta2": 0.95, "decoupled_lr": decoupled_lr}
+    if name != "adam":
+        flags.update(optimizer="sgd", sgd_momentum=0.9 if name == "sgd" else 0.0)
+    reference = model(dtype)
+    groups = reference_groups(reference, 0.1, 1e-2, decoupled_lr)
+    if name == "adam":
+        theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    else:
+        theirs = torch.optim.SGD(groups, momentum=flags["sgd_momentum"], fused=True)
+    module = model(dtype)
+    buffer, ours = make(module, **flags)
+    for step in range(10):
+        set_grads(buffer, step)
+        for parameter_name, p in reference.named_parameters():
+            p.grad = buffer.main_grad(parameter_name).clone() * 0.25
+        theirs.step()
+        ours.step(divisor=2.0, clip_coefficient=0.5)
+    assert ours.num_steps == 10
+    for parameter_name, p in reference.named_parameters():
+        assert torch.equal(dict(module.named_parameters())[parameter_name], p), parameter_name
+
+
+def test_naive_adamw_formula_in_fp64():
+    module = model(torch.float64)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    buffer, ours = make(module, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    m = {name: torch.zeros_like(p) for name, p in before.items()}
+    v = {name: torch.zeros_like(p) for name, p in before.items()}
+    for step in range(1, 6):
+        set_grads(buffer, step)
+        for name, w in before.items():
+            g = buffer.main_grad(name).clone() / 7
+            m[name] = 0.8 * m[name] + 0.2 * g
+            v[name] = 0.9 * v[name] + 0.1 * g * g
+            decay = 0.1 if w.dim() > 1 else 0.0
+            update = (m[name] / (1 - 0.8**step)) / ((v[name] / (1 - 0.9**step)).sqrt() + 1e-6)
+            before[name] = w * (1 - 1e-2 * decay) - 1e-2 * update
+        ours.step(divisor=7.0)
+    for name, w in before.items():
+        torch.testing.assert_close(buffer.weight(name), w, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("grad_reduce_in_bf16", [False, True])
+def test_bf16_weights_follow_fp32_main_weights(grad_reduce_in_bf16):
+    module = model(torch.bfloat16)
+    reference = copy.deepcopy(module).float()
+    theirs = torch.optim.AdamW(reference_groups(reference, 0.01, 1e-2), fused=True)
+    config = DistributedDataParallelConfig(grad_reduce_in_bf16=grad_reduce_in_bf16)
+    buffer, ours = make(module, ddp_config=config)
+    for step in range(5):
+        set_grads(buffer, step)
+        for name, p in reference.named_parameters():
+            p.grad = buffer.main_grad(name).float() * 0.125
+        theirs.step()
+        ours.step(divisor=8.0)
+    for name, p in reference.named_parameters():
+        assert torch.equal(buffer.main_weight(name), p)
+        assert torch.equal(dict(module.named_parameters())[name], p.bfloat16())
+
+
+def test_moments_exist_before_the_first_step_and_resume_is_bit_identical():
+    straight_buffer, straight = make(model(torch.bfloat16))
+    for step in range(6):
+        set_grads(straight_buffer, step)
+        straight.step(1.0)
+
+    first_buffer, first = make(model(torch.bfloat16))
+    for step in range(3):
+        set_grads(first_buffer, step)
+        first.step(1.0)
+    saved = {piece.name: piece.tensor.clone() for piece in first.pieces()}
+    state = copy.deepcopy(first.state())
+
+    second_buffer, second = make(
+        model(torch.bfloat16), ddp_config=DistributedDataParallelConfig(ddp_num_buckets=1)
+    )  # a checkpoint does not know about buckets
+    assert {piece.name for piece in second.pieces()} == set(saved)
+    for piece in second.pieces():
+        assert not piece.tensor.any() or ".main_weight." in piece.name
+        assert piece.offset == (0,) * len(piece.global_shape)
+        assert tuple(piece.tensor.shape) == piece.global_shape
+        piece.tensor.copy_(saved[piece.name])
+    second.load_state(state)
+    second_buffer.copy_main_to_weights()
+    for step in range(3, 6):
+        set_grads(second_buffer, step)
+        second.step(1.0)
+    assert second.num_steps == straight.num_steps == 6
+    expected = {piece.name: piece.tensor for piece in straight.pieces()}
+    for piece in second.pieces():
+        assert torch.equal(piece.tensor, expected[piece.name]), piece.name
+    for name in straight_buffer.names:
+        assert torch.equal(second_buffer.weight(name), straight_buffer.weight(name))
+
+
+def test_piece_names():
+    buffer, adam = make(nn.Linear(2, 2, bias=False))
+    assert [p.name for p in adam.pieces()] == ["optimizer.exp_avg.weight", "optimizer.exp_avg_sq.weight"]
+    _, half = make(nn.Linear(2, 2, bias=False).bfloat16())
+    assert half.pieces()[0].name == "optimizer.main_weight.weight"
+    _, sgd = make(nn.Linear(2, 2, bias=False), optimizer="sgd")
+    assert [p.name for p in sgd.pieces()] == ["optimizer.momentum_buffer.weight"]
+    _, plain_sgd = make(nn.Linear(2, 2, bias=False), optimizer="sgd", sgd_momentum=0.0)
+    assert plain_sgd.pieces() == []
+    numel = buffer.arenas[0].layout.numel
+    assert adam.persistent_bytes() == {"exp_avg": 4 * numel, "exp_avg_sq": 4 * numel}
+
+
+def test_state_of_another_optimizer_is_refused():
+    _, adam = make(model())
+    _, sgd = make(model(), optimizer="sgd")
+    with pytest.raises(OptimizerStateError, match=r"--optimizer sgd, this run uses adam.*--no-load-optim"):
+        adam.load_state(sgd.state())
+
+
+def test_prepare_measures_without_changing():
+    buffer, ours = make(model())
+    set_grads(buffer, 0)
+    buffer.main_grad("0.bias").zero_()
+    before = {name: buffer.main_grad(name).clone() for name in buffer.names}
+    stats = ours.prepare(4.0, count_zero_grads=True)
+    flat = torch.cat([before[name].double().flatten() for name in buffer.names])
+    assert stats.norm == pytest.approx(flat.norm().item() / 4, rel=1e-14)
+    assert (stats.nonfinite, stats.nonfinite_names, stats.num_zeros) == (False, (), 8)
+    assert ours.prepare(4.0).num_zeros is None
+    assert all(torch.equal(buffer.main_grad(name), grad) for name, grad in before.items())
+    weights = torch.cat([buffer.weight(name).double().flatten() for name in buffer.names])
+    assert ours.params_norm() == pytest.approx(weights.norm().item(), rel=1e-14)
+
+
+def test_norm_does_not_depend_on_the_layout():
+    norms = set()
+    for sizes in ({"ddp_bucket_size": 1}, {"ddp_num_buckets": 2}, {}):
+        buffer, ours = make(model(), ddp_config=DistributedDataParallelConfig(**sizes))
+        set_grads(buffer, 0)
+        norms.add(ours.prepare(3.0).norm)
+    assert len(norms) == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nonfinite_is_agreed_by_all_ranks_and_names_parameters(bad):
+    def body(ctx):
+        buffer, ours = make(model(), ps=ctx.ps)
+        set_grads(buffer, 0)
+        if ctx.rank == 1:
+            buffer.main_grad("1.bias")[2] = bad
+        stats = ours.prepare(1.0)
+        return stats.nonfinite, stats.nonfinite_names, math.isfinite(stats.norm)
+
+    assert run_ranks(body, 2) == [(True, (), True), (True, ("1.bias",), False)]
+
+
+def test_param_groups_hold_what_the_scheduler_sets():
+    _, ours = make(model(), weight_decay=0.1, decoupled_lr=5e-3, min_lr=1e-5)
+    rows = {(g["wd_mult"], g["decoupled"]): (g["max_lr"], g["min_lr"]) for g in ours.param_groups}
+    assert rows == {
+        (1.0, False): (1e-2, 1e-5),
+        (0.0, False): (1e-2, 1e-5),
+        (1.0, True): (5e-3, 1e-5),
+        (0.0, True): (5e-3, 1e-5),
+    }
+    for group in ours.param_groups:
+        group["lr"] = 0.0
+    buffer = ours.buffer
+    before = {name: buffer.weight(name).clone() for name in buffer.names}
+    set_grads(buffer, 0)
+    ours.step(1.0)
+    assert all(torch.equal(buffer.weight(name), w) for name, w in before.items())
+
+
+def test_nothing_to_train_is_refused():
+    with pytest.raises(AssertionError, match="all parameters are frozen"):
+        make(model().requires_grad_(False))
