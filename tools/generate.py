@@ -34,12 +34,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: safer, above: wilder; 0:
-    greedy") parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens
-    only; 0: from all") parser.add_argument("--top-p", type=float, default=1.0, help="draw from the
-    likeliest that reach this share") parser.add_argument("--seed", type=int, default=1234, help="of the
-    draws") parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu") return
-    parser.parse_args()
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="below 1 safer, above wilder, 0 greedy"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this share")
+    parser.add_argument("--seed", type=int, default=1234, help="of the draws")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
 
 
 def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTModel, Config]:
@@ -48,7 +50,9 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
     config = Config.from_flat(values)
     vocabulary = config.model.padded_vocab_size
     if vocabulary is None:
-        raise CheckpointError(f"{directory}: its configuration has no padded_vocab_size: not a GPT of this trainer")
+        raise CheckpointError(
+            f"{directory}: no padded_vocab_size in its configuration: not made by this trainer"
+        )
     model = GPTModel(
         config.model,
         padded_vocab_size=vocabulary,
@@ -69,8 +73,10 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and what follows it."""
     sampling = Sampling(
-        temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p,
-        seed=args.seed
+        temperature=0.0 if args.greedy else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
     )
     model, config = load_model(args.load, args.ckpt_step, args.device)
     tokenizer = build_tokenizer(config.tokenizer)
