@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import __version__ as torch_version
 
+from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config, config_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -37,12 +38,12 @@ __all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-# Fields of the configuration that decide what the weights mean; a difference is refused by name before shapes
-# are.
+# What decides the meaning of weights; a difference is refused by name before shapes are compared.
 MODEL_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "position_embedding_type", "max_position_embeddings",
-    "untie_embeddings_and_output_weights", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "padded_vocab_size", "tokenizer_type",
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "position_embedding_type", "max_position_embeddings",
+    "untie_embeddings_and_output_weights", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias",
+    "padded_vocab_size", "tokenizer_type",
 )  # fmt: skip
 
 
@@ -95,9 +96,9 @@ class Checkpointer:
         """Save to `--save`; the directory once it is a checkpoint, None while it is written in the
         background.
 
-        common: must hold iteration-independent JSON; `consumed_train_samples` and `config` also go to the
-        manifest's own fields. wait: finish before returning whatever `--async-save` says (the last save of a
-        run). Raises CheckpointError on all ranks together.
+        common: JSON that all ranks share; `consumed_train_samples` and a hash of `config` also become fields of
+        the manifest itself. wait: finish before returning whatever `--async-save` says (the last save of a run).
+        Raises CheckpointError on all ranks together.
         """
         root = self._config.save
         assert root is not None, "save without --save"
@@ -157,7 +158,11 @@ class Checkpointer:
         found = choice.found
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         _check_config(found, config or {})
-        _check_optimizer(found, with_optimizer and bool(optimizer_pieces))
+        if with_optimizer:
+            _check_optimizer(found)
+        with_rng = not (flags.finetune or flags.no_load_rng)
+        if with_rng:
+            _check_rng(found, self._ps.world_size)
         self._say(f" loading checkpoint from {flags.load} at iteration {found.iteration}")
         load_pieces(
             found,
@@ -165,7 +170,7 @@ class Checkpointer:
             self._ps,
             prefixes=(MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,),
         )
-        if not (flags.finetune or flags.no_load_rng):
+        if with_rng:
             self._load_rng(found)
         self._note_versions(found)
         iteration = 0 if flags.finetune else found.iteration
@@ -180,16 +185,10 @@ class Checkpointer:
                 f"random generators: the checkpoint has those of {len(saved)} ranks, this has "
                 f"{self._ps.world_size}: ranks without one keep fresh seeds"
             )
-        if self._ps.rank >= len(saved):
-            return
-        own = saved[self._ps.rank]
-        state = own.get("rng") if isinstance(own, dict) else None
-        if state is None:
-            raise CheckpointError(
-                f"{found.directory / MANIFEST_NAME}: no random generator state of rank {self._ps.rank} "
-                f"(saved with --no-save-rng?): load with --no-load-rng"
-            )
-        set_rng_state(state, self._ps.device)
+        with step() as restored:
+            if self._ps.rank < len(saved):
+                set_rng_state(saved[self._ps.rank]["rng"], self._ps.device)
+        restored.gather(self._ps)
 
     def _note_versions(self, found: Found) -> None:
         if found.manifest.torch_version != torch_version:
@@ -223,12 +222,21 @@ def _check_config(found: Found, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_optimizer(found: Found, wanted: bool) -> None:
-    if wanted and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
+def _check_optimizer(found: Found) -> None:
+    if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
         raise CheckpointError(
             f"{found.directory / MANIFEST_NAME}: no optimizer state (saved with --no-save-optim?): load with "
             f"--no-load-optim or --finetune"
         )
+
+
+def _check_rng(found: Found, world_size: int) -> None:
+    for rank, own in enumerate(found.manifest.per_rank[:world_size]):
+        if not isinstance(own, dict) or "rng" not in own:
+            raise CheckpointError(
+                f"{found.directory / MANIFEST_NAME}: no random generator state of rank {rank} "
+                f"(saved with --no-save-rng?): load with --no-load-rng"
+            )
 
 
 def load_for_inference(

@@ -259,7 +259,7 @@ class _Reader:
         items = self.array(value, where)
         if len(items) > MAX_DIMS:
             self.fail(where, f"at most {MAX_DIMS} dims", len(items))
-        return tuple(self.integer(item, where) for item in items)
+        return tuple(self.integer(item, f"{where}[{index}]") for index, item in enumerate(items))
 
     def file(self, name: str, value: Any) -> FileEntry:
         where = f"files.{name}"

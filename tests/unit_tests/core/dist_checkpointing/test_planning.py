@@ -1,0 +1,75 @@
+"""Which rank writes what, and what DCP is told."""
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.planning import (
+    PieceLoadPlanner,
+    PieceSavePlanner,
+    plan_from_json,
+    plan_to_json,
+)
+from megatron.core.dist_checkpointing.state import FlatShard, LocalPiece, flat_shards, whole_tensors
+
+
+def global_plan(*ranks):
+    planners = [PieceSavePlanner(pieces) for pieces in ranks]
+    plans = [plan_from_json(plan_to_json(planner.create_local_plan())) for planner in planners]
+    return planners[0].create_global_plan(plans)
+
+
+def test_replicas_are_written_once_and_shared_out_over_the_ranks():
+    tensors = {f"w{i}": torch.zeros(10) for i in range(6)}
+    plans, _ = global_plan(*[whole_tensors(tensors) for _ in range(3)])
+    written = [item.index.fqn for plan in plans for item in plan.items]
+    assert sorted(written) == sorted(tensors)
+    assert [len(plan.items) for plan in plans] == [2, 2, 2]
+
+
+def test_plans_survive_json():
+    pieces = [
+        *flat_shards([FlatShard("w", (4, 3), 2, 11, torch.zeros(9))]),
+        *whole_tensors({"s": torch.tensor(1)}),
+    ]
+    plan = PieceSavePlanner(pieces).create_local_plan()
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (LocalPiece("w", (4,), (0,), torch.zeros(3)), r"rank 0 holds shape \(2,\), rank 1 holds \(3,\)"),
+        (LocalPiece("w", (5,), (2,), torch.zeros(3)), "rank 0 .*rank 1"),
+        (LocalPiece("w", (4,), (2,), torch.zeros(2, dtype=torch.int32)), "rank 0 .*float32.*rank 1 .*int32"),
+        (LocalPiece("w", (4,), (3,), torch.zeros(1)), "hold 3 elements"),
+    ],
+)
+def test_ranks_that_disagree_are_a_bug_that_names_the_tensor(second, message):
+    with pytest.raises((AssertionError, ValueError), match="w"):
+        global_plan([LocalPiece("w", (4,), (0,), torch.zeros(2))], [second])
+
+
+def test_a_hole_is_a_bug_on_one_rank_too():
+    with pytest.raises(AssertionError, match="w: the pieces hold 2 elements"):
+        global_plan([LocalPiece("w", (4,), (0,), torch.zeros(2))])
+
+
+def test_two_pieces_at_one_place_on_one_rank_are_a_bug():
+    piece = LocalPiece("w", (4,), (0,), torch.zeros(2))
+    with pytest.raises(AssertionError, match="two pieces at offset"):
+        PieceSavePlanner([piece, piece])
+
+
+def test_a_dtype_that_cannot_be_stored_is_a_bug():
+    with pytest.raises(AssertionError, match="complex64"):
+        PieceSavePlanner(whole_tensors({"c": torch.zeros(2, dtype=torch.complex64)})).create_local_plan()
+
+
+def test_loading_reads_only_what_the_pieces_need():
+    """A rank that wants rows 1 and 2 of four saved rows reads the two chunks that hold them, one row each."""
+    saved = [LocalPiece("w", (4, 3), (row, 0), torch.zeros(2, 3)) for row in (0, 2)]
+    _, metadata = global_plan(saved)
+    planner = PieceLoadPlanner([LocalPiece("w", (4, 3), (1, 0), torch.zeros(2, 3))])
+    planner.set_up_planner({}, metadata)
+    reads = [(tuple(i.storage_offsets), tuple(i.lengths)) for i in planner.create_local_plan().items]
+    assert sorted(reads) == [((0, 0), (1, 3)), ((1, 0), (1, 3))]

@@ -1,0 +1,100 @@
+"""What a checkpoint holds, and whether it is whole. Needs one process and no device; changes nothing.
+
+    python tools/inspect_checkpoint.py checkpoints/                    the one that --load would take
+    python tools/inspect_checkpoint.py checkpoints/ --ckpt-step 100 --verify
+    python tools/inspect_checkpoint.py checkpoints/ --json
+
+Exit status: 0, or 3 when there is no valid checkpoint (with --verify: digests included).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.catalog import Found, choose
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+
+
+def describe(found: Found) -> dict[str, Any]:
+    """Everything the manifest says, without values."""
+    manifest = found.manifest
+    return {
+        "directory": str(found.directory),
+        "iteration": manifest.iteration,
+        "consumed_train_samples": manifest.consumed_train_samples,
+        "world_size": manifest.world_size,
+        "topology": dict(manifest.topology),
+        "code_version": manifest.code_version,
+        "torch_version": manifest.torch_version,
+        "config_hash": manifest.config_hash,
+        "common": sorted(manifest.common),
+        "files": {
+            entry.name: {"bytes": entry.num_bytes, "sha256": entry.sha256}
+            for entry in manifest.files.values()
+        },
+        "tensors": {
+            name: {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": len(entry.chunks)}
+            for name, entry in sorted(manifest.tensors.items())
+        },
+        "total_bytes": sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in manifest.tensors.values()),
+    }
+
+
+def print_table(facts: dict[str, Any]) -> None:
+    """For people."""
+    layout = " ".join(f"{axis}={size}" for axis, size in facts["topology"].items())
+    print(f"{facts['directory']}: iteration {facts['iteration']}, {facts['consumed_train_samples']} samples")
+    print(f"  written by {facts['world_size']} ranks ({layout}), torch {facts['torch_version']}")
+    for name, file in facts["files"].items():
+        print(f"  {name}  {file['bytes']:>14,} bytes  sha256 {file['sha256'][:16]}...")
+    width = max((len(name) for name in facts["tensors"]), default=0)
+    for name, tensor in facts["tensors"].items():
+        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+        print(f"  {name:<{width}}  {tensor['dtype']:>4}  {shape}  ({tensor['chunks']} chunks)")
+    print(f"  {len(facts['tensors'])} tensors, {facts['total_bytes']:,} bytes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("load", type=Path, help="folder of checkpoints, as --load")
+    parser.add_argument("--ckpt-step", type=int, default=None, help="this iteration instead of the newest")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of it: SHA-256 and header of every file"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    args = parser.parse_args(argv)
+    try:
+        choice = choose(args.load, args.ckpt_step)
+        if choice.found is None:
+            raise CheckpointError("; ".join(choice.notes))
+        facts = describe(choice.found)
+        if args.verify:
+            from megatron.core.dist_checkpointing.load import verify  # brings torch; listing does without
+
+            verify(choice.found)
+            facts["verified"] = True
+    except CheckpointError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 3
+    for note in choice.notes:
+        print(note, file=sys.stderr)
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        print_table(facts)
+        if args.verify:
+            print(f"  verified: {len(facts['files'])} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
