@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from math import cos, pi, sqrt
 
@@ -87,7 +88,7 @@ def test_rates_never_leave_peak_and_floor_and_never_rise_after_warmup(style):
     s = schedule(lr_decay_style=style, lr_warmup_iters=7, lr_wsd_decay_iters=30, lr_decay_iters=80)
     rates = [learning_rate(s, t, s.max_lr, s.min_lr) for t in range(450)]
     assert max(rates) == rates[28] == PEAK
-    assert all(a >= b for a, b in zip(rates[28:], rates[29:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[28:]))
     assert min(rates[28:]) >= FLOOR * (1 - 1e-12)
 
 
