@@ -133,20 +133,26 @@ def parse_pair(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_NUMBER = re.compile(r"(?<![\w.])(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[0-9.]+")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Weights of train, valid and test: numbers found by pattern (quotes and separators are harmless),
-    padded, sum 1.
+    """Weights of train, valid and test, padded to three, sum 1.
+
+    Numbers are found by pattern, so quotes and separators are harmless. Raises ListExpressionError.
     """
-    numbers = [float(word) for word in _NUMBER.findall(text)]
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0 or re.search(r"(^|[,;:/\s])-\s*[\d.]", text):
-        raise ListExpressionError(
-            f"{text[:80]!r} is no split; expected one to three weights such as 969,30,1"
-        )
-    total = sum(numbers)
-    train, valid, test = ([n / total for n in numbers] + [0.0, 0.0])[:3]
+    error = ListExpressionError(
+        f"{text[:80]!r} is no split; expected one to three decimal weights such as 969,30,1"
+    )
+    if re.search(r"[A-Za-z]|-\s*[0-9.]", text):
+        raise error
+    try:
+        numbers = [float(word) for word in _NUMBER.findall(text)]
+    except ValueError:
+        raise error from None
+    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
+        raise error
+    train, valid, test = ([n / sum(numbers) for n in numbers] + [0.0, 0.0])[:3]
     return train, valid, test
 
 

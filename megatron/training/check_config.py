@@ -11,11 +11,11 @@ from typing import Any
 from megatron.core.list_expression import ListExpressionError
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError, layers_of_ranks
+from megatron.core.optional import available
 from megatron.core.rank_grid import AXES, RankGrid, RankGridError
 from megatron.training.config import Config
 from megatron.training.problems import Problem
 from megatron.training.resolve import known_vocabulary
-from megatron.training.rule_table import module_found
 from megatron.training.rules_run import named_files
 
 _SHOWN_GROUPS = 8
@@ -49,7 +49,7 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     config = _with_vocabulary(config)
     warnings = list(config.warnings)
     if config.model.transformer_impl == "transformer_engine":
-        installed = module_found("transformer_engine")
+        installed = available("transformer_engine")
         state = "its layers are not supported yet" if installed else "not installed here"
         warnings.append(
             f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "

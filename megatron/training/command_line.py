@@ -71,6 +71,11 @@ class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=110)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, _Record):
+            return f"{', '.join(action.option_strings)} {action.shown}".rstrip()
+        return super()._format_action_invocation(action)
+
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return action.shown if isinstance(action, _Record) else super()._format_args(action, default_metavar)
 
@@ -134,7 +139,7 @@ def default_text(entry: FlagEntry) -> str:
     if default is None:
         return "required" if info.required else "default: unset"
     if isinstance(default, bool):
-        return "switch"
+        return "default: true, the flag sets false" if default else "default: off"
     return (
         f"default: {' '.join(map(str, default)) or 'none'}"
         if isinstance(default, tuple)
@@ -184,10 +189,15 @@ def _add(
     recorded: _Recorded,
     help: str,
 ) -> None:
-    flags = entry.flags + entry.negations
-    section.add_argument(
-        *flags, dest=f"_{entry.name}", action=_Record, entry=entry, recorded=recorded, help=help
-    )
+    kwargs: dict[str, Any] = {
+        "dest": f"_{entry.name}",
+        "action": _Record,
+        "entry": entry,
+        "recorded": recorded,
+    }
+    section.add_argument(*entry.flags, **kwargs, help=help)
+    if entry.negations:
+        section.add_argument(*entry.negations, **kwargs, help=argparse.SUPPRESS)
 
 
 def read_command_line(

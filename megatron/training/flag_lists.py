@@ -65,7 +65,7 @@ FIELD_LIMITS: dict[str, tuple[tuple[Any, ...], str]] = {
     "main_grads_dtype": (("fp32",), OPTIMIZERS),
     "exp_avg_dtype": (("fp32",), OPTIMIZERS),
     "exp_avg_sq_dtype": (("fp32",), OPTIMIZERS),
-    "transformer_impl": (("local", "transformer_engine"), INFERENCE),
+    "transformer_impl": (("local",), TRANSFORMER_ENGINE),
     "rerun_mode": (("disabled", "validate_results"), RELIABILITY),
     "ckpt_format": (("torch_dist", "torch", "torch_dcp", "fsdp_dtensor"), CONVERSION),
 }

@@ -78,8 +78,8 @@ def _field_entry(name: str) -> FlagEntry:
     state, why, allowed = FlagState.IMPLEMENTED, "", None
     if name in FIELD_LIMITS:
         allowed, why = FIELD_LIMITS[name]
-        # A field of which nothing but the default is supported is not supported; others are with some values.
-        state = FlagState.UNSUPPORTED if allowed == (field.default,) else FlagState.IMPLEMENTED
+        # Where only values that ask for nothing are supported, the flag is not; a choice is implemented in part.
+        state = FlagState.IMPLEMENTED if kind.choices else FlagState.UNSUPPORTED
     elif name in INERT_FIELDS:
         state, why = FlagState.INERT, INERT_FIELDS[name]
     flags = flag_names(field)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -61,11 +60,6 @@ class RuleTable(list[Rule]):
             return predicate
 
         return add
-
-
-def module_found(name: str) -> bool:
-    """Whether a top-level module could be imported, without importing it."""
-    return importlib.util.find_spec(name) is not None
 
 
 def spelled(name: str) -> str:

@@ -42,6 +42,8 @@ def unsupported_flags(situation: Situation) -> list[Problem]:
             if name == "expert_tensor_parallel_size" and not situation.given(name):
                 continue  # follows the tensor parallel size, which is told
             value = situation.value(name)
+            if (name, value) == ("transformer_impl", "transformer_engine"):
+                continue  # has a rule of its own
             shown = entry.spelling if value is True else f"{entry.spelling} {value}"
             problems.append(_unsupported(shown, entry.spelling, entry.why))
     return problems

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from megatron.core.list_expression import ListExpressionError
 from megatron.core.models.gpt.stage_layers import StageLayersError, layers_of_ranks
+from megatron.core.optional import available
 from megatron.core.rank_grid import RankGridError
 from megatron.training.flag_lists import TRANSFORMER_ENGINE
 from megatron.training.microbatches import BatchScheduleError
 from megatron.training.resolve import known_vocabulary
-from megatron.training.rule_table import RuleTable, Situation, module_found, spelled
+from megatron.training.rule_table import RuleTable, Situation, spelled
 
 RULES = RuleTable()
 rule = RULES.rule
@@ -155,7 +156,7 @@ def _attention_backend(s: Situation) -> str | None:
 def _transformer_engine(s: Situation) -> str | None:
     if s.value("transformer_impl") != "transformer_engine" or s.check_only:
         return None
-    if not module_found("transformer_engine"):
+    if not available("transformer_engine"):
         return "--transformer-impl transformer_engine: Transformer Engine is not installed here"
     return "--transformer-impl transformer_engine: layers on Transformer Engine are not supported yet"
 

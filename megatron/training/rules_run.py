@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from megatron.core.list_expression import ListExpressionError, parse_split
+from megatron.core.optional import available
 from megatron.training.config import Config
-from megatron.training.rule_table import RuleTable, Situation, module_found, spelled
+from megatron.training.rule_table import RuleTable, Situation, spelled
 
 RULES = RuleTable()
 rule = RULES.rule
@@ -184,12 +185,12 @@ def _wandb(s: Situation) -> str | None:
         return None
     if not s.value("wandb_exp_name"):
         return "--wandb-project needs --wandb-exp-name"
-    return None if s.check_only or module_found("wandb") else "--wandb-project: wandb is not installed here"
+    return None if s.check_only or available("wandb") else "--wandb-project: wandb is not installed here"
 
 
 @rule("mlflow", "--mlflow-experiment", "install it: pip install mlflow")
 def _mlflow(s: Situation) -> str | None:
-    if not s.value("mlflow_experiment") or s.check_only or module_found("mlflow"):
+    if not s.value("mlflow_experiment") or s.check_only or available("mlflow"):
         return None
     return "--mlflow-experiment: mlflow is not installed here"
 
