@@ -1,6 +1,6 @@
 """Where a model meets its engines: the one visible order in which a run is put together.
 
-    model_provider -> DistributedDataParallel (flat buffers) -> initial weights -> optimizer -> schedules
+model_provider -> DistributedDataParallel (flat buffers) -> initial weights -> optimizer -> schedules
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron.core import collectives
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext
-from megatron.core.optimizer.grad_scaler import GradScaler, make_grad_scaler
+from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, build_scheduler
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
-from megatron.core.tensor_parallel.init import init_parameters
+from megatron.core.tensor_parallel.init import fill
 from megatron.training.config import Config
 
 ModelProvider = Callable[..., nn.Module]
@@ -54,9 +54,9 @@ def build_gpt_model(config: Config, *, pre_process: bool = True, post_process: b
     return GPTModel(
         config.model,
         padded_vocab_size=padded_vocab_size,
-        seq_length=config.model.seq_length,
         seed=config.training.seed,
         params_dtype=params_dtype(config),
+        device=torch.get_default_device(),
         pre_process=pre_process,
         post_process=post_process,
     )
@@ -71,26 +71,48 @@ def params_dtype(config: Config) -> torch.dtype:
 
 def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Engine:
     """Build the model and wrap it. Communicates over dp for models that are not ours (their initial weights)."""
-    place = torch.device("meta") if config.model.init_model_with_meta_device else ps.device.torch_device
-    with place:
+    on_meta = config.model.init_model_with_meta_device
+    with torch.device("meta") if on_meta else ps.device.torch_device:
         module = model_provider(pre_process=True, post_process=True)
     module.to(params_dtype(config))
-    ours = isinstance(module, MegatronModule)
-    context = module.context if isinstance(module, MegatronModule) else ModelContext(config.training.seed)
-    meta = module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)
-    model = DistributedDataParallel(module, ps, config.ddp, meta, context.grads if ours else None)
-    if ours:
-        init_parameters(model.buffer, meta, config.training.seed)
+    if isinstance(module, MegatronModule):
+        context, meta = module.context, module.param_meta
+        model = DistributedDataParallel(module, ps, config.ddp, meta, context.grads)
+        if on_meta:
+            _fill(model.buffer, meta, config.training.seed)
     else:
-        for name in meta:
-            collectives.broadcast(model.buffer.main_weight(name), ps.dp_group)
-    model.buffer.copy_main_to_weights()
-    optimizer = build_optimizer(config.optimizer, model.buffer, meta, ps)
+        if on_meta:
+            raise ValueError(
+                "--init-model-with-meta-device needs a model that says how its weights start (MegatronModule): "
+                f"leave the flag out for {type(module).__name__}"
+            )
+        context, meta = ModelContext(config.training.seed), infer_param_meta(module)
+        model = DistributedDataParallel(module, ps, config.ddp, meta)
+        model.broadcast_weights()
+    optimizer = build_optimizer(config.optimizer, model.buffer, ps)
     return Engine(
         model=model,
         context=context,
         param_meta=meta,
         optimizer=optimizer,
-        scheduler=build_scheduler(config, optimizer),
-        scaler=make_grad_scaler(config.optimizer),
+        scheduler=_scheduler(config, optimizer),
+        scaler=build_grad_scaler(config.optimizer),
     )
+
+
+def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+    by_samples = config.training.train_samples is not None
+    return build_scheduler(
+        config.optimizer,
+        optimizer.param_groups,
+        train_iters=None if by_samples else config.training.train_iters,
+        train_samples=config.training.train_samples,
+        global_batch_size=config.training.global_batch_size,
+    )
+
+
+def _fill(buffer: FlatBuffer, param_meta: dict[str, ParamMeta], seed: int) -> None:
+    """Initial weights of a model that was built without memory."""
+    for name, meta in param_meta.items():
+        fill(buffer.weight(name), meta, seed)
+    buffer.copy_weights_to_main()

@@ -16,7 +16,7 @@ from megatron.core.datasets.builder import (
 )
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
 from megatron.core.datasets.samplers import build_data_loader
-from megatron.core.tokenizers.protocol import Tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.session import Session
@@ -162,7 +162,10 @@ def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
         if first is turn:
             try:
                 built = build()
-            except (ValueError, OSError) as error:  # told to all ranks below, so that nobody waits for a lost peer
+            except (
+                ValueError,
+                OSError,
+            ) as error:  # told to all ranks below, so that nobody waits for a lost peer
                 failure = error
         failed = session.gather(failure is not None)
         if failure is not None:

@@ -33,6 +33,7 @@ class ExitStatus(enum.IntEnum):
     RERUN_PERSISTENT = 16
     RERUN_INVALID = 17
     STOPPED = 75
+    STOPPED_UNSAVED = 143
 
 
 DESCRIPTIONS: Mapping[ExitStatus, str] = {
@@ -49,6 +50,7 @@ DESCRIPTIONS: Mapping[ExitStatus, str] = {
     ExitStatus.RERUN_INVALID: "`--nan-policy rerun-once`: two different non-finite results:"
     " this machine is not to be trusted",
     ExitStatus.STOPPED: "stopped by a signal with a valid checkpoint: start again with the same command",
+    ExitStatus.STOPPED_UNSAVED: "stopped by a signal without `--save`: nothing to go on from",
 }
 
 # Statuses after which the same command, started again, goes on with the run.

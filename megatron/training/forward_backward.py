@@ -71,7 +71,9 @@ class StepNumbers:
     @property
     def first_nonfinite_microbatch(self) -> int | None:
         """This rank's first microbatch with a non-finite loss."""
-        return next((i for i, finite in enumerate(self._finite) if not bool(finite)), None)  # sync: a failed step
+        return next(
+            (i for i, finite in enumerate(self._finite) if not bool(finite)), None
+        )  # sync: a failed step
 
     def reduce(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Totals:
         """Sum over the data-parallel ranks. Communicates over dp, once; syncs with the device, once."""
@@ -129,13 +131,14 @@ def run_microbatches(
     for index in range(num_microbatches):
         context.begin_microbatch(iteration, index, index * ps.dp_size + ps.dp_rank)
         model.begin_microbatch(index, last=reduce_gradients and index == num_microbatches - 1)
-        output, loss_func = forward_step(batches, model)
+        output, loss_func = forward_step(batches, model.module)
         result = evaluate_loss(output, loss_func)
         numbers.add(result)
         loss = _loss_to_differentiate(result, per_token_loss)
         del output, result  # the graph alone keeps what backward needs
         (loss * loss_scale if loss_scale != 1.0 else loss).backward()
-    model.finish(reduce=reduce_gradients)
+    if reduce_gradients:
+        model.finish()
     return numbers
 
 

@@ -28,6 +28,8 @@ class _Globals:
 
 _GLOBALS = _Globals()
 _NAMES = (
+    "config",
+    "device",
     "timers",
     "tokenizer",
     "tensorboard_writer",
@@ -81,6 +83,16 @@ def get_args() -> SimpleNamespace:
             "provider or the forward step, not while the script is imported"
         )
     return _GLOBALS.args
+
+
+def get_config() -> Any:
+    """The resolved configuration in its groups (`megatron.training.config.Config`)."""
+    return _get("config")
+
+
+def get_device() -> Any:
+    """What this rank computes on (`megatron.core.device.Device`)."""
+    return _get("device")
 
 
 def get_timers() -> Any:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.optimizer.clip_grads import params_norm
 from megatron.training import metrics
 from megatron.training.build import Engine
 from megatron.training.flops import train_step_flops
@@ -77,7 +76,7 @@ class Reporter:
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
-            params_norm=params_norm(engine.model.buffer) if self._log.log_params_norm else None,
+            params_norm=engine.optimizer.params_norm() if self._log.log_params_norm else None,
             throughput_tflops=tflops if config.logging.log_throughput else None,
             skipped_iterations=totals.skipped_iterations,
             nan_iterations=totals.nan_iterations,
@@ -87,6 +86,8 @@ class Reporter:
     def _report_timers(self) -> None:
         """Gather the timers of all ranks and print the block of the phases."""
         timers, iterations = self._session.timers, max(self._totals.iterations, 1)
+        if timers.log_level == 0:
+            return  # nothing is timed, so there is nothing to gather
         if self._log.log_timers_to_tensorboard:
             timers.write(
                 None, self.writers, self._state.iteration,
@@ -124,9 +125,11 @@ class Reporter:
         scalars: dict[str, Any] = metrics.validation_scalars(losses, set_name=set_name)
         if not self._log.log_validation_ppl_to_tensorboard:
             scalars = {tag: value for tag, value in scalars.items() if not tag.endswith(" ppl")}
-        self.writers.record(
-            scalars, step=self._state.iteration, samples=self._state.consumed_train_samples
-        )
+        self.writers.record(scalars, step=self._state.iteration, samples=self._state.consumed_train_samples)
+
+    def saved(self, directory: str) -> None:
+        """A checkpoint was committed."""
+        self.writers.checkpoint_saved(self._state.iteration, directory)
 
     def close(self) -> None:
         self.writers.close()

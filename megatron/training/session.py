@@ -16,8 +16,8 @@ from megatron.core import collectives, device, parallel_state
 from megatron.core.device import Device
 from megatron.core.parallel_state import ParallelState
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokenizers.build import build_tokenizer, pad_vocab_size
-from megatron.core.tokenizers.protocol import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
@@ -66,7 +66,9 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     """
     started_at = time.monotonic()
     threads = device.set_threads(env.local_world_size)
-    here = device.current_device(env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None)
+    here = device.current_device(
+        env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None
+    )
     here.allow_tf32(config.optimizer.allow_tf32)
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
     timeout = datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
@@ -74,7 +76,9 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     store = parallel_state.init_process_group(
         here, rank=env.rank, world_size=env.world_size, timeout=timeout, attempt=env.restart_count
     )
-    watchdog = Watchdog(store, env.rank, env.world_size, store_host=f"{env.master_addr} (rank 0 or its launcher)")
+    watchdog = Watchdog(
+        store, env.rank, env.world_size, store_host=f"{env.master_addr} (rank 0 or its launcher)"
+    )
     ps = parallel_state.make_parallel_state(grid, here, timeout, observer=watchdog.collective)
     compare_across_ranks(
         lambda value: collectives.all_gather_json(value, ps.control_group),
@@ -82,7 +86,7 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
         torch_version=torch.__version__,
     )
     _seed(config.training.seed, ps)
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = _tokenizer(config)
     config = _with_vocabulary(config, tokenizer)
     timers = Timers(
         config.logging.timing_log_level,
@@ -93,8 +97,6 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, started_at)
     session.print_rank_0(metrics.threads_line(threads, device.available_cores(), env.local_world_size))
     session.print_rank_0(metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0))
-    for warning in config.warnings:
-        session.print_rank_0(f"WARNING: {warning}")
     return session
 
 
@@ -109,9 +111,24 @@ def _seed(seed: int, ps: ParallelState) -> None:
     torch.manual_seed(value)
 
 
+def _tokenizer(config: Config) -> Tokenizer:
+    flags = config.tokenizer
+    assert flags.tokenizer_type is not None, "the rules ask for --tokenizer-type"
+    return build_tokenizer(
+        flags.tokenizer_type,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        vocab_size=flags.vocab_size,
+        tiktoken_pattern=flags.tiktoken_pattern,
+        tiktoken_num_special_tokens=flags.tiktoken_num_special_tokens,
+        tiktoken_special_tokens=flags.tiktoken_special_tokens,
+    )
+
+
 def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     if config.model.padded_vocab_size is None:
-        padded = pad_vocab_size(
+        padded = padded_vocab_size(
             tokenizer.vocab_size,
             config.model.make_vocab_size_divisible_by,
             config.parallel.tensor_model_parallel_size,

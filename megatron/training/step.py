@@ -103,11 +103,11 @@ class Stepper:
         if verdict.decision is Decision.ABORT:
             raise NonFiniteError(self._find_site(batches, iteration, num_microbatches), iteration, verdict)
         skipped = verdict.decision is Decision.SKIP
-        with self._watchdog.phase("optimizer"), self._timers("optimizer", log_level=0):
+        with self._watchdog.phase("optimizer"), self._timers("optimizer", log_level=1):
             if not skipped:
                 coefficient = clip_coefficient(attempt.stats.norm, self._config.optimizer.clip_grad)
                 engine.optimizer.step(attempt.divisor, coefficient)
-            scaler.update(found_nonfinite=skipped)
+            scaler.update(skipped)
         return StepResult(
             losses=attempt.totals.losses,
             flags=attempt.totals.flags,
@@ -130,7 +130,9 @@ class Stepper:
         with self._watchdog.phase("grad-norm"):
             totals = numbers.reduce(self._ps, flags)
             divisor = self._divisor(totals, num_microbatches)
-            stats = self._engine.optimizer.prepare(divisor)
+            stats = self._engine.optimizer.prepare(
+                divisor, count_zero_grads=self._config.logging.log_num_zeros_in_grad
+            )
         return _Attempt(totals, divisor, stats)
 
     def _run(
@@ -170,7 +172,9 @@ class Stepper:
         second = self._attempt(batches, iteration, num_microbatches, flags)
         result = compare_rerun(before, self._digest(second), second_nonfinite=second.nonfinite)
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
-        rank_differs = any(collectives.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group))
+        rank_differs = any(
+            collectives.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group)
+        )
         result = RerunResult.DIFFERENT if rank_differs else result
         return second, self._nan_policy.decide(
             nonfinite=True, rerun=result, scale_at_minimum=self._engine.scaler.at_minimum
@@ -179,7 +183,7 @@ class Stepper:
     def _digest(self, attempt: _Attempt) -> bytes:
         """Bits of the losses and of every gradient."""
         digest = hashlib.blake2b(repr(sorted(attempt.totals.losses.items())).encode())
-        for grad in self._engine.model.buffer.grad_buffers():
+        for grad in (arena.main_grads for arena in self._engine.model.buffer.arenas):
             digest.update(grad.detach().cpu().contiguous().view(torch.uint8).numpy())  # sync: a failed step
         return digest.digest()
 
@@ -193,12 +197,14 @@ class Stepper:
         )
         found = first_site(None if site is None else NonFiniteSite(**site) for site in sites)
         # Finite on every rank and yet not in the sum: the sum itself overflowed.
-        return found or NonFiniteSite(self._ps.rank, value="finite on every rank, but the sum over ranks is not")
+        return found or NonFiniteSite(
+            self._ps.rank, value="finite on every rank, but the sum over ranks is not"
+        )
 
     def _local_site(self, numbers: StepNumbers) -> NonFiniteSite | None:
         if numbers.first_nonfinite_microbatch is not None:
             return NonFiniteSite(self._ps.rank, microbatch=numbers.first_nonfinite_microbatch)
-        for name in self._engine.param_meta:
-            if not bool(torch.isfinite(self._engine.model.buffer.main_grad(name)).all()):  # sync: a failed step
-                return NonFiniteSite(self._ps.rank, parameter=name)
+        for key, grad in self._engine.model.buffer.main_grads_by_key().items():
+            if not bool(torch.isfinite(grad).all()):  # sync: a failed step
+                return NonFiniteSite(self._ps.rank, parameter=self._engine.model.buffer.param_of_key(key))
         return None

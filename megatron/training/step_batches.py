@@ -28,7 +28,9 @@ class StepBatches:
 
     def begin_step(self) -> None:
         """Forget the last step's batches."""
-        assert self._position == len(self._kept), f"rewound step not finished: {self._position} of {len(self._kept)}"
+        assert self._position == len(self._kept), (
+            f"rewound step not finished: {self._position} of {len(self._kept)}"
+        )
         self._kept.clear()
         self._position = 0
 

@@ -15,6 +15,9 @@ from megatron.core.collectives import PeerLostError
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.enums import ModelType
+from megatron.core.optimizer.grad_scaler import GradScalerStateError
+from megatron.core.optimizer.mixed_precision import OptimizerStateError
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
 from megatron.core.optional import MissingPackageError
 from megatron.training import global_vars, metrics
 from megatron.training.arguments import launch_config
@@ -55,7 +58,10 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     LaunchEnvError: ExitStatus.CONFIGURATION,
     StartupMismatchError: ExitStatus.CONFIGURATION,
     MissingPackageError: ExitStatus.CONFIGURATION,
+    ScheduleError: ExitStatus.CONFIGURATION,
     CheckpointError: ExitStatus.CHECKPOINT,
+    OptimizerStateError: ExitStatus.CHECKPOINT,
+    GradScalerStateError: ExitStatus.CHECKPOINT,
     DataError: ExitStatus.DATA,
     DataErrorElsewhere: ExitStatus.DATA,
     PeerLostError: ExitStatus.PEER_LOST,
@@ -230,7 +236,9 @@ class TrainingLoop:
             ending = self._train(data) if not config.evaluation.skip_train else None
             if ending is None:
                 self._final_evaluation(data)
-                ending = Ending(ExitStatus.DONE, "evaluated" if config.evaluation.skip_train else "trained to the end")
+                ending = Ending(
+                    ExitStatus.DONE, "evaluated" if config.evaluation.skip_train else "trained to the end"
+                )
             if (directory := self._checkpointer.maybe_finalize(blocking=True)) is not None:
                 self.last_checkpoint = str(directory)
             return ending
@@ -244,7 +252,9 @@ class TrainingLoop:
         count = sum(math.prod(meta.global_shape) for meta in self.engine.param_meta.values())
         if session.ps.dp_rank == 0:
             print(metrics.parameter_count_line(session.ps.tp_rank, session.ps.pp_rank, count), flush=True)
-        persistent = sum(buffer.persistent_bytes().values()) + self.engine.optimizer.persistent_bytes()
+        persistent = sum(buffer.persistent_bytes().values()) + sum(
+            self.engine.optimizer.persistent_bytes().values()
+        )
         per_rank = session.gather(persistent)
         microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
         plan = metrics.PlanRecord(
@@ -284,7 +294,9 @@ class TrainingLoop:
         """Iterate to the end of the run (None) or to a reason to stop earlier."""
         session, state = self.session, self.state
         if state.finished:
-            session.print_rank_0(f"nothing to train: iteration {state.iteration} of {state.train_iters} is done")
+            session.print_rank_0(
+                f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
+            )
             return None
         for line in metrics.training_start_lines(datetime.datetime.now()):
             session.print_rank_0(line)
@@ -395,7 +407,7 @@ class TrainingLoop:
             "nan_policy": self._nan_policy.state(),
             "config": self._config.flat(),
         }
-        with self.session.watchdog.phase("save"), self.session.timers("save-checkpoint", log_level=0):
+        with self.session.watchdog.phase("save"), self.session.timers("save-checkpoint", log_level=1):
             directory = self._checkpointer.save(
                 self.state.iteration,
                 self.engine.model_pieces(),
@@ -405,7 +417,7 @@ class TrainingLoop:
             )
         if directory is not None:
             self.last_checkpoint = str(directory)
-            self._reporter.saved(self.state.iteration)
+            self._reporter.saved(str(directory))
 
     def _evaluate_if_due(self, data: DataIterators) -> None:
         interval, iteration = self._config.evaluation.eval_interval, self.state.iteration
@@ -413,11 +425,13 @@ class TrainingLoop:
             return
         paused = self._reporter.pause()
         self._evaluate(data.valid, f"iteration {iteration}")
+        self._count_validation_samples()
         self._reporter.resume(paused)
 
     def _final_evaluation(self, data: DataIterators) -> None:
         iteration = self.state.iteration
         self._evaluate(data.valid, f"iteration {iteration} on validation set")
+        self._count_validation_samples()
         self._evaluate(data.test, f"iteration {iteration} on test set")
 
     def _evaluate(self, sets: list[EvaluationSet], where: str) -> None:
@@ -440,5 +454,9 @@ class TrainingLoop:
                     num_microbatches=count,
                 )
             self._reporter.evaluated(where, losses, held_out.name)
-        if sets is not None and not self._config.data.full_validation:
-            self.state.consumed_valid_samples += evaluation.eval_iters * self._config.training.global_batch_size
+
+    def _count_validation_samples(self) -> None:
+        """Where the next evaluation goes on reading; one that reads the whole set starts at its beginning."""
+        if not self._config.data.full_validation:
+            evaluated = self._config.evaluation.eval_iters * self._config.training.global_batch_size
+            self.state.consumed_valid_samples += evaluated

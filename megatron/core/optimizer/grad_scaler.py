@@ -23,6 +23,11 @@ class GradScaler:
     scale: float = 1.0
     dynamic = False
 
+    @property
+    def at_minimum(self) -> bool:
+        """A non-finite step would leave the scale as it is."""
+        return not self.dynamic
+
     def update(self, nonfinite: bool) -> None:
         """After every step, skipped ones included."""
 
@@ -51,6 +56,10 @@ class DynamicGradScaler(GradScaler):
 
     def __post_init__(self) -> None:
         self.budget = self.hysteresis
+
+    @property
+    def at_minimum(self) -> bool:
+        return self.scale <= self.min_scale
 
     def update(self, nonfinite: bool) -> None:
         if nonfinite:
