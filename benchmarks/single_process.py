@@ -30,8 +30,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plain_gpt import PlainTrainer
+from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
+from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.optimizer.mixed_precision import build_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import single_process
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +50,7 @@ class Trainer(Protocol):
 
 
 class OurTrainer:
-    """GPTModel, fp32 main gradients in one flat buffer, fused AdamW over fp32 main weights."""
+    """GPTModel over the flat buffer and the optimizer of the trainer, in a data parallel world of one."""
 
     def __init__(self, shape: dict[str, int], dtype: torch.dtype) -> None:
         config = TransformerConfig(
@@ -55,61 +62,43 @@ class OurTrainer:
             attention_dropout=0.0,
             hidden_dropout=0.0,
         ).resolved()
-        self.model = GPTModel(config, padded_vocab_size=shape["vocab"], seed=1234, params_dtype=dtype)
-        self.weights = list(self.model.parameters())
-        same = dtype == torch.float32
-        self.main_weights = self.weights if same else [p.detach().float() for p in self.weights]
-        self._bind_grads()
-        metas = self.model.param_meta.values()
-        groups = [
-            {
-                "params": [w for w, m in zip(self.main_weights, metas, strict=True) if m.decay is decay],
-                "weight_decay": 0.1 if decay else 0.0,
-            }
-            for decay in (True, False)
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-
-    def _bind_grads(self) -> None:
-        shapes = {k: m.global_shape for m in self.model.param_meta.values() for k in m.grad_keys}
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-        self.flat = torch.zeros(sum(sizes))
-        views = [v.view(s) for v, s in zip(self.flat.split(sizes), shapes.values(), strict=True)]
-        self.grads = dict(zip(shapes, views, strict=True))
-        self.model.context.grads.bind(self.grads)
+        optimizer = OptimizerConfig(
+            lr=3e-4, weight_decay=0.1, adam_beta2=0.95, bf16=dtype == torch.bfloat16, clip_grad=1.0
+        )
+        self.gpt = GPTModel(config, padded_vocab_size=shape["vocab"], seed=1234, params_dtype=dtype)
+        ps = single_process(Device("cpu"))
+        meta, context = self.gpt.param_meta, self.gpt.context
+        self.model = DistributedDataParallel(
+            self.gpt, ps, DistributedDataParallelConfig(), meta, context.grads
+        )
+        self.optimizer = build_optimizer(optimizer, self.model.buffer, ps)
+        for group in self.optimizer.param_groups:  # the schedule's part
+            group["lr"] = optimizer.lr
+            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
 
     def step(self, batches: Batches) -> float:
         total = 0.0
         positions = torch.arange(batches[0][0].shape[1]).expand_as(batches[0][0])
+        self.model.zero_grad_buffer()
         for index, (tokens, labels) in enumerate(batches):
-            self.model.context.begin_microbatch(0, index, index)
+            self.model.begin_microbatch(index, last=index == len(batches) - 1)
+            self.gpt.context.begin_microbatch(0, index, index)
             losses = self.model(tokens, positions, labels=labels)
             loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
-            loss = loss_sum / num_tokens / len(batches)
+            loss = loss_sum / num_tokens
             loss.backward()
-            total += loss.item()
-        self._update()
+            total += loss.item() / len(batches)
+        self.model.finish()
+        divisor = float(len(batches))
+        stats = self.optimizer.prepare(divisor)
+        self.optimizer.step(divisor, clip_coefficient(stats.norm, 1.0))
         return total
-
-    def _update(self) -> None:
-        for weight, meta in zip(self.main_weights, self.model.param_meta.values(), strict=True):
-            first, *rest = (self.grads[key] for key in meta.grad_keys)
-            for other in rest:
-                first.add_(other)
-                other.zero_()
-            weight.grad = first
-        torch.nn.utils.clip_grad_norm_(self.main_weights, 1.0)
-        self.optimizer.step()
-        if self.main_weights is not self.weights:
-            with torch.no_grad():
-                torch._foreach_copy_(self.weights, self.main_weights)
-        self.flat.zero_()
 
 
 def copy_weights(ours: OurTrainer, plain: PlainTrainer) -> None:
     """The plain model starts from our weights (its QKV rows are all queries, all keys, all values)."""
-    source = dict(zip((n for n, _ in ours.model.named_parameters()), ours.main_weights, strict=True))
-    heads = ours.model.config.num_attention_heads
+    source = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
+    heads = ours.gpt.config.num_attention_heads
     names = {
         "ln_1": "input_layernorm",
         "ln_2": "pre_mlp_layernorm",
