@@ -124,7 +124,7 @@ def _follow(
 def _late_for(
     waiter: ProgressRecord, records: Mapping[int, ProgressRecord], seen: set[int]
 ) -> ProgressRecord | None:
-    """The running rank that has begun the fewest collectives of the waiter's group, if fewer than the waiter."""
+    """The running rank with the fewest collectives of the waiter's group, if fewer than the waiter has."""
     if not waiter.op:
         return None
     behind = [

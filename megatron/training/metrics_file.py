@@ -1,0 +1,143 @@
+"""metrics.jsonl: the run's own record, one JSON object a line, readable while the run goes on.
+
+    {"iteration": 10, "consumed_samples": 80, "time": 1767225600.5, "lm loss": 9.87, ...}
+    {"event": "checkpoint", "iteration": 10, "time": 1767225601.0, "path": "out/iter_0000010"}
+
+Numbers that JSON cannot write are the strings "nan", "inf", "-inf". A line is written whole and flushed at
+once, so a killed run loses at most the line it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsFile:
+    """Opens the record for a run that starts at `resumed_iteration` (0: from scratch) and appends to it.
+
+    From scratch: an earlier run's file is kept under the next free name `metrics.old-1.jsonl`. Resumed: lines
+    after the resumed iteration, and a line that a kill cut short, are dropped. `note` says which.
+    """
+
+    def __init__(self, path: str | Path, *, resumed_iteration: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.note = f"metrics: {self.path}" + self._prepare(resumed_iteration)
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._pending: dict[str, Any] = {}
+
+    def _prepare(self, resumed_iteration: int) -> str:
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return ""
+        if resumed_iteration == 0:
+            kept = _free_name(self.path)
+            self.path.rename(kept)
+            return f" (an earlier run's is kept as {kept.name})"
+        kept_lines, dropped = 0, 0
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with open(temporary, "w", encoding="utf-8") as out:
+            for line, record in _lines(self.path):
+                if record is not None and record["iteration"] <= resumed_iteration:
+                    out.write(line)
+                    kept_lines += 1
+                else:
+                    dropped += 1
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, self.path)
+        dropped_note = f", {dropped} after iteration {resumed_iteration} dropped" if dropped else ""
+        return f" ({kept_lines} lines kept{dropped_note})"
+
+    def record(self, scalars: Mapping[str, float], step: int, samples: int | None = None) -> None:
+        """Write one line."""
+        for tag, value in scalars.items():
+            self.scalar(tag, value, step, samples)
+        self._write_pending()
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
+        """Keep one number for the line of its step."""
+        if self._pending and self._pending["iteration"] != step:
+            self._write_pending()
+        if not self._pending:
+            self._pending = {"iteration": step, "time": round(time.time(), 3)}
+        if samples is not None:
+            self._pending["consumed_samples"] = samples
+        self._pending[tag] = _as_json(value)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Write an event's line."""
+        self._write_pending()
+        self._write({"event": name, "iteration": step, "time": round(time.time(), 3), **fields})
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        self._write_pending()
+
+    def close(self) -> None:
+        """Write what is pending and close; the content is on disk afterwards."""
+        self._write_pending()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            self._write(pending)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, default=str) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, with NaN and infinities as floats; a last line cut short is left out.
+
+    Raises ValueError naming file and line for anything else that is no record.
+    """
+    number, broken = 0, 0
+    for number, (_, record) in enumerate(_lines(Path(path)), start=1):
+        if broken:
+            raise ValueError(f"{path}, line {broken}: not a JSON object with an integer 'iteration'")
+        if record is None:
+            broken = number
+            continue
+        yield {
+            key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "event" else value
+            for key, value in record.items()
+        }
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line with its record, None where it is none."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            whole = (
+                line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("iteration"), int)
+            )
+            yield line, record if whole else None
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _as_json(value: float) -> float | str:
+    number = float(value)
+    if math.isfinite(number):
+        return value if isinstance(value, int) else number
+    return "nan" if math.isnan(number) else ("inf" if number > 0 else "-inf")

@@ -1,0 +1,182 @@
+"""How far the run is and when it will be done: a live line on a terminal, a plain line every 10 s elsewhere.
+
+    progress:  12.5% | step 125/1000 | loss 3.2101 | tokens/s 12,345 | MFU n/a | ETA 0:01:10 |
+    last checkpoint 12 s ago
+
+The plain line has no control codes and no field that Megatron's log lines have, so parsers pass over it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from megatron.core import optional
+
+PLAIN_INTERVAL_S = 10.0
+LIVE_INTERVAL_S = 0.2
+MAX_SAMPLES = 1024  # kept by the estimator; then every other one is forgotten
+MIN_WINDOW = 16  # updates; fewer and one slow iteration moves the estimate
+
+
+class EtaEstimator:
+    """Seconds left, from the pace over the newer half of the run so far.
+
+    A growing window takes evaluations and checkpoints in at their true share, follows a change of pace (a
+    growing batch, a busier machine), and leaves the slow first iterations behind.
+    """
+
+    def __init__(self, total: float) -> None:
+        self._total = total
+        self._samples: deque[tuple[float, float]] = deque()
+        self._first: tuple[float, float] | None = None
+
+    def update(self, done: float, now: float) -> None:
+        """`done` of the total is done at time `now` (s). The first update is where the clock starts."""
+        self._first = self._first or (done, now)
+        self._samples.append((done, now))
+        half = self._first[0] + (done - self._first[0]) / 2
+        while len(self._samples) > MIN_WINDOW and self._samples[1][0] <= half:
+            self._samples.popleft()
+        if len(self._samples) > MAX_SAMPLES:
+            newest = self._samples[-1]
+            self._samples = deque([*list(self._samples)[:-1:2], newest])
+
+    def rate(self) -> float | None:
+        """Units per second, or None before two updates."""
+        if len(self._samples) < 2:
+            return None
+        (done0, time0), (done1, time1) = self._samples[0], self._samples[-1]
+        return (done1 - done0) / (time1 - time0) if time1 > time0 and done1 > done0 else None
+
+    def eta_s(self) -> float | None:
+        """Seconds left, or None while unknown."""
+        rate = self.rate()
+        return None if rate is None else max(0.0, self._total - self._samples[-1][0]) / rate
+
+
+def format_duration(seconds: float | None) -> str:
+    """0:01:10, 1 day 02:00:00, or n/a."""
+    if seconds is None:
+        return "n/a"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days} day{'s' if days > 1 else ''} {h:02d}:{m:02d}:{s:02d}"
+    return f"{h}:{m:02d}:{s:02d}"
+
+
+def format_age(seconds: float | None) -> str:
+    """`12 s ago`, `3 min ago`, `2.5 h ago`, or `none`."""
+    if seconds is None:
+        return "none"
+    if seconds < 100:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 6000 else f"{seconds / 3600:.1f} h ago"
+
+
+def _or_na(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+class Progress:
+    """The display of the rank that prints losses.
+
+    interactive: a live line (needs rich); None: when the stream is a terminal and rich is installed.
+    """
+
+    def __init__(
+        self,
+        total_iterations: int,
+        *,
+        first_iteration: int = 1,
+        stream: TextIO | None = None,
+        interactive: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_iterations
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._eta = EtaEstimator(total_iterations)
+        self._checkpoint_at: float | None = None
+        self._shown_at: float | None = None
+        self._loss: float | None = None
+        self._tokens_per_s: float | None = None
+        self._mfu: float | None = None
+        self._live: _LiveLine | None = None
+        if interactive is None:
+            interactive = self._stream.isatty() and optional.available("rich")
+        if interactive:
+            self._live = _LiveLine(self._stream, total_iterations, first_iteration - 1)
+
+    def checkpoint_saved(self) -> None:
+        """A checkpoint was committed now."""
+        self._checkpoint_at = self._clock()
+
+    def figures(self, *, loss: float | None, tokens_per_s: float, mfu: float | None = None) -> None:
+        """The newest interval's figures, shown from now on. mfu: share of the device's peak, if known."""
+        self._loss, self._tokens_per_s, self._mfu = loss, tokens_per_s, mfu
+
+    def update(self, iteration: int) -> None:
+        """So many iterations are done: show it, if it is time again. Call it after every iteration."""
+        now = self._clock()
+        self._eta.update(iteration, now)
+        interval_s = LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S
+        last = iteration >= self._total
+        if not last and self._shown_at is not None and now - self._shown_at < interval_s:
+            return
+        if self._live is None and self._eta.rate() is None and not last:
+            return  # nothing to say yet about the time left
+        self._shown_at = now
+        fields = self._fields(now)
+        percent = 100.0 * iteration / self._total
+        if self._live is not None:
+            self._live.show(iteration, f"{percent:.1f}% | {iteration}/{self._total} | " + " | ".join(fields))
+        else:
+            line = " | ".join([f" progress: {percent:5.1f}%", f"step {iteration}/{self._total}", *fields])
+            print(line, file=self._stream, flush=True)
+
+    def _fields(self, now: float) -> list[str]:
+        age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
+        return [
+            f"loss {_or_na(self._loss, '.4f')}",
+            f"tokens/s {_or_na(self._tokens_per_s, ',.0f')}",
+            f"MFU {_or_na(self._mfu, '.1%')}",
+            f"ETA {format_duration(self._eta.eta_s())}",
+            f"last checkpoint {format_age(age_s)}",
+        ]
+
+    def close(self) -> None:
+        """Give the terminal back; a second call does nothing."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+
+class _LiveLine:
+    """A bar that stays below the log lines, which rich prints above it."""
+
+    def __init__(self, stream: TextIO, total: int, done: int) -> None:
+        console = optional.require("rich.console", "cli").Console(file=stream)
+        progress = optional.require("rich.progress", "cli")
+        column = optional.require("rich.table", "cli").Column
+        self._bar: Any = progress.Progress(
+            progress.BarColumn(bar_width=12, table_column=column(min_width=12)),
+            progress.TextColumn(
+                "{task.fields[text]}", table_column=column(no_wrap=True, overflow="ellipsis")
+            ),
+            console=console,
+            auto_refresh=False,  # no thread beside the computation
+        )
+        self._task = self._bar.add_task("training", total=total, completed=done, text="")
+        self._bar.start()
+
+    def show(self, iteration: int, text: str) -> None:
+        self._bar.update(self._task, completed=iteration, text=text, refresh=True)
+
+    def close(self) -> None:
+        self._bar.stop()

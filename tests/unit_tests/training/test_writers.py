@@ -1,0 +1,222 @@
+"""Tags, steps and samples reach every sink; wandb and mlflow are stood in for by recorders of their calls."""
+
+import dataclasses
+import json
+import sys
+from datetime import datetime
+
+import pytest
+
+from megatron.core import optional
+from megatron.training import writers
+from megatron.training.config import Config
+from megatron.training.metrics import IterationRecord
+from megatron.training.metrics_file import read_metrics
+from megatron.training.writers import Writers, open_writers
+
+
+def config(**values):
+    return Config.from_flat({"train_iters": 20, "seed": 7, "progress": "off", **values})
+
+
+def read_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_only_the_last_rank_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    silent = open_writers(config(tensorboard_dir="tb"), enabled=False, resumed_iteration=0)
+    silent.record({"lm loss": 1.0}, step=1, samples=8)
+    silent.scalar("a", 1.0, 1)
+    silent.checkpoint_saved(1, "x")
+    silent.iteration_done(1)
+    silent.close()
+    assert list(tmp_path.iterdir()) == []
+    assert silent.tensorboard is None
+    assert silent.metrics_path is None
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({}, "metrics.jsonl"),
+        ({"save": "out/run1"}, "out/run1/metrics.jsonl"),
+        ({"save": "out", "metrics_file": "elsewhere/m.jsonl"}, "elsewhere/m.jsonl"),
+    ],
+)
+def test_metrics_are_always_written(tmp_path, monkeypatch, capsys, values, place):
+    monkeypatch.chdir(tmp_path)
+    sinks = open_writers(config(**values), enabled=True, resumed_iteration=0)
+    sinks.record({"lm loss": 2.0}, step=5, samples=40)
+    sinks.checkpoint_saved(5, "iter_0000005")
+    sinks.close()
+    sinks.close()
+    start, record, checkpoint = read_metrics(tmp_path / place)
+    assert (start["event"], start["world_size"], start["config"]["seed"]) == ("start", 1, 7)
+    assert (record["iteration"], record["consumed_samples"], record["lm loss"]) == (5, 40, 2.0)
+    assert (checkpoint["event"], checkpoint["path"]) == ("checkpoint", "iter_0000005")
+    assert f" > metrics: {place}" in capsys.readouterr().out
+
+
+def test_tensorboard_has_every_tag_twice(tmp_path):
+    sinks = open_writers(
+        config(tensorboard_dir=str(tmp_path / "tb"), save=str(tmp_path)), enabled=True, resumed_iteration=0
+    )
+    sinks.record({"lm loss": 2.0, "grad-norm": 1.5}, step=5, samples=40)
+    sinks.scalar("optimizer-time", 0.25, 5)
+    assert sinks.tensorboard is not None
+    sinks.flush()
+    sinks.close()
+    assert read_tensorboard(tmp_path / "tb") == {
+        "lm loss": [(5, 2.0)],
+        "lm loss vs samples": [(40, 2.0)],
+        "grad-norm": [(5, 1.5)],
+        "grad-norm vs samples": [(40, 1.5)],
+        "optimizer-time": [(5, 0.25)],
+    }
+
+
+def test_flags_keep_tags_out_of_the_trackers_but_never_out_of_the_file(tmp_path):
+    settings = {
+        "tensorboard_dir": str(tmp_path / "tb"),
+        "save": str(tmp_path),
+        "log_learning_rate_to_tensorboard": False,
+        "log_loss_scale_to_tensorboard": False,
+        "log_world_size_to_tensorboard": True,
+    }
+    sinks = open_writers(config(**settings), enabled=True, resumed_iteration=0)
+    scalars = {"lm loss": 1.0, "learning-rate": 0.1, "loss-scale": 2.0, "iteration-time": 3.0}
+    sinks.record(scalars, step=1, samples=8)
+    sinks.close()
+    assert {tag for tag in read_tensorboard(tmp_path / "tb") if "vs" not in tag} == {"lm loss", "world-size"}
+    assert scalars.items() <= list(read_metrics(tmp_path / "metrics.jsonl"))[-1].items()
+
+
+def record_at(iteration):
+    return IterationRecord(iteration, 20, 8, 0.1, 1e-4, 8, {"lm loss": 3.25}, 1.0, 0, 0, datetime(2026, 1, 1))
+
+
+def test_progress_shows_the_newest_figures_and_the_checkpoints_age(tmp_path, capsys):
+    sinks = open_writers(config(save=str(tmp_path), progress="auto"), enabled=True, resumed_iteration=10)
+    sinks.progress(record_at(11), tokens_per_s=1234.0)
+    for iteration in range(11, 20):
+        sinks.iteration_done(iteration)
+    sinks.checkpoint_saved(19, "x")
+    sinks.iteration_done(20)
+    sinks.close()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" progress:")]
+    assert "100.0% | step 20/20 | loss 3.2500 | tokens/s 1,234 | MFU n/a | ETA 0:00:00" in lines[-1]
+    assert lines[-1].endswith("last checkpoint 0 s ago")
+
+
+def test_missing_package_names_the_pip_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(optional, "available", lambda module: False)
+    for values, extra in (
+        ({"wandb_project": "p"}, "wandb"),
+        ({"mlflow_experiment": "e"}, "mlflow"),
+        ({"tensorboard_dir": str(tmp_path)}, "tb"),
+    ):
+        with pytest.raises(ValueError, match=rf"pip install 'megatron-zero\[{extra}\]'"):
+            open_writers(config(save=str(tmp_path), **values), enabled=True, resumed_iteration=0)
+
+
+class Calls:
+    """Stands in for a module: records every call of it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs)) or self
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    modules = {"wandb": Calls(), "mlflow": Calls()}
+    real = optional.require
+    monkeypatch.setattr(optional, "require", lambda m, extra: modules[m] if m in modules else real(m, extra))
+    return modules
+
+
+def test_wandb_calls(tmp_path, stand_ins):
+    settings = {"wandb_project": "p", "wandb_exp_name": "n", "wandb_entity": "e", "save": str(tmp_path)}
+    sinks = open_writers(config(**settings), enabled=True, resumed_iteration=0)
+    assert sinks.wandb is stand_ins["wandb"]
+    sinks.record({"lm loss": 2.0}, step=5, samples=40)
+    sinks.scalar("x-time", 1.0, 5)
+    sinks.close()
+    (init, _, options), *calls = stand_ins["wandb"].calls
+    assert init == "init"
+    assert (options["project"], options["entity"], options["name"]) == ("p", "e", "n")
+    assert options["dir"] == str(tmp_path)
+    assert options["config"]["seed"] == 7
+    assert calls == [
+        ("log", ({"lm loss": 2.0, "samples": 40},), {"step": 5}),
+        ("log", ({"x-time": 1.0},), {"step": 5}),
+        ("finish", (), {}),
+    ]
+
+
+def test_mlflow_calls(tmp_path, stand_ins):
+    settings = {"mlflow_experiment": "e", "mlflow_run_name": "n", "mlflow_tracking_uri": "file:x"}
+    sinks = open_writers(config(save=str(tmp_path), **settings), enabled=True, resumed_iteration=0)
+    sinks.record({"lm loss": 2.0}, step=5, samples=40)
+    sinks.close()
+    assert stand_ins["mlflow"].calls == [
+        ("set_tracking_uri", ("file:x",), {}),
+        ("set_experiment", ("e",), {}),
+        ("start_run", (), {"run_name": "n"}),
+        ("log_metric", ("lm loss", 2.0), {"step": 5}),
+        ("end_run", (), {}),
+    ]
+
+
+def test_a_tracker_that_fails_is_switched_off_with_one_warning(capsys):
+    class Broken:
+        name = "wandb"
+        calls = 0
+
+        def scalar(self, tag, value, step, samples=None):
+            self.calls += 1
+            raise ConnectionError("no route")
+
+        def close(self):
+            pytest.fail("it is gone")
+
+    broken = Broken()
+    sinks = Writers(None, (broken,))
+    sinks.record({"a": 1.0, "b": 2.0}, step=1)
+    sinks.record({"a": 1.0}, step=2)
+    sinks.close()
+    assert broken.calls == 1
+    assert capsys.readouterr().err == "WARNING: wandb is switched off: ConnectionError: no route\n"
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    sinks = open_writers(config(save=str(tmp_path)), enabled=True, resumed_iteration=0)
+
+    def full(record):
+        raise OSError(28, "No space left")
+
+    monkeypatch.setattr(sinks._file, "_write", full)
+    sinks.record({"a": 1.0}, step=1)
+    sinks.record({"a": 1.0}, step=2)
+    sinks.close()
+    assert capsys.readouterr().err.count("is not written any more") == 1
+
+
+def test_untracked_tags_follow_the_flags():
+    log = config().logging
+    assert writers.untracked_tags(log) == {"iteration-time"}
+    assert writers.untracked_tags(dataclasses.replace(log, log_timers_to_tensorboard=True)) == frozenset()
+
+
+def test_values_are_json(tmp_path):
+    sinks = open_writers(config(save=str(tmp_path)), enabled=True, resumed_iteration=0)
+    sinks.close()
+    json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert "wandb" not in sys.modules

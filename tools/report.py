@@ -1,0 +1,42 @@
+"""Write one self-contained HTML page about a run from its metrics.jsonl.
+
+python tools/report.py RUN_DIR_OR_METRICS_FILE [--out report.html] [--title TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.training.report import write_report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0, or 2 when there is nothing to report on."""
+    parser = argparse.ArgumentParser(prog="report.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="the folder given as --save, or a metrics.jsonl")
+    parser.add_argument("--out", type=Path, help="default: report.html beside the metrics")
+    parser.add_argument("--title", default=None, help="heading; default: the run's folder")
+    args = parser.parse_args(argv)
+    metrics = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
+    if not metrics.is_file():
+        print(
+            f"report.py: {metrics} does not exist: give the folder of --save, or a metrics.jsonl",
+            file=sys.stderr,
+        )
+        return 2
+    title = args.title or f"Training report: {metrics.resolve().parent.name}"
+    try:
+        out = write_report(metrics, args.out or metrics.with_name("report.html"), title=title)
+    except ValueError as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{out} ({out.stat().st_size / 1024:.0f} KiB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
