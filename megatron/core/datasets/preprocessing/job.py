@@ -1,0 +1,267 @@
+"""Tokenize chunks in parallel, go on where a killed run stopped, and put the parts together.
+
+Each chunk becomes a part, a small corpus of its own, in `<output prefix>.parts/`; its `.done` file, written
+last, says
+that it is complete. Parts are appended in the order of the chunks, so the result does not depend on the
+number of
+workers or on interruptions. `job.json` records all that the parts depend on; when it differs, they are made
+anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.indexed_dataset import IndexedDataset, token_dtype
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.datasets.preprocessing.sources import Chunk, Source, plan_chunks, read_documents
+from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+BATCH_DOCUMENTS = 1024
+BATCH_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What went through. not_utf8: texts whose invalid bytes were replaced by U+FFFD."""
+
+    documents: int = 0
+    empty_documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    not_utf8: int = 0
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run of preprocessing.
+
+    build_tokenizer: called once in each worker.  keys: of the JSON objects; a corpus is made of each.
+    """
+
+    sources: tuple[Source, ...]
+    output_prefix: str
+    build_tokenizer: Callable[[], Tokenizer]
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+
+    def corpus_prefix(self, key: str) -> str:
+        return f"{self.output_prefix}_{key}_document"
+
+    @property
+    def parts(self) -> str:
+        return f"{self.output_prefix}.parts"
+
+
+def run_job(
+    job: Job, progress: Callable[[Statistics, int], None] = lambda done, total_bytes: None
+) -> Statistics:
+    """Make the corpora; `progress(so far, bytes in all)` is called after each chunk.
+
+    Raises DataError for input that cannot be read, and for an output prefix that another run is writing.
+    """
+    chunks = plan_chunks(job.sources)
+    total = sum(chunk.size for chunk in chunks)
+    tokenizer = job.build_tokenizer()
+    folder = os.path.dirname(job.output_prefix)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+    with _parts_folder(job, tokenizer):
+        finished = [_finished_part(job, index) for index in range(len(chunks))]
+        done = sum((part for part in finished if part is not None), Statistics())
+        progress(done, total)
+        todo = [(index, chunks[index]) for index, part in enumerate(finished) if part is None]
+        for part in _make_parts(job, tokenizer, todo):
+            done += part
+            progress(done, total)
+        for key in job.keys:
+            with IndexedDatasetWriter(job.corpus_prefix(key), token_dtype(tokenizer.vocab_size)) as writer:
+                for index in range(len(chunks)):
+                    writer.add_corpus(_part_prefix(job, index, key))
+        shutil.rmtree(job.parts)
+    return done
+
+
+@contextlib.contextmanager
+def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
+    """The folder of parts, ours alone, with nothing in it that was made from something else."""
+    os.makedirs(job.parts, exist_ok=True)
+    fd = os.open(f"{job.output_prefix}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"--output-prefix {job.output_prefix}: another run is writing there") from None
+        os.makedirs(job.parts, exist_ok=True)
+        description = json.dumps(
+            {
+                "version": FORMAT_VERSION,
+                "sources": [dataclasses.astuple(source) for source in job.sources],
+                "keys": job.keys,
+                "append_eod": job.append_eod,
+                "tokenizer": tokenizer.identity(),
+            }
+        )
+        path = os.path.join(job.parts, "job.json")
+        if not _holds(path, description):
+            for name in os.listdir(job.parts):
+                os.unlink(os.path.join(job.parts, name))
+            _write(path, description)
+        yield
+        os.unlink(f"{job.output_prefix}.lock")
+    finally:
+        os.close(fd)
+
+
+def _make_parts(job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, Chunk]]) -> Iterator[Statistics]:
+    """Statistics of each part, as it is finished, in any order."""
+    if job.workers == 1 or len(todo) <= 1:
+        for index, chunk in todo:
+            yield _make_part(job, tokenizer, index, chunk)
+        return
+    context = multiprocessing.get_context("fork")
+    with context.Pool(min(job.workers, len(todo)), initializer=_start_worker, initargs=(job,)) as pool:
+        yield from pool.imap_unordered(_work, todo)
+
+
+_worker: dict[str, Any] = {}  # a pool gives its processes no other place to keep the tokenizer in
+
+
+def _start_worker(job: Job) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports the interruption and ends its workers
+    _worker["job"], _worker["tokenizer"] = job, job.build_tokenizer()
+
+
+def _work(item: tuple[int, Chunk]) -> Statistics:
+    return _make_part(_worker["job"], _worker["tokenizer"], *item)
+
+
+def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Statistics:
+    """Tokenize one chunk into a small corpus for each key."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    statistics = Statistics(bytes=chunk.size)
+    with contextlib.ExitStack() as stack:
+        writers = {
+            key: stack.enter_context(IndexedDatasetWriter(_part_prefix(job, index, key), dtype))
+            for key in job.keys
+        }
+        for batch in _batches(chunk, job.keys):
+            for key, writer in writers.items():
+                statistics += _write_batch(job, tokenizer, writer, [document[key] for document in batch])
+    _write(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
+    return statistics
+
+
+def _batches(chunk: Chunk, keys: Sequence[str]) -> Iterator[list[dict[str, list[bytes]]]]:
+    """Documents in groups large enough for a tokenizer's batch call, and small enough for memory."""
+    batch, size = [], 0
+    for document in read_documents(chunk, keys):
+        batch.append(document)
+        size += sum(len(text) for texts in document.values() for text in texts)
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_batch(
+    job: Job, tokenizer: Tokenizer, writer: IndexedDatasetWriter, documents: Sequence[Sequence[bytes]]
+) -> Statistics:
+    """Append documents, each a list of sequences; empty sequences are left out, a document without any stays
+    as one.
+    """
+    ids, not_utf8 = _tokenize(tokenizer, [text for texts in documents for text in texts])
+    taken = tokens = empty = 0
+    for texts in documents:
+        sequences = [array for array in ids[taken : taken + len(texts)] if len(array)]
+        taken += len(texts)
+        if not sequences:
+            empty += 1
+            writer.add_document(np.zeros(0, dtype=writer.dtype))
+            continue
+        if job.append_eod:
+            last = np.empty(
+                len(sequences[-1]) + 1, dtype=np.int64 if sequences[-1].itemsize > 4 else np.int32
+            )
+            last[:-1], last[-1] = sequences[-1], tokenizer.eod
+            sequences[-1] = last
+        lengths = [len(array) for array in sequences]
+        writer.add_document(sequences[0] if len(sequences) == 1 else np.concatenate(sequences), lengths)
+        tokens += sum(lengths)
+    return Statistics(documents=len(documents), empty_documents=empty, tokens=tokens, not_utf8=not_utf8)
+
+
+def _tokenize(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[list[NDArray[Any]], int]:
+    """Ids of texts, and how many of them were not UTF-8. Bytes are taken as they are where they are the
+    vocabulary.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return [tokenizer.tokenize_bytes(text) for text in texts], 0
+    decoded, not_utf8 = [], 0
+    for text in texts:
+        try:
+            decoded.append(text.decode("utf-8"))
+        except UnicodeDecodeError:
+            decoded.append(text.decode("utf-8", errors="replace"))
+            not_utf8 += 1
+    return tokenizer.tokenize_batch(decoded), not_utf8
+
+
+def _part_prefix(job: Job, index: int, key: str) -> str:
+    return os.path.join(job.parts, f"{index:08d}-{job.keys.index(key)}")
+
+
+def _done_path(job: Job, index: int) -> str:
+    return os.path.join(job.parts, f"{index:08d}.done")
+
+
+def _finished_part(job: Job, index: int) -> Statistics | None:
+    """What an earlier run recorded of a part, None if it is not there or not whole."""
+    try:
+        with open(_done_path(job, index), encoding="utf-8") as file:
+            statistics = Statistics(**json.load(file))
+        for key in job.keys:
+            IndexedDataset(_part_prefix(job, index, key)).close()
+    except (OSError, ValueError, TypeError):
+        return None
+    return statistics
+
+
+def _holds(path: str, content: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read() == content
+    except (OSError, ValueError):
+        return False
+
+
+def _write(path: str, content: str) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

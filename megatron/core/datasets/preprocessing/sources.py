@@ -1,0 +1,209 @@
+"""Raw text on disk, cut into chunks of work that do not depend on how many workers share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from megatron.core.datasets.errors import DataError
+
+CHUNK_BYTES = 8 << 20
+CHUNK_FILES = 4096
+FORMATS = ("auto", "jsonl", "text", "lines")
+_FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
+
+Document = dict[str, list[bytes]]
+"""Key to the sequences of one document, each UTF-8 text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One piece of work.
+
+    format: "jsonl" and "lines": the lines of `files[0]` that start in bytes [start, stop); "text": whole
+    files.
+    size: bytes, for progress.
+    """
+
+    format: str
+    files: tuple[str, ...]
+    start: int
+    stop: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One input file and how to read it."""
+
+    path: str
+    format: str
+    size: int
+    modified_ns: int
+
+
+def find_sources(
+    inputs: Sequence[str], input_format: str, suffixes: Sequence[str], excludes: Sequence[str]
+) -> list[Source]:
+    """The files that `inputs` (files, glob patterns, folders) name, in the order given; a folder's and a
+    pattern's
+    files sorted by path.
+
+    suffixes: which files of a folder are documents.  excludes: names (or patterns) of files and folders to
+    leave out.
+    Raises DataError for an input that names nothing, or whose format is not plain from its name.
+    """
+    sources: list[Source] = []
+    for entry in inputs:
+        if os.path.isdir(entry):
+            if not suffixes:
+                raise DataError(
+                    f"--input {entry} is a folder: say which of its files with --suffix, e.g. --suffix .py"
+                )
+            paths = _tree(entry, tuple(suffixes), tuple(excludes))
+            kind = "text" if input_format == "auto" else input_format
+        else:
+            paths = (
+                [entry] if os.path.isfile(entry) else sorted(p for p in glob.glob(entry) if os.path.isfile(p))
+            )
+            kind = input_format
+        if not paths:
+            raise DataError(f"--input {entry}: no such file, and nothing matches it")
+        for path in paths:
+            status = os.stat(path)
+            sources.append(Source(path, _format_of(path, kind), status.st_size, status.st_mtime_ns))
+    return sources
+
+
+def plan_chunks(sources: Sequence[Source]) -> list[Chunk]:
+    """Cut sources into chunks of about CHUNK_BYTES; small text files share one."""
+    chunks: list[Chunk] = []
+    group: list[Source] = []
+
+    def close() -> None:
+        if group:
+            size = sum(source.size for source in group)
+            chunks.append(Chunk("text", tuple(source.path for source in group), 0, 0, size))
+            group.clear()
+
+    for source in sources:
+        if source.format == "text":
+            group.append(source)
+            if sum(member.size for member in group) >= CHUNK_BYTES or len(group) >= CHUNK_FILES:
+                close()
+            continue
+        close()
+        for start in range(0, source.size, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, source.size)
+            chunks.append(Chunk(source.format, (source.path,), start, stop, stop - start))
+    close()
+    return chunks
+
+
+def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document]:
+    """The documents of a chunk. Raises DataError naming file and line for what cannot be read."""
+    if chunk.format == "text":
+        for path in chunk.files:
+            try:
+                with open(path, "rb") as file:
+                    yield {keys[0]: [file.read()]}
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}") from error
+        return
+    for offset, line in _lines(chunk):
+        if chunk.format == "lines":
+            yield {keys[0]: [line.rstrip(b"\r\n")]}
+        elif line.strip():  # a blank line is no document
+            yield _json_document(chunk.files[0], offset, line, keys)
+
+
+def _tree(folder: str, suffixes: tuple[str, ...], excludes: tuple[str, ...]) -> list[str]:
+    found = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not _excluded(name, excludes)]
+        found += [
+            os.path.join(root, name)
+            for name in files
+            if name.endswith(suffixes) and not _excluded(name, excludes)
+        ]
+    # By parts, so that the order does not depend on how the separator sorts among other characters.
+    return sorted((path for path in found if os.path.isfile(path)), key=lambda path: PurePath(path).parts)
+
+
+def _excluded(name: str, excludes: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in excludes)
+
+
+def _format_of(path: str, kind: str) -> str:
+    if kind != "auto":
+        return kind
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in _FORMAT_OF_SUFFIX:
+        raise DataError(
+            f"--input {path}: its name does not say what it holds: give "
+            "--format jsonl (one JSON object a line), "
+            "text (the file is one document) or lines (each line is one)"
+        )
+    return _FORMAT_OF_SUFFIX[suffix]
+
+
+def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that start inside the chunk."""
+    path = chunk.files[0]
+    try:
+        with open(path, "rb", buffering=1 << 20) as file:
+            offset = chunk.start
+            if chunk.start > 0:  # the line across the border belongs to the chunk before
+                file.seek(chunk.start - 1)
+                offset = chunk.start - 1 + len(file.readline())
+            while offset < chunk.stop:
+                line = file.readline()
+                if not line:
+                    raise DataError(f"{path}: ended at byte {offset}, expected {chunk.stop}: did it change?")
+                yield offset, line
+                offset += len(line)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _json_document(path: str, offset: int, line: bytes, keys: Sequence[str]) -> Document:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{_place(path, offset)}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{_place(path, offset)}: nested too deeply") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{_place(path, offset)}: expected a JSON object, found {type(row).__name__}")
+    document: Document = {}
+    for key in keys:
+        if key not in row:
+            raise DataError(
+                f"{_place(path, offset)}: no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}"
+            )
+        value = row[key]
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{_place(path, offset)}: key {key!r}: expected text, or a list of texts")
+        # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes a byte that is no UTF-8, and is
+        # counted.
+        document[key] = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return document
+
+
+def _place(path: str, offset: int) -> str:
+    """`file, line N`: lines are counted only when there is something to report."""
+    count = 1
+    with open(path, "rb") as file:
+        while offset > 0:
+            block = file.read(min(offset, 1 << 20))
+            if not block:
+                break
+            count += block.count(b"\n")
+            offset -= len(block)
+    return f"{path}, line {count}"

@@ -1,0 +1,142 @@
+"""Text to a tokenized corpus: `<output prefix>_<json key>_document.bin` and `.idx`, which `--data-path`
+reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/web --tokenizer-type
+    ByteTokenizer \
+        --append-eod --workers 8
+    python tools/preprocess_data.py --input src/ --suffix .py --output-prefix data/code --tokenizer-type
+    ByteTokenizer
+
+Inputs are JSON lines (one object a line), plain text (a file or a line is a document) or source trees (each
+file is
+one). An interrupted run goes on where it stopped when the same command is given again. The output is the same
+for any
+number of workers. Exit status: 0 done, 2 wrong arguments, 4 bad input data, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.preprocessing.job import Job, Statistics, run_job
+from megatron.core.datasets.preprocessing.progress import Progress
+from megatron.core.datasets.preprocessing.sources import FORMATS, find_sources
+from megatron.core.optional import MissingPackageError
+from megatron.core.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.tokenizer import TokenizerError
+
+EXIT_CONFIGURATION, EXIT_DATA, EXIT_INTERRUPTED = 2, 4, 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Make a tokenized corpus from text.", allow_abbrev=False, epilog="Guide: docs/data.md"
+    )
+    source = parser.add_argument_group("input")
+    source.add_argument("--input", nargs="+", required=True, help="files, glob patterns or folders")
+    source.add_argument("--format", choices=FORMATS, default="auto", help="auto goes by the file's name")
+    source.add_argument("--json-keys", nargs="+", default=["text"], help="of the objects; one corpus each")
+    source.add_argument("--suffix", nargs="+", default=[], help="files of a folder to take, e.g. .py")
+    source.add_argument("--exclude", action="append", default=[], help="name or pattern of what to leave out")
+    source.add_argument(
+        "--split-sentences", action="store_true", help="not supported: GPT needs no sentences"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", required=True, help="path, without _text_document.bin")
+    output.add_argument("--append-eod", action="store_true", help="end each document with its own token")
+    output.add_argument("--workers", type=int, default=1, help="processes")
+    output.add_argument("--log-interval", type=int, help="print a line every so many documents")
+    tokenizer = parser.add_argument_group("tokenizer")
+    tokenizer.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
+    tokenizer.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
+    tokenizer.add_argument("--vocab-file", help="GPT-2 vocabulary (vocab.json)")
+    tokenizer.add_argument("--merge-file", help="GPT-2 merges (merges.txt)")
+    tokenizer.add_argument("--vocab-size", type=int, help="for NullTokenizer and TikTokenizer")
+    tokenizer.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
+    tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
+    tokenizer.add_argument("--tiktoken-special-tokens", nargs="+")
+    return parser
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    """What the arguments ask for; raises ValueError (a subclass) for what they get wrong."""
+    sources = find_sources(args.input, args.format, args.suffix, args.exclude)
+    return Job(
+        sources=tuple(sources),
+        output_prefix=args.output_prefix,
+        build_tokenizer=functools.partial(
+            build_tokenizer,
+            args.tokenizer_type,
+            tokenizer_model=args.tokenizer_model,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            vocab_size=args.vocab_size,
+            tiktoken_pattern=args.tiktoken_pattern,
+            tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=args.tiktoken_special_tokens,
+        ),
+        keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        workers=args.workers,
+    )
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Arguments that are wrong in themselves end the program with status 2."""
+    if args.split_sentences:
+        parser.error("--split-sentences is for BERT-like models and is not supported: leave it out for GPT")
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: must be at least 1")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        parser.error(f"--json-keys: a key occurs twice in {' '.join(args.json_keys)}")
+    if any("/" in key for key in args.json_keys):
+        parser.error("--json-keys: a key with / cannot be part of a file's name")
+
+
+def report(job: Job, done: Statistics, seconds: float) -> None:
+    for key in job.keys:
+        print(f"{job.corpus_prefix(key)}.bin, .idx")
+    print(
+        f"{done.documents} documents, {done.tokens} tokens "
+        f"from {done.bytes / 2**20:.1f} MiB in {seconds:.1f} s; "
+        f"give --data-path {job.corpus_prefix(job.keys[0])}"
+    )
+    if done.empty_documents:
+        print(f"{done.empty_documents} documents are empty: they count as documents and hold no tokens")
+    if done.not_utf8:
+        print(f"{done.not_utf8} texts are not UTF-8: their invalid bytes became U+FFFD")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
+    start = time.monotonic()
+    try:
+        job = make_job(args)
+        if len(job.keys) > 1 and any(source.format != "jsonl" for source in job.sources):
+            parser.error("--json-keys: several keys need JSON lines; text has none")
+        with Progress("tokenizing", args.log_interval) as progress:
+            done = run_job(job, progress.update)
+    except (TokenizerError, MissingPackageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_DATA
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    report(job, done, time.monotonic() - start)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
