@@ -1,0 +1,241 @@
+"""Show what a run will train on: lengths of the splits and digests of their first samples; or check a corpus.
+
+    python tools/inspect_data.py --data-path data/web_text_document --seq-length 1024 --samples 4
+    python tools/inspect_data.py --data-path 0.7 data/a 0.3 data/b --seq-length 1024 --sizes 1000,100,10
+    --json
+    python tools/inspect_data.py --data-path data/web_text_document --verify
+
+Samples come from the code that training reads them with. Digests are SHA-256 over little-endian int64
+(tokens, labels,
+position ids) and float32 (loss mask), so two machines or two versions can be compared. Nothing is written
+unless
+--data-cache-path is given. Exit status: 0 done, 2 wrong arguments, 4 bad data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+import numpy as np
+
+from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
+from megatron.core.datasets.builder import (
+    Dataset,
+    Datasets,
+    GPTDatasetSpec,
+    build_train_valid_test_datasets,
+)
+from megatron.core.datasets.corpus_report import CorpusReport, verify_corpus
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from megatron.core.datasets.splits import SPLIT_NAMES
+
+EXIT_DATA = 4
+DIGESTED = {"tokens": "<i8", "labels": "<i8", "loss_mask": "<f4", "position_ids": "<i8"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Show what will be trained on.", allow_abbrev=False, epilog="Guide: docs/data.md"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data-path", nargs="+", help="prefix, prefixes, or weight prefix pairs")
+    data.add_argument("--train-data-path", nargs="+", help="like --data-path, training only")
+    data.add_argument("--valid-data-path", nargs="+", help="like --data-path, validation only")
+    data.add_argument("--test-data-path", nargs="+", help="like --data-path, test only")
+    data.add_argument("--data-args-path", help="file that holds the words of --data-path")
+    data.add_argument("--per-split-data-args-path", help="JSON file: train, valid, test to words")
+    data.add_argument("--mock-data", action="store_true", help="the counting sequences of training's flag")
+    data.add_argument("--split", help="weights of train, valid, test; 969,30,1 by default")
+    data.add_argument("--data-cache-path", help="keep indices in this folder; by default none are kept")
+    data.add_argument("--mid-level-dataset-surplus", type=float, default=0.005)
+    data.add_argument("--multiple-validation-sets", action="store_true")
+    data.add_argument("--full-validation", action="store_true")
+    sample = parser.add_argument_group("samples")
+    sample.add_argument("--seq-length", type=int, help="tokens in a sample")
+    sample.add_argument("--seed", type=int, default=1234)
+    sample.add_argument("--sizes", type=sizes, default=(None, None, None), help="samples asked of each split")
+    sample.add_argument("--eod", type=int, help="id of the end-of-document token")
+    sample.add_argument("--pad", type=int, default=NO_PAD, help="id of padding, -1 for none")
+    sample.add_argument("--vocab-size", type=int, help="refuse ids from here on; needed by --mock-data")
+    sample.add_argument("--reset-position-ids", action="store_true")
+    sample.add_argument("--reset-attention-mask", action="store_true")
+    sample.add_argument("--eod-mask-loss", action="store_true")
+    sample.add_argument("--no-extra-token", action="store_true", help="samples share no token with the next")
+    output = parser.add_argument_group("output")
+    output.add_argument("--samples", type=int, default=4, help="how many of each split to show")
+    output.add_argument("--verify", action="store_true", help="read and check every corpus whole")
+    output.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def sizes(text: str) -> tuple[int | None, int | None, int | None]:
+    """`n_train,n_valid,n_test`; an empty place or "none" is one epoch."""
+    words = [word.strip().lower() for word in text.split(",")]
+    if len(words) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: three numbers are needed, as in 1000,100,10")
+    try:
+        train, valid, test = (None if word in ("", "none") else int(word) for word in words)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    if any(number is not None and number < 0 for number in (train, valid, test)):
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers of samples are not negative")
+    return train, valid, test
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Arguments that are wrong in themselves end the program with status 2."""
+    ways = {
+        "--data-path": args.data_path,
+        "--train/valid/test-data-path": args.train_data_path or args.valid_data_path or args.test_data_path,
+        "--data-args-path": args.data_args_path,
+        "--per-split-data-args-path": args.per_split_data_args_path,
+        "--mock-data": args.mock_data,
+    }
+    if sum(bool(given) for given in ways.values()) != 1:
+        parser.error(f"give exactly one of {', '.join(ways)}")
+    if args.seq_length is None and not args.verify:
+        parser.error("--seq-length is needed to cut samples (or give --verify alone)")
+    if args.seq_length is not None and args.seq_length < 1:
+        parser.error(f"--seq-length {args.seq_length}: must be at least 1")
+    if (args.reset_position_ids or args.reset_attention_mask or args.eod_mask_loss) and args.eod is None:
+        parser.error("--reset-position-ids, --reset-attention-mask and --eod-mask-loss need --eod ID")
+    if args.mock_data and (args.eod is None or args.vocab_size is None):
+        parser.error("--mock-data needs --eod ID and --vocab-size N")
+    if args.split is not None and (ways["--train/valid/test-data-path"] or args.per_split_data_args_path):
+        parser.error("--split divides the corpora of --data-path; with per-split paths leave it out")
+    if args.samples < 0:
+        parser.error(f"--samples {args.samples}: must not be negative")
+
+
+def named_corpora(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of GPTDatasetSpec that name corpora."""
+    if args.mock_data:
+        return {"mock": True}
+    if args.per_split_data_args_path:
+        return {"blend_per_split": read_per_split_file(args.per_split_data_args_path)}
+    if args.data_args_path:
+        return {"blend": read_blend_file(args.data_args_path), "split": args.split}
+    if args.data_path:
+        return {"blend": parse_blend(args.data_path), "split": args.split}
+    words = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    return {
+        "blend_per_split": tuple(
+            parse_blend(given, f"--{name}-data-path") if given else None
+            for name, given in zip(SPLIT_NAMES, words, strict=True)
+        )
+    }
+
+
+def build(args: argparse.Namespace, corpora: dict[str, Any]) -> Datasets:
+    sample_format = SampleFormat(
+        sequence_length=args.seq_length,
+        eod=args.eod,
+        pad=args.pad,
+        vocab_size=args.vocab_size,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        extra_token=not args.no_extra_token,
+    )
+    spec = GPTDatasetSpec(
+        sample_format,
+        seed=args.seed,
+        cache=args.data_cache_path is not None,
+        cache_path=args.data_cache_path,
+        surplus=args.mid_level_dataset_surplus,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        **corpora,
+    )
+    return build_train_valid_test_datasets(spec, args.sizes, allow_empty=True)
+
+
+def named_splits(datasets: Datasets) -> Iterator[tuple[str, Dataset]]:
+    """Each dataset with its name; separate validation sets are valid0, valid1, ..."""
+    for name, entry in zip(SPLIT_NAMES, datasets, strict=True):
+        if isinstance(entry, list):
+            yield from ((f"{name}{i}", dataset) for i, dataset in enumerate(entry))
+        elif entry is not None:
+            yield name, entry
+
+
+def describe(dataset: Dataset, i: int) -> dict[str, Any]:
+    """Digests of sample i, and the sequences that it has tokens of."""
+    sample = dataset[i]
+    row: dict[str, Any] = {
+        name: hashlib.sha256(np.ascontiguousarray(sample[name], dtype=dtype).tobytes()).hexdigest()
+        for name, dtype in DIGESTED.items()
+    }
+    row["documents"] = dataset.documents(i)
+    return row
+
+
+def inspect(args: argparse.Namespace) -> dict[str, Any]:
+    corpora = named_corpora(args)
+    result: dict[str, Any] = {}
+    if args.verify and not args.mock_data:
+        prefixes = {prefix: None for blend in _blends(corpora) for prefix in blend.prefixes}
+        result["corpora"] = [verify_corpus(prefix, args.eod, args.vocab_size) for prefix in prefixes]
+    if args.seq_length is not None:
+        result["splits"] = {}
+        for name, dataset in named_splits(build(args, corpora)):
+            if not len(dataset):
+                print(f"note: split {name!r} is too short for one sample", file=sys.stderr)
+            shown = range(min(args.samples, len(dataset)))
+            result["splits"][name] = {"len": len(dataset), "samples": [describe(dataset, i) for i in shown]}
+    return result
+
+
+def _blends(corpora: dict[str, Any]) -> list[Blend]:
+    blends = corpora.get("blend_per_split", (corpora.get("blend"),))
+    return [blend for blend in blends if blend is not None]
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for report in result.get("corpora", []):
+        print_corpus(report)
+    for name, split in result.get("splits", {}).items():
+        print(f"{name}: {split['len']} samples")
+        if split["samples"]:
+            print(f"  {'':>6}  {'tokens':12}  {'labels':12}  {'loss mask':12}  {'positions':12}  documents")
+        for i, row in enumerate(split["samples"]):
+            digests = "  ".join(row[key][:12] for key in DIGESTED)
+            more = " ..." if len(row["documents"]) > 8 else ""
+            documents = " ".join(map(str, row["documents"][:8])) + more
+            print(f"  {i:>6}  {digests}  {documents}")
+
+
+def print_corpus(report: CorpusReport) -> None:
+    print(f"{report['prefix']}: good")
+    for name, value in report.items():
+        if name != "prefix" and value is not None:
+            print(f"  {name.replace('_', ' '):16} {value}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
+    try:
+        result = inspect(args)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_DATA
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_table(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
