@@ -96,9 +96,9 @@ class Checkpointer:
         """Save to `--save`; the directory once it is a checkpoint, None while it is written in the
         background.
 
-        common: JSON that all ranks share; `consumed_train_samples` and a hash of `config` also become fields of
-        the manifest itself. wait: finish before returning whatever `--async-save` says (the last save of a run).
-        Raises CheckpointError on all ranks together.
+        common: JSON that all ranks share; `consumed_train_samples` and a hash of `config` also become
+        fields of the manifest itself. wait: finish before returning whatever `--async-save` says (the last
+        save of a run). Raises CheckpointError on all ranks together.
         """
         root = self._config.save
         assert root is not None, "save without --save"

@@ -293,8 +293,17 @@ def test_manifests_that_are_no_manifest(copy, raw, what):
 
 # S2: nothing outside the directory is read.
 
-PATHS = ["../iter_0000004/shard_00000.safetensors", "/etc/passwd", "..", "a/b.safetensors", "",
-         ".safetensors",         "shard\n.safetensors", "shard_00000.safetensors\x00", "C:\\x.safetensors"]  # fmt: skip
+PATHS = [
+    "../iter_0000004/shard_00000.safetensors",
+    "/etc/passwd",
+    "..",
+    "a/b.safetensors",
+    "",
+    ".safetensors",
+    "shard\n.safetensors",
+    "shard_00000.safetensors\x00",
+    "C:\\x.safetensors",
+]
 
 
 @pytest.mark.parametrize("name", PATHS)
