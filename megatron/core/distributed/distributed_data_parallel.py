@@ -9,8 +9,8 @@ The first row (`no_shard`) of the table of sharding strategies over `FlatBuffer`
     ddp.finish()                     # after it: the sum over microbatches and ranks, the same on all ranks
 
 Sums only: whoever uses the gradients divides once (`GradStats`, `step` of the optimizer), which costs one
-rounding instead of one a microbatch. With `--ddp-average-in-collective` they come out divided by
-`grad_divisor`.
+rounding instead of one a microbatch. With `--ddp-average-in-collective` they come out divided by the number
+of ranks, which `FlatBuffer.grads_divided_by` records and the optimizer takes into account.
 
 [Note: order of collectives] Buckets are reduced in layout order on every rank, however gradients become
 ready: a bucket that is complete waits for those before it. Collectives of one group must be issued in one
@@ -27,7 +27,6 @@ import collections
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core import collectives
@@ -57,13 +56,10 @@ class DistributedDataParallel:
         config: DistributedDataParallelConfig,
         param_meta: Mapping[str, ParamMeta] | None = None,
         sink: WeightGradAccumulator | None = None,
-        *,
-        find_nonfinite_rank: bool = False,
     ) -> None:
         self.module = module
         self.ps = ps
         self.config = config
-        self.find_nonfinite_rank = find_nonfinite_rank
         self._group = ps.dp_reduce_group
         meta = dict(param_meta) if param_meta is not None else infer_param_meta(module)
         self.buffer = FlatBuffer(
@@ -85,11 +81,6 @@ class DistributedDataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    @property
-    def grad_divisor(self) -> int:
-        """What the gradients have been divided by when `finish` returns."""
-        return self._group.size if self.config.ddp_average_in_collective else 1
 
     def broadcast_weights(self) -> None:
         """All ranks take rank 0's weights: for modules initialised from the rank's own generator."""
@@ -142,21 +133,6 @@ class DistributedDataParallel:
             self._in_flight.popleft().wait()
         self._last = False
 
-    def nonfinite_ranks(self) -> list[int]:
-        """World ranks whose own gradients, before the sum over ranks, had NaN or infinities in this step.
-
-        Every rank of the world calls it, once all know that the sum is not finite. With more than one data
-        parallel rank it needs `find_nonfinite_rank`. Communicates over control.
-        """
-        if self._group.size == 1:
-            sums = [arena.main_grads.sum() for arena in self.buffer.arenas]
-        else:
-            assert self.find_nonfinite_rank, "find_nonfinite_rank was not asked for"
-            sums = [reducer.local_sum for reducer in self._reducers if reducer.local_sum is not None]
-        bad = any(not bool(torch.isfinite(total)) for total in sums)  # sync: the run is about to skip or stop
-        flags = collectives.all_gather_json(bad, self.ps.control_group)
-        return [rank for rank, flag in zip(self.ps.control_group.ranks, flags, strict=True) if flag]
-
     def _autograd_hook(self, name: str) -> Callable[[Tensor], None]:
         main_grad = self.buffer.main_grad(name)
 
@@ -177,10 +153,9 @@ class DistributedDataParallel:
             self.buffer.combine_uses(name)
         if self._group.size == 1:
             return
-        if self.find_nonfinite_rank:
-            reducer.local_sum = reducer.grads.sum()
         if self.config.ddp_average_in_collective:
             reducer.grads.mul_(1 / self._group.size)
+            self.buffer.grads_divided_by = self._group.size
         # Waiting here is safe: every rank launches the same buckets in the same order.
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().wait()
@@ -199,7 +174,6 @@ class _Reducer:
     def reset(self) -> None:
         self.missing = set(self._keys)
         self.launched = False
-        self.local_sum: Tensor | None = None
 
 
 def _in_backward_order(buffer: FlatBuffer) -> list[_Reducer]:

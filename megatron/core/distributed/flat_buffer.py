@@ -85,6 +85,7 @@ class FlatBuffer:
             elif parameter.device != device:
                 _repoint(parameter, torch.empty_like(parameter, device=device))
         self._frozen_weights = {name: parameters[name].detach() for name in self.frozen}
+        self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
 
     def weight(self, name: str) -> Tensor:
@@ -131,6 +132,7 @@ class FlatBuffer:
                 arena.main_weights.copy_(arena.weights)
 
     def zero_grads(self) -> None:
+        self.grads_divided_by = 1
         for arena in self.arenas:
             arena.main_grads.zero_()
         for grad in self._extra_grads.values():

@@ -70,6 +70,7 @@ class MixedPrecisionOptimizer:
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
         """Figures of the summed gradients divided by `divisor`. Communicates over world; changes nothing."""
+        divisor /= self.buffer.grads_divided_by
         grads = [self.buffer.main_grad(name) for name in self.buffer.names]
         sums = squared_sums(grads).tolist()  # sync: the host decides whether to step
         names = tuple(n for n, total in zip(self.buffer.names, sums, strict=True) if not math.isfinite(total))
@@ -87,7 +88,7 @@ class MixedPrecisionOptimizer:
 
         Gradients in the buffer's own dtype are multiplied in place; 16-bit ones are widened into a temporary.
         """
-        factor = clip_coefficient / divisor
+        factor = clip_coefficient * self.buffer.grads_divided_by / divisor
         for arena in self.buffer.arenas:
             grads = arena.main_grads.to(arena.main_weights.dtype)  # itself when the dtypes agree
             if factor != 1.0:

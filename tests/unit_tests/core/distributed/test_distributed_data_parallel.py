@@ -12,6 +12,8 @@ from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.mixed_precision import build_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import LOOKUP, GradRoute, ParamMeta
 from megatron.core.weight_grad import WeightGradAccumulator
@@ -223,11 +225,19 @@ def test_average_in_collective_divides_by_the_ranks():
     def body(ctx):
         config = DistributedDataParallelConfig(ddp_average_in_collective=True)
         ddp = DistributedDataParallel(mlp(), ctx.ps, config)
-        return train_step(ddp, ctx.rank, 2, 1), ddp.grad_divisor
+        grads = train_step(ddp, ctx.rank, 2, 1)
+        divided_by = ddp.buffer.grads_divided_by
+        optimizer = build_optimizer(OptimizerConfig(lr=1.0), ddp.buffer, ctx.ps)
+        norm = optimizer.prepare(5.0).norm  # divides the sum by 5, whatever the collective did
+        ddp.zero_grad_buffer()
+        return grads, divided_by, norm, ddp.buffer.grads_divided_by
 
-    for grads, divisor in run_ranks(body, 2):
-        assert divisor == 2
-        for name, grad in expected_grads(mlp(), 2).items():
+    expected = expected_grads(mlp(), 2)
+    whole = torch.cat([grad.flatten() for grad in expected.values()])
+    for grads, divided_by, norm, afterwards in run_ranks(body, 2):
+        assert (divided_by, afterwards) == (2, 1)
+        assert norm == pytest.approx(whole.norm().item() / 5, rel=1e-12)
+        for name, grad in expected.items():
             torch.testing.assert_close(grads[name] * 2, grad, rtol=1e-13, atol=1e-13)
 
 
@@ -262,29 +272,6 @@ def test_broadcast_weights_makes_all_ranks_rank_zero():
         for name, p in mlp(torch.bfloat16, seed=0).named_parameters():
             assert torch.equal(weights[name][0], p)
             assert torch.equal(weights[name][1], p.float())
-
-
-def test_nonfinite_rank_is_found():
-    def body(ctx):
-        ddp = DistributedDataParallel(
-            mlp(), ctx.ps, DistributedDataParallelConfig(**SMALL_BUCKETS), find_nonfinite_rank=True
-        )
-        found = []
-        for bad_rank in (None, 1):
-            ddp.zero_grad_buffer()
-            ddp.begin_microbatch(0, last=True)
-            x = sample(ctx.rank)
-            if ctx.rank == bad_rank:
-                x[0, 0] = float("nan")
-            loss_of(ddp, x).backward()
-            ddp.finish()
-            found.append(ddp.nonfinite_ranks())
-        return found
-
-    assert run_ranks(body, 2) == [[[], [1]], [[], [1]]]
-    ddp = DistributedDataParallel(mlp(), single_process(CPU), DistributedDataParallelConfig())
-    ddp.buffer.main_grad("0.bias").fill_(float("inf"))
-    assert ddp.nonfinite_ranks() == [0]
 
 
 def test_calls_out_of_order_are_programming_errors():

@@ -69,6 +69,14 @@ def test_agrees_with_the_naive_one_and_resumes_anywhere(history, window, hystere
     assert run(second, history[half:]) == expected[half:]
 
 
+def test_at_minimum_says_that_skipping_would_not_help():
+    scaler = DynamicGradScaler(scale=4.0, min_scale=2.0, hysteresis=1)
+    assert not scaler.at_minimum
+    scaler.update(True)
+    assert scaler.at_minimum
+    assert GradScaler(8.0).at_minimum
+
+
 def test_defaults_are_megatrons():
     scaler = build_grad_scaler(OptimizerConfig(lr=1.0, fp16=True))
     assert scaler.dynamic
