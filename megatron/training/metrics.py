@@ -12,6 +12,10 @@ import json
 import math
 from collections.abc import Mapping
 from datetime import datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
 
 PERPLEXITY_EXPONENT_LIMIT = (
     20.0  # as Megatron: exp(min(20, loss)), so that an untrained model prints a number
@@ -191,16 +195,6 @@ def validation_scalars(losses: Mapping[str, float], *, set_name: str = "") -> di
         scalars[f"{name} validation{suffix}"] = loss
         scalars[f"{name} validation{suffix} ppl"] = perplexity(loss)
     return scalars
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryFigures:
-    """Bytes on this rank's device; on CPU `allocated` is the resident set and `reserved` the same figure."""
-
-    allocated_bytes: int
-    max_allocated_bytes: int
-    reserved_bytes: int
-    max_reserved_bytes: int
 
 
 def memory_line(rank: int, iterations: int, memory: MemoryFigures) -> str:

@@ -7,7 +7,7 @@ that loses a peer calls `diagnose`, which takes less than 2 s and says, for exam
     rank 1 (host node7, pid 4242) missed all_reduce #3 of group 'dp' at step 17, phase grad-sync; last seen
     5.2 s ago in step 17, phase data
 
-Torch-free: any store with set, get, check and clone will do. Who is to blame is decided in
+Torch-free: the store (set, get, check, clone) is passed in. Who is to blame is decided in
 `culprit.py`, which is pure.
 """
 
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.training.culprit import (
     ENDED,
@@ -38,28 +38,17 @@ INTERVAL_S = 0.4
 BUDGET_INTERVALS = 4.0
 
 
-class Store(Protocol):
-    """What is used of a torch.distributed store."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def clone(self) -> Store: ...
-
-
 class Watchdog:
     """Publishes this rank's progress and names the culprit when a peer is lost.
 
-    store: a torch.distributed store that all ranks share; it is cloned, so that nobody's blocking `get`
-    holds the records up. prefix: a fresh one for each restart, so that a dead attempt's records are not read.
+    store: a torch.distributed store that all ranks share (torch's stubs do not declare `clone`); it is cloned,
+    so that nobody's blocking `get` holds the records up. prefix: a fresh one for each restart, so that a dead
+    attempt's records are not read.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         world_size: int,
         *,

@@ -47,6 +47,7 @@ def test_statuses_are_the_promised_numbers():
         "RERUN_PERSISTENT": 16,
         "RERUN_INVALID": 17,
         "STOPPED": 75,
+        "STOPPED_UNSAVED": 143,
     }
     assert set(exit_status.DESCRIPTIONS) == set(ExitStatus)
 

@@ -4,11 +4,13 @@ import json
 import math
 import re
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.device import MemoryFigures
 from megatron.training import metrics
 from megatron.training.metrics import IntervalTotals, IterationRecord, iteration_line
 
@@ -51,6 +53,13 @@ def test_iteration_line_is_megatrons_to_the_letter():
         "lm loss: 1.012346E+01 | loss scale: 1.0 | grad norm: 1.234568E+01 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+
+
+def test_docs_page_shows_the_real_lines():
+    page = (Path(__file__).resolve().parents[3] / "docs" / "logging.md").read_text(encoding="utf-8")
+    assert iteration_line(record(grad_norm=12.3456789)) in page
+    assert metrics.validation_lines("iteration 40", {"lm loss": 2.0})[1] in page
+    assert all(f"`{tag}`" in page for tag in metrics.iteration_scalars(record(), tokens_per_s=1.0))
 
 
 def test_every_optional_field_in_its_place():
@@ -121,7 +130,7 @@ def test_scalars_have_megatrons_tags():
         *("iteration-time", "throughput", "tokens-per-second", "skipped-iterations", "nan-iterations"),
     }
     assert "grad-norm" not in metrics.iteration_scalars(record())
-    memory = metrics.memory_scalars(metrics.MemoryFigures(1, 2, 3, 4))
+    memory = metrics.memory_scalars(MemoryFigures(1, 2, 3, 4))
     assert memory == {"mem-allocated-bytes": 1, "mem-max-allocated-bytes": 2, "mem-reserved-bytes": 3}
 
 
@@ -189,7 +198,7 @@ def test_start_memory_checkpoint_and_exit_lines():
         metrics.padded_vocab_line(257, 384)
         == " > padded vocab (size: 257) with 127 dummy tokens (new size: 384)"
     )
-    memory = metrics.MemoryFigures(1 << 20, 2 << 20, 3 << 20, 4 << 20)
+    memory = MemoryFigures(1 << 20, 2 << 20, 3 << 20, 4 << 20)
     assert metrics.memory_line(3, 10, memory) == (
         "[Rank 3] (after 10 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | reserved: 3.00"
         " | max reserved: 4.00"

@@ -60,7 +60,7 @@ def test_memory_of_the_estimator_is_bounded():
     for i in range(20_001):
         eta.update(i, i * 0.25)
     assert len(eta._samples) <= 1024
-    assert eta.eta_s() == pytest.approx(9_999 * 0.25)
+    assert eta.eta_s() == pytest.approx(10_000 * 0.25)
 
 
 @pytest.mark.parametrize(
