@@ -11,6 +11,7 @@ checkpoint that cannot be used, 2 for a wrong flag.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.training.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
 from megatron.training.config import Config
 from megatron.training.exit_status import ExitStatus
@@ -70,6 +73,12 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
     return model.eval(), config
 
 
+def load_tokenizer(flags: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of the training. Raises ValueError naming the file where one is no longer there."""
+    values = dataclasses.asdict(flags)
+    return build_tokenizer(values.pop("tokenizer_type"), **values)
+
+
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and what follows it."""
     sampling = Sampling(
@@ -79,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     model, config = load_model(args.load, args.ckpt_step, args.device)
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     prompt = tokenizer.tokenize(args.prompt)
     if not prompt:
         raise ValueError("--prompt holds no token: give some text to continue")

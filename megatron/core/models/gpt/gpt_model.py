@@ -26,12 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class GPTModel(MegatronModule):
     """A decoder-only transformer whose gradients all go to a sink; `.grad` stays None.
 
-    config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout.
-    seq_length: of training, by default the configuration's. device: torch's default device if not given;
-    parameters are filled there, or left empty on the meta device for an engine to materialise and fill
-    (`tensor_parallel.init`). layers: global numbers of the layers held here; all of them by default.
-    pre_process, post_process: this stage embeds, and computes logits or the loss. sink: where gradients go
-    instead of `context.grads` (a pipeline that defers weight gradients).
+    config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout. device:
+    torch's default device if not given; parameters are filled there, or left empty on the meta device for an
+    engine to materialise and fill (`tensor_parallel.init`). layers: global numbers of the layers held here;
+    all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss.
+    sink: where gradients go instead of `context.grads` (a pipeline that defers weight gradients).
 
     Raises ValueError where learned positions do not cover the sequence.
     """
@@ -42,7 +41,6 @@ class GPTModel(MegatronModule):
         *,
         padded_vocab_size: int,
         seed: int,
-        seq_length: int | None = None,
         params_dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         pre_process: bool = True,
@@ -51,7 +49,7 @@ class GPTModel(MegatronModule):
         sink: WeightGradSink | None = None,
     ) -> None:
         super().__init__()
-        _check_positions(config, seq_length or config.seq_length)
+        _check_positions(config)
         self.config = config
         self.context = ModelContext(seed=seed)
         self.sink: WeightGradSink = self.context.grads if sink is None else sink
@@ -161,9 +159,10 @@ class GPTModel(MegatronModule):
         return grads
 
 
-def _check_positions(config: TransformerConfig, seq_length: int) -> None:
-    if config.position_embedding_type == "learned_absolute" and seq_length > config.max_position_embeddings:
+def _check_positions(config: TransformerConfig) -> None:
+    learned = config.position_embedding_type == "learned_absolute"
+    if learned and config.seq_length > config.max_position_embeddings:
         raise ValueError(
-            f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}: "
-            "the table of learned positions must cover the sequence"
+            f"--seq-length {config.seq_length} exceeds --max-position-embeddings "
+            f"{config.max_position_embeddings}: the table of learned positions must cover the sequence"
         )
