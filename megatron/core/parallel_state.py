@@ -164,8 +164,8 @@ def init_process_group(
     """Meet the other ranks of the world (torch's default process group); the store that they met through.
 
     A world of one meets nobody: its store is a local one. init_method "env://" is what torchrun sets up.
-    backend: the device's own by default. attempt: the launcher's restarts so far; each meets under a prefix of
-    its own, because the addresses that a dead attempt left in a shared store make the next one hang.
+    backend: the device's own by default. attempt: the launcher's restarts so far; each meets under a prefix
+    of its own, because the addresses that a dead attempt left in a shared store make the next one hang.
     """
     if world_size == 1:
         return dist.HashStore()
@@ -203,7 +203,8 @@ def make_parallel_state(
     """Make every group of `PURPOSES`; the default process group must exist (`init_process_group`).
 
     timeout: after which a collective gives up on a silent peer. observer: told of every collective, for a
-    watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same grid.
+    watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same
+    grid.
     """
     if grid.world_size == 1:
         return single_process(device, grid=grid, timeout=timeout)

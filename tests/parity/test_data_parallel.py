@@ -86,7 +86,7 @@ def train_reference(dtype, flags, frozen=False):
         adam.zero_grad()
         total = 0.0
         for index in range(GLOBAL_MICROBATCHES):
-            tokens, labels, positions = microbatch(step, index)
+            tokens, labels, _ = microbatch(step, index)
             loss = reference(tokens, labels=labels).mean()
             loss.backward()
             total += loss.item()

@@ -44,8 +44,8 @@ def groups():
 
 PEAK, FLOOR, W, D = 1e-3, 1e-5, 40, 400  # samples: 10 of 100 iterations at batch 4
 SPAN = PEAK - FLOOR
-# Iteration -> rate. 55 is the middle between the end of the warm-up (10) and the end (100), 75 that of a WSD tail
-# of 50 iterations; 101 is past the end.
+# Iteration -> rate. 55 is the middle between the end of the warm-up (10) and the end (100), 75 that of a WSD
+# tail of 50 iterations; 101 is past the end.
 TABLE = {
     "constant": ({}, {55: PEAK, 100: PEAK, 101: PEAK}),
     "linear": ({}, {55: FLOOR + 0.5 * SPAN, 100: FLOOR, 101: FLOOR}),
