@@ -2,22 +2,32 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .PHONY: setup quickstart test test-all check lint docs clean
 
-setup: $(STAMP)
+# Everything that developing needs. Does nothing when up to date.
+setup: $(VENV)/.dev
 
-# Pinned torch first, from the lock, so that no other package can pull another build of it.
-$(STAMP): pyproject.toml requirements.lock setup.py
+# The package and what the quickstart needs. torch comes first and pinned, so that no other package pulls another build.
+$(VENV)/.base: pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check $$(grep '^torch==' requirements.lock)
-	$(BIN)/pip install -q --disable-pip-version-check -c requirements.lock -e '.[dev]'
-	touch $(STAMP)
+	$(PIP) $$(grep '^torch==' requirements.lock)
+	$(PIP) -c requirements.lock -e '.[cli]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -c requirements.lock -e '.[dev]'
+	touch $@
+
+# A corpus, training on 2 CPU ranks, a resume, a report and a sample: about a minute after installation.
+quickstart: $(VENV)/.base
+	PYTHON=$(BIN)/python examples/quickstart/run.sh
 
 test: setup
 	$(BIN)/python -m pytest -m "not full"
 
+# Full grids and kill storms too; the figures in docs/ come from it.
 test-all: setup
 	$(BIN)/python -m pytest
 
@@ -26,8 +36,13 @@ lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_flags_docs.py --check
 
 check: lint test
+
+# Pages made from code.
+docs: setup
+	$(BIN)/python tools/generate_flags_docs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

@@ -32,6 +32,6 @@ train --exit-interval 200
 echo "== resuming from the checkpoint"
 train
 echo "== report"
-"$PYTHON" tools/report.py --run "$RUN_DIR/checkpoints" --output "$RUN_DIR/report.html"
+"$PYTHON" tools/report.py "$RUN_DIR/checkpoints" --out "$RUN_DIR/report.html"
 echo "== a sample from the checkpoint"
 "$PYTHON" tools/generate.py --load "$RUN_DIR/checkpoints" --prompt "def main(" --max-new-tokens 160 --temperature 0.7 --seed 1
