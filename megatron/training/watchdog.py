@@ -42,8 +42,8 @@ class Watchdog:
     """Publishes this rank's progress and names the culprit when a peer is lost.
 
     store: a torch.distributed store that all ranks share (torch's stubs do not declare `clone`); it is
-    cloned, so that nobody's blocking `get` holds the records up. prefix: a fresh one for each restart, so that a dead
-    attempt's records are not read.
+    cloned, so that nobody's blocking `get` holds the records up.
+    prefix: a fresh one for each restart, so that a dead attempt's records are not read.
     """
 
     def __init__(
