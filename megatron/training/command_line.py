@@ -30,7 +30,7 @@ GROUP_TITLES: Mapping[str, str] = {
     "logging": "logging",
     "reliability": "reliability",
 }
-_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +246,9 @@ def read_command_line(
 
 
 def _joined_negatives(argv: Sequence[str]) -> list[str]:
-    """`--lr -1e-5` as `--lr=-1e-5`: argparse takes a negative number with an exponent for a flag."""
+    """`--lr -1e-5` as `--lr=-1e-5`, `--window-size -1,-1` likewise: argparse would take these values for
+    flags.
+    """
     words: list[str] = []
     for word in argv:
         if _NEGATIVE_NUMBER.fullmatch(word) and words and words[-1].startswith("--") and "=" not in words[-1]:

@@ -78,7 +78,7 @@ def _field_entry(name: str) -> FlagEntry:
     state, why, allowed = FlagState.IMPLEMENTED, "", None
     if name in FIELD_LIMITS:
         allowed, why = FIELD_LIMITS[name]
-        # Where only values that ask for nothing are supported, the flag is not; a choice is implemented in part.
+        # Where only values that ask for nothing are supported, the flag is not; choices are in part.
         state = FlagState.IMPLEMENTED if kind.choices else FlagState.UNSUPPORTED
     elif name in INERT_FIELDS:
         state, why = FlagState.INERT, INERT_FIELDS[name]
@@ -142,19 +142,36 @@ def _documented() -> dict[str, FlagEntry]:
 
 
 def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tuple[str, ...]:
-    """Known spellings nearest to an unknown one, the most likely first.
+    """Known spellings nearest to an unknown one, the most likely first. `extra`: spellings beside the table.
 
-    Candidates come from difflib and are ordered by edit distance, so that a single slip finds its flag first.
+    One slip of the fingers is found through shared deletions; anything further away by difflib.
     """
     known = _documented()
-    candidates = difflib.get_close_matches(flag, [*known, *extra], n=12, cutoff=0.6)
+    near = {other for cut in _deletions(flag) for other in _by_deletion().get(cut, ())}
+    near |= {other for other in extra if edit_distance(flag, other) <= 2}
+    candidates = sorted(near) or difflib.get_close_matches(flag, [*known, *extra], n=12, cutoff=0.6)
 
-    def rank(candidate: str) -> tuple[int, int, int]:
+    def rank(candidate: str) -> tuple[int, bool, int]:
         entry = known.get(candidate)
         implemented = entry is None or entry.state is FlagState.IMPLEMENTED
         return (edit_distance(flag, candidate), not implemented, candidates.index(candidate))
 
     return tuple(sorted(candidates, key=rank)[:count])
+
+
+def _deletions(flag: str) -> set[str]:
+    """The flag, and the flag without each of its letters."""
+    return {flag} | {flag[:at] + flag[at + 1 :] for at in range(2, len(flag))}
+
+
+@functools.cache
+def _by_deletion() -> dict[str, list[str]]:
+    """Documented spellings by what is left when one letter is missing."""
+    index: dict[str, list[str]] = {}
+    for flag in _documented():
+        for cut in _deletions(flag):
+            index.setdefault(cut, []).append(flag)
+    return index
 
 
 def edit_distance(a: str, b: str) -> int:

@@ -1,0 +1,155 @@
+"""--check-config: any number of ranks, nothing built."""
+
+import json
+
+import pytest
+import yaml
+
+from megatron.training.arguments import launch_config
+from tests.harness.launch_lines import GPT3_175B, LLAMA3_8B, MIXTRAL_8X7B, SMALL
+
+
+def check(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        launch_config([*words, "--check-config"])
+    return ended.value.code, capsys.readouterr()
+
+
+def check_json(capsys, *words):
+    status, printed = check(capsys, *words, "--json")
+    assert printed.out.count("\n") == 1
+    return status, json.loads(printed.out)
+
+
+def test_a_good_line(capsys):
+    status, report = check_json(capsys, *SMALL, "--world-size", "8", "--train-iters", "20")
+    assert status == 0
+    assert report["problems"] == []
+    assert report["not_found"] == []
+    assert report["config"]["global_batch_size"] == 16
+    assert report["origin"]["global_batch_size"] == "derived"
+    assert report["origin"]["train_iters"] == "flag"
+    assert report["origin"]["seed"] == "default"
+    assert report["grid"]["sizes"] == {"tp": 1, "cp": 1, "ep": 1, "dp": 8, "pp": 1}
+    assert report["grid"]["groups"] == {"dp": [list(range(8))]}
+    assert report["parameters"]["per_rank"] == [report["parameters"]["total"]] * 8
+
+
+def test_the_text_is_yaml_with_origins(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("\n\nadam_beta2: 0.95\n")
+    status, printed = check(capsys, *SMALL, "--yaml-cfg", str(file))
+    assert status == 0
+    loaded = yaml.safe_load(printed.out)
+    assert loaded["model"]["num_layers"] == 2
+    assert loaded["optimizer"]["adam_beta2"] == 0.95
+    assert loaded["optimizer"]["adam_eps"] == 1e-8
+    lines = [line.strip() for line in printed.out.splitlines()]
+    assert f"adam_beta2: 0.95  # {file}:3" in lines
+    assert "num_layers: 2  # flag" in lines
+    assert "adam_beta1: 0.9  # default" in lines
+    assert any(line.startswith("# rank grid: 1 ranks") for line in lines)
+    assert any(line.startswith("# parameters: ") for line in lines)
+
+
+def test_175b_has_the_published_size_on_1024_ranks(capsys):
+    status, report = check_json(capsys, *GPT3_175B, "--world-size", "1024", "--vocab-size", "50257")
+    assert status == 2
+    assert {problem["rule"] for problem in report["problems"]} == {"not-supported"}
+    assert set(report["problems"][0]) == {"rule", "flags", "message", "fix"}
+    assert report["grid"]["sizes"] == {"tp": 8, "cp": 1, "ep": 1, "dp": 8, "pp": 16}
+    assert report["config"]["padded_vocab_size"] == 51200
+    h, layers, vocab, positions = 12288, 96, 51200, 2048
+    layer = 12 * h * h + 13 * h  # four and eight h^2 matrices, biases, two norms
+    assert report["parameters"]["total"] == layers * layer + (vocab + positions) * h + 2 * h
+    per_rank = report["parameters"]["per_rank"]
+    assert len(per_rank) == 1024
+    split_layer = 12 * h * h // 8 + (3 * h + 4 * h) // 8 + 6 * h
+    assert per_rank[0] == 6 * split_layer + vocab // 8 * h + positions * h
+    assert per_rank[500] == 6 * split_layer
+    assert per_rank[1023] == 6 * split_layer + vocab // 8 * h + 2 * h
+    assert report["not_found"][:2] == ["--vocab-file vocab.json", "--merge-file merges.txt"]
+    assert "--data-path /data/corpus_text_document.bin" in report["not_found"]
+
+
+def test_llama3_8b_has_the_published_size(capsys):
+    status, report = check_json(capsys, *LLAMA3_8B, "--world-size", "16")
+    assert status == 2
+    # The published 8,030,261,248, with 128256 + 1 ids padded to 128384 in two matrices.
+    assert report["parameters"]["total"] == 8030261248 + 2 * (128384 - 128256) * 4096
+    assert any("not installed here" in warning for warning in report["warnings"])
+    assert not any(problem["rule"] == "transformer-engine" for problem in report["problems"])
+
+
+def test_mixtral_is_refused_with_all_reasons_and_no_invented_count(capsys):
+    status, report = check_json(capsys, *MIXTRAL_8X7B, "--world-size", "32")
+    assert status == 2
+    flags = [problem["flags"][0] for problem in report["problems"]]
+    assert {"--num-experts", "--moe-grouped-gemm", "--pipeline-model-parallel-size"} <= set(flags)
+    assert report["parameters"]["total"] is None
+    assert "--num-experts" in report["parameters"]["why"]
+    assert report["grid"]["expert"]["sizes"]["ep"] == 8
+
+
+def test_an_unknown_vocabulary_is_said(capsys, tmp_path):
+    words = [w for w in SMALL if w != "ByteTokenizer"]
+    words += ["GPT2BPETokenizer", "--merge-file", "m", "--vocab-file"]
+    status, report = check_json(capsys, *words, "v.json")
+    assert status == 0
+    assert "vocab size unknown" in report["parameters"]["why"]
+    vocabulary = tmp_path / "v.json"
+    vocabulary.write_text(json.dumps({str(i): i for i in range(300)}))
+    _, report = check_json(capsys, *words, str(vocabulary))
+    assert report["config"]["padded_vocab_size"] == 384
+    assert report["parameters"]["total"] is not None
+
+
+def test_ranks_that_do_not_divide_are_a_problem_with_no_grid(capsys):
+    status, report = check_json(capsys, *SMALL, "--world-size", "6", "--tensor-model-parallel-size", "4")
+    assert status == 2
+    assert report["grid"] is None
+    assert report["parameters"]["total"] is not None
+    assert "world-size" in [problem["rule"] for problem in report["problems"]]
+
+
+def test_16384_ranks(capsys):
+    status, report = check_json(capsys, *SMALL, "--world-size", "16384")
+    assert status == 0
+    assert len(report["parameters"]["per_rank"]) == 16384
+
+
+@pytest.mark.parametrize(
+    ("words", "per_stage"),
+    [
+        ("--num-layers 8", [4, 4]),
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 3", [3, 5]),
+        ("--num-layers 7 --account-for-embedding-in-pipeline-split", [3, 4]),
+        ("--num-layers 6 --pipeline-model-parallel-layout Et|tt|t|ttL", [2, 4]),
+        ("--num-layers 8 --num-layers-per-virtual-pipeline-stage 2", [4, 4]),
+    ],
+)
+def test_layers_of_each_stage_show_in_the_parameters(capsys, words, per_stage):
+    _, report = check_json(
+        capsys, *SMALL, "--pipeline-model-parallel-size", "2", "--world-size", "2", *words.split()
+    )
+    first, last = report["parameters"]["per_rank"]
+    h, layer = 64, 12 * 64 * 64 + 13 * 64
+    assert [first - 384 * h - 32 * h, last - 384 * h - 2 * h] == [layers * layer for layers in per_stage]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-layers 7",
+        "--num-layers 8 --num-layers-per-virtual-pipeline-stage 3",
+        "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers 7 --pipeline-model-parallel-layout Et|tt|t|ttL",
+        "--num-layers 6 --pipeline-model-parallel-layout E(t|tt|t|ttL",
+        "--num-layers 5 --pipeline-model-parallel-layout Et|tt|ttL",
+    ],
+)
+def test_layers_that_do_not_divide_are_told(capsys, words):
+    _, report = check_json(
+        capsys, *SMALL, "--pipeline-model-parallel-size", "2", "--world-size", "2", *words.split()
+    )
+    assert "pipeline-layers" in [problem["rule"] for problem in report["problems"]]

@@ -1,0 +1,204 @@
+"""Seeded bad configurations: each refused by the right rule, naming flag and fix, several at once."""
+
+import pytest
+
+from megatron.training.arguments import ConfigurationError, parse_config
+from megatron.training.launch_env import LaunchEnv
+from megatron.training.problems import Problem, render_problems
+from megatron.training.rules import RULES
+from tests.harness.launch_lines import SMALL
+
+
+def problems_of(words, env=None):
+    try:
+        parse_config([*SMALL, *words.split()], env=env)
+    except ConfigurationError as error:
+        return error.problems
+    return ()
+
+
+# (what is added to the smallest line, the rules it breaks)
+BAD = [
+    ("--tensor-model-parallel-size 3", "not-supported world-size heads-tensor-parallel ffn-tensor-parallel"),
+    ("--num-attention-heads 5", "heads rotary-or-none"),
+    ("--group-query-attention --num-query-groups 3", "query-groups"),
+    ("--global-batch-size 3", "batch-divisible"),
+    ("--global-batch-size 8 --rampup-batch-size 3 5 100", "batch-divisible"),
+    ("--bf16 --fp16", "precision"),
+    ("--fp64 --allow-tf32", "tf32"),
+    ("--grad-reduce-in-bf16", "grad-reduce"),
+    ("--loss-scale -1 --fp16", "loss-scale"),
+    ("--train-samples 100", "iterations-or-samples"),
+    ("--lr-warmup-samples 5", "iterations-or-samples"),
+    ("--lr-warmup-fraction .1 --lr-warmup-iters 2", "warmup-fraction"),
+    ("--lr-warmup-iters 10", "warmup-length"),
+    ("--lr-warmup-fraction 1.0", "range-lr-warmup-fraction"),
+    ("--min-lr 1", "lr-order"),
+    ("--decoupled-min-lr .1", "decoupled-min-lr"),
+    ("--lr-decay-style WSD", "wsd-tail"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", "wsd-tail"),
+    ("--start-weight-decay .1 --end-weight-decay .2", "weight-decay-ramp"),
+    ("--weight-decay-incr-style linear", "weight-decay-ramp"),
+    ("--override-opt_param-scheduler --use-checkpoint-opt-param-scheduler --load x", "scheduler-source"),
+    ("--max-position-embeddings 31", "positions"),
+    ("--position-embedding-type rope --rotary-percent 1.5", "rotary"),
+    ("--position-embedding-type rope --rotary-percent .2", "rotary"),
+    ("--position-embedding-type none --use-rotary-position-embeddings", "position-embedding-type"),
+    ("--use-rope-scaling", "position-embedding-type"),
+    ("--swiglu --squared-relu", "activation"),
+    ("--use-flash-attn --attention-backend unfused", "attention-backend"),
+    ("--transformer-impl transformer_engine", "transformer-engine"),
+    ("--transformer-impl inference_optimized", "not-supported"),
+    ("--padded-vocab-size 200", "vocabulary"),
+    ("--recompute-granularity full", "recompute"),
+    ("--recompute-method uniform", "recompute"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "recompute"),
+    ("--recompute-activations --recompute-granularity full", "recompute"),
+    ("--recompute-granularity selective --recompute-modules mlp", "recompute-modules"),
+    ("--data-path x", "data"),
+    ("--split 1,2,3,4", "split"),
+    ("--multiple-validation-sets", "validation-sets"),
+    ("--reset-attention-mask --no-create-attention-mask-in-dataloader", "attention-mask"),
+    ("--tokenizer-type NullTokenizer", "tokenizer-files"),
+    ("--tokenizer-type GPT2BPETokenizer", "tokenizer-files"),
+    ("--tokenizer-type SentencePieceTokenizer", "tokenizer-files"),
+    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model no/such", "files"),
+    ("--save x", "save-interval"),
+    ("--save x --save-interval 4 --save-retain-interval 6", "save-retain-interval"),
+    ("--async-save", "save-folder"),
+    ("--ckpt-step 3", "load-folder"),
+    ("--use-checkpoint-args", "load-folder"),
+    ("--save /dev/null/x --save-interval 1", "save-writable"),
+    ("--wandb-project p", "wandb"),
+    ("--timing-log-level 3", "timing-log-level"),
+    ("--nan-policy skip --no-check-for-nan-in-loss-and-grad", "nan-policy"),
+    ("--rerun-mode report_stats", "not-supported"),
+    ("--save-interval 0", "range-save-interval"),
+    ("--log-interval 0", "range-log-interval"),
+    ("--num-layers 0", "range-num-layers"),
+    ("--hidden-dropout 1.0", "range-hidden-dropout"),
+    ("--clip-grad -1", "range-clip-grad"),
+    ("--iterations-to-skip 3 0", "range-iterations-to-skip"),
+    ("--world-size 4", "world-size-flag"),
+    ("--json", "json-flag"),
+    ("--num-experts 8 --moe-router-topk 2", "not-supported not-supported"),
+    ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params", "not-supported not-supported"),
+    ("--enable-zero-bubble --fp8-format hybrid", "not-supported not-supported"),
+    ("--pipeline-model-parallel-size 2", "not-supported world-size"),
+    ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "not-supported not-supported"),
+    ("--trust-remote-code", "not-supported"),
+    ("--step-batch-size-schedule 0:768", "not-supported"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), BAD)
+def test_bad_configurations_are_refused_by_their_rules(words, expected):
+    expected = [rule for rule in expected.split() if rule != "rotary-or-none"]
+    problems = problems_of(words)
+    assert [problem.rule for problem in problems] == expected
+    for problem in problems:
+        assert problem.flags
+        assert problem.message
+        assert problem.fix
+        assert any(
+            flag in f"{problem.message} {problem.fix} {' '.join(problem.flags)}" for flag in words.split()
+        )
+
+
+GOOD = [
+    "--num-experts 0 --tensor-model-parallel-size 1 --context-parallel-size 1 --num-seq-splits 1",
+    "--data-parallel-sharding-strategy no_shard --num-distributed-optimizer-instances 1",
+    "--sequence-parallel --use-mcore-models --no-masked-softmax-fusion --no-gradient-accumulation-fusion",
+    "--window-size -1,-1 --softmax-type vanilla --cp-comm-type p2p",
+    "--fp16 --initial-loss-scale 65536 --nan-policy skip",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-activations",
+    "--global-batch-size 5 --decrease-batch-size-if-needed",
+    "--global-batch-size 8 --rampup-batch-size 2 2 10",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style minus_sqrt",
+    "--start-weight-decay .1 --end-weight-decay .2 --weight-decay-incr-style cosine",
+    "--kv-channels 10 --num-attention-heads 6",
+    "--save x --save-interval 2 --save-retain-interval 4 --async-save --log-progress",
+    "--tensorboard-dir tb --log-throughput --timing-log-level 2",
+    "--lr-warmup-iters 3 --decoupled-lr 1e-2 --min-lr 1e-5",
+    "--ckpt-format fsdp_dtensor --distributed-backend nccl",
+]
+
+
+@pytest.mark.parametrize("words", GOOD)
+def test_good_configurations_pass(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert problems_of(words) == ()
+
+
+def test_required_flags_are_told_together():
+    with pytest.raises(ConfigurationError) as caught:
+        parse_config([])
+    flags = {problem.flags[0] for problem in caught.value.problems}
+    required = (
+        "num-layers hidden-size num-attention-heads seq-length max-position-embeddings micro-batch-size lr"
+    )
+    assert {f"--{name}" for name in required.split()} <= flags
+    assert {"length", "data", "tokenizer-type"} <= {problem.rule for problem in caught.value.problems}
+
+
+def test_a_flag_that_could_not_be_read_is_not_also_missing():
+    words = [word for word in SMALL if word not in ("--lr", "1e-3")]
+    with pytest.raises(ConfigurationError) as caught:
+        parse_config([*words, "--lr", "fast"])
+    assert [problem.rule for problem in caught.value.problems] == ["value"]
+
+
+def test_skipping_training_needs_neither_length_nor_learning_rate():
+    words = [w for w in SMALL if w not in ("--lr", "1e-3", "--train-iters", "10")]
+    assert parse_config([*words, "--skip-train"]).evaluation.skip_train
+
+
+def test_a_users_own_data_needs_no_corpus():
+    words = [w for w in SMALL if w not in ("--mock-data", "--tokenizer-type", "ByteTokenizer")]
+    assert parse_config(words, needs_data=False).data.data_path is None
+    external = [*words, "--dataloader-type", "external", "--tokenizer-type", "ByteTokenizer"]
+    assert parse_config(external).data.dataloader_type == "external"
+
+
+def test_the_launchers_ranks_count():
+    four = LaunchEnv(launched=True, world_size=4, local_world_size=4)
+    config = parse_config(SMALL, env=four)
+    assert (config.world_size, config.training.global_batch_size) == (4, 8)
+    assert [p.rule for p in problems_of("--global-batch-size 4", env=four)] == ["batch-divisible"]
+
+
+def test_deterministic_mode_on_gpus_names_the_variables():
+    from megatron.training.resolve import Machine, resolve
+    from megatron.training.rule_table import Situation
+    from megatron.training.rules import broken_rules
+
+    config = resolve({"deterministic_mode": True}, {"deterministic_mode": "flag"}, Machine(has_gpu=True))
+    wrong = Situation(config, env=LaunchEnv(world_size=2), has_gpu=True)
+    told = [p.message for p in broken_rules(wrong) if p.rule == "deterministic-mode"]
+    assert "CUBLAS_WORKSPACE_CONFIG" in told[0]
+    assert "NCCL_ALGO" in told[0]
+    right = LaunchEnv(world_size=2, cublas_workspace_config=":4096:8", nccl_algo="Ring")
+    assert not [
+        p for p in broken_rules(Situation(config, env=right, has_gpu=True)) if p.rule == "deterministic-mode"
+    ]
+
+
+def test_every_rule_names_flags_that_exist():
+    from megatron.training.flag_table import spellings
+
+    for rule in RULES:
+        assert rule.flags
+        assert rule.fix
+        assert set(rule.flags) <= set(spellings()), rule.id
+
+
+def test_problems_are_printed_numbered_with_their_fix():
+    text = render_problems([Problem("a", ("--x",), "x is wrong", "mend x"), Problem("b", (), "y", "mend y")])
+    assert text.splitlines() == [
+        "configuration: 2 problems",
+        "  1. [a] x is wrong",
+        "    fix: mend x",
+        "  2. [b] y",
+        "    fix: mend y",
+    ]
