@@ -26,7 +26,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Mo
 
 
 def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor | None]:
-    """The next microbatch, on this rank's device: tokens, labels, loss_mask, position_ids [b, s], attention_mask or None."""
+    """The next microbatch, on this rank's device: tokens, labels, loss_mask, position_ids [b, s]; attention_mask."""
     from megatron.training.global_vars import get_device
 
     batch = next(data_iterator)
@@ -47,9 +47,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
     """One microbatch forward: per-token losses [b, s], and the function that makes a number of them."""
     batch = get_batch(data_iterator)
-    losses = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
-    )
+    losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return losses, partial(loss_func, batch["loss_mask"])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.enums import ModelType
-from megatron.training import get_args, pretrain, print_rank_0
+from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
 
 
 class LastTokensModel(nn.Module):
@@ -29,7 +29,9 @@ class LastTokensModel(nn.Module):
         padded = nn.functional.pad(tokens, (self.context_tokens - 1, 0))
         windows = padded.unfold(1, self.context_tokens, 1)  # [b, s, context]
         logits = self.output(torch.relu(self.hidden(self.embedding(windows).flatten(2))))  # [b, s, v]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(
+            labels
+        )
 
 
 def add_arguments(parser):
@@ -45,7 +47,8 @@ def model_provider(pre_process=True, post_process=True):
 
 
 def forward_step(data_iterator, model):
-    batch = next(data_iterator)
+    device = next(model.parameters()).device
+    batch = {name: tensor.to(device) for name, tensor in next(data_iterator).items()}
     losses = model(batch["tokens"], batch["labels"])
 
     def loss_func(output):
@@ -59,7 +62,7 @@ def datasets_provider(num_samples):
     from megatron.training.data import build_gpt_datasets
     from megatron.training.global_vars import get_config
 
-    return build_gpt_datasets(get_config(), num_samples)
+    return build_gpt_datasets(get_config(), get_tokenizer(), num_samples)
 
 
 if __name__ == "__main__":

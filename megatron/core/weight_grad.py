@@ -26,7 +26,9 @@ def accumulate_wgrad(main_grad: Tensor, x: Tensor | None, dy: Tensor) -> None:
         main_grad.index_add_(0, x.flatten(), dy.to(main_grad.dtype))
         return
     x = x.flatten(0, -2)  # [tokens, in]
-    assert main_grad.shape == (dy.shape[1], x.shape[1]), f"main_grad {main_grad.shape}, dy {dy.shape}, x {x.shape}"
+    assert main_grad.shape == (dy.shape[1], x.shape[1]), (
+        f"main_grad {main_grad.shape}, dy {dy.shape}, x {x.shape}"
+    )
     if main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy.t(), x)
     else:
@@ -50,12 +52,16 @@ class WeightGradAccumulator:
         self.main_grads = dict(main_grads)
         self._listener = listener
 
-    def bind_new(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    def bind_new(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Allocate zeroed buffers of these shapes."""
         self.bind({key: torch.zeros(shape, dtype=dtype, device=device) for key, shape in shapes.items()})
 
     def put(self, key: str, x: Tensor | None, dy: Tensor) -> None:
-        assert key in self.main_grads, f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
+        assert key in self.main_grads, (
+            f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
+        )
         accumulate_wgrad(self.main_grads[key], x, dy)
         self.done(key, self.microbatch)
 
