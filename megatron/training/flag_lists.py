@@ -73,6 +73,8 @@ FIELD_LIMITS: dict[str, tuple[tuple[Any, ...], str]] = {
 # Fields that are kept for scripts which read them.
 INERT_FIELDS: dict[str, str] = {
     "exit_signal_handler": "SIGTERM always saves and exits",
+    "mmap_bin_files": "token files are always read with pread: a file that shrinks is an error, not a crash",
+    "num_dataset_builder_threads": "indices are built in one thread, vectorised",
 }
 
 # Choices of Megatron's that a field here does not have.
@@ -148,6 +150,8 @@ INERT: tuple[FlagList, ...] = (
         values="--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version",
     ),
     FlagList("left to torch's caching allocator", values="--empty-unused-memory-level"),
+    FlagList("it is always written", switches="--log-batch-size-to-tensorboard"),
+    FlagList("rotary positions have no table", switches="--no-position-embedding"),
     FlagList("the one data and model class of their kind", values="--data-impl --DDP-impl"),
     FlagList("experimental features have their own flags", switches="--enable-experimental"),
     FlagList(

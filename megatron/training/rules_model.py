@@ -132,6 +132,17 @@ def _position_embedding_type(s: Situation) -> str | None:
     return None
 
 
+@rule(
+    "no-position-embedding",
+    "--no-position-embedding",
+    "pass --position-embedding-type none (or rope) instead",
+)
+def _no_position_embedding(s: Situation) -> str | None:
+    given = any(used.entry.name == "no_position_embedding" for used in s.used)
+    learned = s.value("position_embedding_type") == "learned_absolute"
+    return "--no-position-embedding contradicts learned_absolute positions" if given and learned else None
+
+
 @rule("activation", "--swiglu --quick-geglu --squared-relu --openai-gelu", "keep one of them")
 def _activation(s: Situation) -> str | None:
     chosen = [spelled(n) for n in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if s.value(n)]

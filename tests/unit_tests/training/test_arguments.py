@@ -298,6 +298,7 @@ def test_launch_lines_of_megatron_that_need_more_are_refused_with_all_reasons():
         MIXTRAL_8X7B
     )
     assert all("docs/roadmap.md" in p.fix for p in told if p.rule == "not-supported")
+    assert {p.rule for p in told} == {"not-supported", "world-size", "expert-grid", "files"}
 
 
 def run(words, **environ):

@@ -1,0 +1,80 @@
+"""Who may do what, read from the source (docs/architecture.md): import-linter holds the rest."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text())
+    for path in [*sorted((ROOT / "megatron").rglob("*.py")), ROOT / "pretrain_gpt.py"]
+}
+COLLECTIVES = (
+    "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter reduce_scatter_tensor "
+    "broadcast "
+    "broadcast_object_list all_to_all all_to_all_single monitored_barrier reduce gather scatter"
+).split()
+
+
+def files_where(found):
+    """Files with a syntax node for which `found` holds."""
+    return {name for name, tree in SOURCES.items() if any(found(node) for node in ast.walk(tree))}
+
+
+def dotted(node):
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
+
+
+def imports(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_only_launch_env_reads_the_environment():
+    names = ("os.environ", "os.getenv", "os.putenv")
+    assert files_where(lambda node: dotted(node) in names) == {"megatron/training/launch_env.py"}
+
+
+def test_only_optional_probes_packages():
+    found = files_where(lambda node: dotted(node) == "importlib.util.find_spec")
+    assert found == {"megatron/core/optional.py"}
+
+
+@pytest.mark.parametrize("prefix", ["dist", "torch.distributed"])
+def test_only_collectives_calls_collectives_and_only_parallel_state_makes_groups(prefix):
+    calls = {f"{prefix}.{name}" for name in COLLECTIVES}
+    assert files_where(lambda node: dotted(node) in calls) <= {"megatron/core/collectives.py"}
+    meeting = files_where(lambda node: dotted(node) == f"{prefix}.barrier")  # groups are closed together
+    assert meeting <= {"megatron/core/collectives.py", "megatron/core/parallel_state.py"}
+    groups = {f"{prefix}.{name}" for name in ("new_group", "init_process_group", "init_device_mesh")}
+    assert files_where(lambda node: dotted(node) in groups) <= {"megatron/core/parallel_state.py"}
+
+
+def test_nothing_unpickles_evaluates_or_executes():
+    assert not files_where(
+        lambda node: any(name.split(".")[0] in ("pickle", "dill", "marshal") for name in imports(node))
+    )
+    assert not files_where(
+        lambda node: (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("eval", "exec")
+        )
+    )
+
+
+def test_packages_import_nothing_eagerly():
+    eager = {
+        name
+        for name, tree in SOURCES.items()
+        if name.endswith("__init__.py")
+        for node in tree.body
+        if any(module.split(".")[0] in ("torch", "numpy", "megatron") for module in imports(node))
+    }
+    assert not eager
