@@ -297,6 +297,7 @@ def _peer_loss_named(op: str, group: Group, started: float) -> Iterator[None]:
 def _first_line(text: str) -> str:
     """The message without the C++ stack, and without the source positions some backends put in front."""
     line = text.strip().splitlines()[0] if text.strip() else "no message"
+    line = line.partition(" This is typically caused by ")[0]  # gloo's advice to itself
     return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
 
 

@@ -14,6 +14,7 @@ from megatron.core.datasets.builder import (
     build_train_valid_test_datasets,
     requested_sizes,
 )
+from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -122,14 +123,14 @@ def build_data_iterators(
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.datasets_done_line("GPT"))
 
-    def loader(dataset: Any, consumed: int) -> Any:
+    def loader(dataset: Any, consumed: int, order: str | None = None) -> Any:
         return build_data_loader(
             dataset,
             consumed_samples=consumed,
             micro_batch_size=config.training.micro_batch_size,
             dp_rank=session.ps.dp_rank,
             dp_size=session.ps.dp_size,
-            dataloader_type=config.data.dataloader_type or "single",
+            dataloader_type=order or config.data.dataloader_type or "single",
             data_sharding=config.data.data_sharding,
             num_workers=config.data.num_workers,
             pin_memory=session.device.kind == "cuda",
@@ -140,7 +141,9 @@ def build_data_iterators(
         return [
             EvaluationSet(
                 name=str(index) if several else "",
-                batches=loader(dataset, 0) if whole else iter(loader(dataset, consumed)),
+                batches=loader(dataset, 0, "single")
+                if whole
+                else _guarded(loader(dataset, consumed), "held-out", "--eval-iters asks for"),
                 whole=whole,
             )
             for index, dataset in enumerate(datasets if several else [datasets])
@@ -148,10 +151,26 @@ def build_data_iterators(
         ]
 
     return DataIterators(
-        train=StepBatches(_endless_guard(loader(train, consumed_train_samples))),
+        train=StepBatches(
+            _guarded(
+                loader(train, consumed_train_samples), "training", "--train-samples or --train-iters ask for"
+            ),
+            fetch=_Fetch(session),
+        ),
         valid=evaluation_sets(valid, consumed_valid_samples, config.data.full_validation),
         test=evaluation_sets(test, 0, whole=False),
     )
+
+
+class _Fetch:
+    """The time in which this rank waits for data, under its own name for the watchdog and the timers."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, source: Iterator[Any]) -> Any:
+        with self._session.watchdog.phase("data"), self._session.timers("batch-generator", log_level=2):
+            return next(source)
 
 
 def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
@@ -162,33 +181,26 @@ def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
         if first is turn:
             try:
                 built = build()
-            except (
-                ValueError,
-                OSError,
-            ) as error:  # told to all ranks below, so that nobody waits for a lost peer
+            # Told to all ranks below, so that nobody waits for a lost peer.
+            except (ValueError, OSError) as error:
                 failure = error
-        failed = session.gather(failure is not None)
+        reasons = session.gather(None if failure is None else str(failure))
         if failure is not None:
             raise failure
-        if any(failed):
-            raise DataErrorElsewhere(failed.index(True))
+        if (
+            rank := next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+        ) is not None:
+            raise DataError(f"rank {rank} could not build the data sets: {reasons[rank]}")
     collectives.barrier(session.ps.control_group)
     return built
 
 
-class DataErrorElsewhere(ValueError):
-    """Another rank could not build the data sets; it says why."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} could not build the data sets: see its message")
-
-
-def _endless_guard(loader: Any) -> Iterator[Any]:
-    """The training batches; running out of them is an error that says so."""
+def _guarded(loader: Any, which: str, asked_by: str) -> Iterator[Any]:
+    """A loader's batches; running out of them is an error that says so."""
     if loader is None:
         return
     yield from loader
-    raise RuntimeError(
-        "the training data ended before the run: the data set is shorter than --train-samples or --train-iters "
-        "ask for; a datasets provider must return at least the number of samples it is asked for"
+    raise DataError(
+        f"the {which} data ended before the run: the data set is shorter than {asked_by}; a datasets provider must "
+        "return at least the number of samples it is asked for"
     )

@@ -18,6 +18,7 @@ from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.module import ModelContext
 from megatron.core.parallel_state import ParallelState
+from megatron.training.timers import Timers
 
 LossFunc = Callable[[Tensor], tuple[Any, ...]]
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, LossFunc]]
@@ -119,6 +120,7 @@ def run_microbatches(
     num_microbatches: int,
     loss_scale: float,
     per_token_loss: bool,
+    timers: Timers,
     reduce_gradients: bool = True,
 ) -> StepNumbers:
     """Forward and backward of every microbatch; main gradients hold the sums afterwards.
@@ -131,14 +133,17 @@ def run_microbatches(
     for index in range(num_microbatches):
         context.begin_microbatch(iteration, index, index * ps.dp_size + ps.dp_rank)
         model.begin_microbatch(index, last=reduce_gradients and index == num_microbatches - 1)
-        output, loss_func = forward_step(batches, model.module)
-        result = evaluate_loss(output, loss_func)
-        numbers.add(result)
-        loss = _loss_to_differentiate(result, per_token_loss)
-        del output, result  # the graph alone keeps what backward needs
-        (loss * loss_scale if loss_scale != 1.0 else loss).backward()
+        with timers("forward-compute", log_level=2):
+            output, loss_func = forward_step(batches, model.module)
+            result = evaluate_loss(output, loss_func)
+            numbers.add(result)
+            loss = _loss_to_differentiate(result, per_token_loss)
+            del output, result  # the graph alone keeps what backward needs
+        with timers("backward-compute", log_level=2):
+            (loss * loss_scale if loss_scale != 1.0 else loss).backward()
     if reduce_gradients:
-        model.finish()
+        with timers("all-grads-sync", log_level=2):
+            model.finish()
     return numbers
 
 

@@ -53,6 +53,13 @@ def set_global_variables(args: Mapping[str, Any], *, rank: int, world_size: int)
     _GLOBALS.rank, _GLOBALS.world_size = rank, world_size
 
 
+def set_progress(**counters: int) -> None:
+    """Publish how far the run is in `get_args()`, as Megatron does: iteration, curr_iteration,
+    consumed_train_samples, consumed_valid_samples."""
+    assert _GLOBALS.args is not None, "progress before set_global_variables()"
+    vars(_GLOBALS.args).update(counters)
+
+
 def provide(**values: Any) -> None:
     """Publish parts as they come to exist: timers, tokenizer, tensorboard_writer, wandb_writer, and two
     callables, num_microbatches and global_batch_size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Mapping
@@ -9,11 +10,12 @@ from typing import Any
 
 from megatron.training import metrics
 from megatron.training.build import Engine
+from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
 from megatron.training.session import Session
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult
-from megatron.training.writers import Writers, open_writers
+from megatron.training.writers import Writers, append_progress, open_writers
 
 
 class Reporter:
@@ -24,7 +26,8 @@ class Reporter:
         self._engine = engine
         self._state = state
         self._log = session.config.logging
-        self._totals = metrics.IntervalTotals()
+        self._totals = metrics.IntervalTotals()  # since the last line
+        self._unrecorded = metrics.IntervalTotals()  # since the last record
         self._first_iteration = state.iteration + 1
         self._interval_started = time.monotonic()
         self._flops = 0.0
@@ -32,43 +35,77 @@ class Reporter:
         self.writers: Writers = open_writers(
             session.config, enabled=session.ps.is_last_rank, resumed_iteration=state.iteration
         )
+        self._progress_line("Starting job")
 
     def step_done(self, result: StepResult, *, batch_size: int) -> None:
-        """Count one finished iteration, and print its line if it is time. Communicates when timers are on."""
+        """Count one finished iteration, and print its line if it is time. Communicates when timers are on.
+
+        The extra line after a run's first iteration is a look at an interval that goes on: nothing is reset.
+        """
         config, state = self._session.config, self._state
         tokens = batch_size * config.model.seq_length
-        self._totals.add_iteration(result.losses, skipped=result.skipped, tokens=tokens)
+        for totals in (self._totals, self._unrecorded):
+            totals.add_iteration(result.losses, skipped=result.skipped, tokens=tokens)
         self._flops += train_step_flops(config, batch_size)
         if result.note:
             self._session.print_rank_last(f" iteration {state.iteration}: {result.note}")
-        if metrics.should_log(
-            state.iteration, self._log.log_interval, first_iteration_of_run=self._first_iteration
-        ):
-            self._interval_done(result, batch_size)
+        due = state.iteration % self._log.log_interval == 0
+        extra = state.iteration == self._first_iteration
+        if due or extra or state.iteration % self._log.tensorboard_log_interval == 0:
+            self._report(result, batch_size, printed=due or extra)
+        if due:
+            self._report_timers()
+            self._report_memory()
+            self.start_interval()
+        self.writers.iteration_done(state.iteration)
 
-    def _interval_done(self, result: StepResult, batch_size: int) -> None:
+    def batch_skipped(self, why: str) -> None:
+        """An iteration without a step."""
+        self._session.print_rank_last(f" iteration {self._state.iteration}: {why}")
+        self.writers.iteration_done(self._state.iteration)
+
+    def _report(self, result: StepResult, batch_size: int, *, printed: bool) -> None:
+        """One iteration's line, and its record.
+
+        The line is the mean over --log-interval, the record the mean over --tensorboard-log-interval.
+        """
+        norm = self._engine.optimizer.params_norm() if self._log.log_params_norm else None
         elapsed_s = time.monotonic() - self._interval_started
-        record = self._record(result, batch_size, elapsed_s)
+        line = self._record(result, batch_size, self._totals, elapsed_s, self._flops, norm)
         tokens_per_s = self._totals.tokens / elapsed_s if elapsed_s > 0 else 0.0
-        self._session.print_rank_last(metrics.iteration_line(record))
-        scalars = metrics.iteration_scalars(record, tokens_per_s=tokens_per_s)
-        self._report_timers()
-        self._report_memory(scalars)
-        self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
-        self.writers.progress(record, tokens_per_s=tokens_per_s)
-        self.start_interval()
+        if printed:
+            self._session.print_rank_last(metrics.iteration_line(line))
+            self.writers.progress(line, tokens_per_s=tokens_per_s)
+        if line.iteration % self._log.tensorboard_log_interval == 0:
+            record = dataclasses.replace(
+                line,
+                losses=self._unrecorded.losses(),
+                skipped_iterations=self._unrecorded.skipped_iterations,
+                nan_iterations=self._unrecorded.nan_iterations,
+            )
+            scalars = metrics.iteration_scalars(record, tokens_per_s=tokens_per_s)
+            if self._log.log_memory_to_tensorboard:
+                scalars.update(metrics.memory_scalars(self._session.device.memory()))
+            self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
+            self._unrecorded.reset()
 
-    def _record(self, result: StepResult, batch_size: int, elapsed_s: float) -> metrics.IterationRecord:
-        engine, state, totals = self._engine, self._state, self._totals
-        per_iteration_s = elapsed_s / max(totals.iterations, 1)
-        tflops = self._flops / (elapsed_s * self._session.ps.world_size * 1e12) if elapsed_s > 0 else 0.0
-        config = self._session.config
+    def _record(
+        self,
+        result: StepResult,
+        batch_size: int,
+        totals: metrics.IntervalTotals,
+        elapsed_s: float,
+        flops: float,
+        params_norm: float | None,
+    ) -> metrics.IterationRecord:
+        engine, state = self._engine, self._state
+        tflops = flops / (elapsed_s * self._session.ps.world_size * 1e12) if elapsed_s > 0 else 0.0
         return metrics.IterationRecord(
             iteration=state.iteration,
             train_iters=state.train_iters,
             consumed_samples=state.consumed_train_samples,
             skipped_samples=state.skipped_train_samples,
-            elapsed_s=per_iteration_s,
+            elapsed_s=elapsed_s / max(totals.iterations, 1),
             learning_rate=engine.scheduler.lr,
             decoupled_learning_rate=engine.scheduler.decoupled_lr,
             global_batch_size=batch_size,
@@ -76,8 +113,8 @@ class Reporter:
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
-            params_norm=engine.optimizer.params_norm() if self._log.log_params_norm else None,
-            throughput_tflops=tflops if config.logging.log_throughput else None,
+            params_norm=params_norm,
+            throughput_tflops=tflops if self._log.log_throughput else None,
             skipped_iterations=totals.skipped_iterations,
             nan_iterations=totals.nan_iterations,
             when=datetime.datetime.now(),
@@ -96,11 +133,10 @@ class Reporter:
         if block := timers.log(gather=self._session.gather, normalizer=iterations):
             self._session.print_rank_last(block)
 
-    def _report_memory(self, scalars: dict[str, float]) -> None:
-        figures = self._session.device.memory()
-        if self._log.log_memory_to_tensorboard:
-            scalars.update(metrics.memory_scalars(figures))
+    def _report_memory(self) -> None:
+        """Each rank's memory, once: at the first line after the first iteration, when all of it is in use."""
         if not self._memory_told and self._state.iteration > self._first_iteration:
+            figures = self._session.device.memory()
             print(metrics.memory_line(self._session.ps.rank, self._state.iteration, figures), flush=True)
             self._memory_told = True
 
@@ -127,9 +163,29 @@ class Reporter:
             scalars = {tag: value for tag, value in scalars.items() if not tag.endswith(" ppl")}
         self.writers.record(scalars, step=self._state.iteration, samples=self._state.consumed_train_samples)
 
-    def saved(self, directory: str) -> None:
-        """A checkpoint was committed."""
-        self.writers.checkpoint_saved(self._state.iteration, directory)
+    def saved(self, iteration: int, directory: str) -> None:
+        """The checkpoint of `iteration` was committed."""
+        self.writers.checkpoint_saved(iteration, directory)
+        self._progress_line(f"Saved checkpoint\t{directory}")
+
+    def ended(self, status: ExitStatus, reason: str) -> None:
+        """The run is over, in good order."""
+        self.writers.event("exit", self._state.iteration, status=int(status), reason=reason)
+
+    def _progress_line(self, event: str) -> None:
+        """--log-progress, on one rank."""
+        save = self._session.config.checkpoint.save
+        if self._log.log_progress and save is not None and self._session.ps.is_last_rank:
+            state = self._state
+            append_progress(
+                save,
+                event,
+                job_id=self._session.env.slurm_job_id or "",
+                world_size=self._session.ps.world_size,
+                iteration=state.iteration,
+                consumed_samples=state.consumed_train_samples,
+                flops=state.num_floating_point_operations_so_far,
+            )
 
     def close(self) -> None:
         self.writers.close()

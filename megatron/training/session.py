@@ -1,9 +1,10 @@
-"""What a run holds from its first collective to its last: ranks, device, clocks, watchers. Made once by `initialize`."""
+"""What a run holds from its first collective to its last: ranks, device, clocks, watchers; made by `initialize`."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import random
 import time
 from pathlib import Path
@@ -15,13 +16,12 @@ import torch
 from megatron.core import collectives, device, parallel_state
 from megatron.core.device import Device
 from megatron.core.parallel_state import ParallelState
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.signals import SignalHandler
+from megatron.training.problems import ConfigurationError, Problem
 from megatron.training.startup_check import compare_across_ranks
 from megatron.training.timers import Timers
 from megatron.training.watchdog import Watchdog
@@ -65,6 +65,8 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     PeerLostError. Communicates over the world.
     """
     started_at = time.monotonic()
+    if config.logging.logging_level is not None:
+        logging.getLogger().setLevel(config.logging.logging_level)
     threads = device.set_threads(env.local_world_size)
     here = device.current_device(
         env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None
@@ -135,10 +137,14 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
         )
         return config.replace(padded_vocab_size=padded)
     if config.model.padded_vocab_size < tokenizer.vocab_size:
-        raise ValueError(
+        problem = Problem(
+            "padded-vocab-size",
+            ("--padded-vocab-size",),
             f"--padded-vocab-size {config.model.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size}: leave it unset, or give at least {tokenizer.vocab_size}"
+            f"{tokenizer.vocab_size}",
+            f"leave it unset, or give at least {tokenizer.vocab_size}",
         )
+        raise ConfigurationError([problem])
     return config
 
 

@@ -6,9 +6,10 @@ were.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Stepper:
         if verdict.decision is Decision.ABORT:
             raise NonFiniteError(self._find_site(batches, iteration, num_microbatches), iteration, verdict)
         skipped = verdict.decision is Decision.SKIP
-        with self._watchdog.phase("optimizer"), self._timers("optimizer", log_level=1):
+        with self._phase("optimizer"):
             if not skipped:
                 coefficient = clip_coefficient(attempt.stats.norm, self._config.optimizer.clip_grad)
                 engine.optimizer.step(attempt.divisor, coefficient)
@@ -125,9 +126,9 @@ class Stepper:
     def _attempt(
         self, batches: StepBatches, iteration: int, num_microbatches: int, flags: tuple[float, ...]
     ) -> _Attempt:
-        with self._watchdog.phase("forward-backward"), self._timers("forward-backward", log_level=1):
+        with self._phase("forward-backward"):
             numbers = self._run(batches, iteration, num_microbatches, reduce_gradients=True)
-        with self._watchdog.phase("grad-norm"):
+        with self._phase("grad-norm"):
             totals = numbers.reduce(self._ps, flags)
             divisor = self._divisor(totals, num_microbatches)
             stats = self._engine.optimizer.prepare(
@@ -149,7 +150,17 @@ class Stepper:
             loss_scale=self._engine.scaler.scale,
             per_token_loss=self._config.model.calculate_per_token_loss,
             reduce_gradients=reduce_gradients,
+            timers=self._timers,
         )
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of the step, for the watchdog and the timers of level 1, which start together on all ranks."""
+        log = self._config.logging
+        if log.barrier_with_L1_time and log.timing_log_level > 0:
+            collectives.barrier(self._ps.control_group)
+        with self._watchdog.phase(name), self._timers(name, log_level=1):
+            yield
 
     def _divisor(self, totals: Totals, num_microbatches: int) -> float:
         """What the summed gradients are divided by: see [Note: where gradients are divided]."""
@@ -184,7 +195,9 @@ class Stepper:
         """Bits of the losses and of every gradient."""
         digest = hashlib.blake2b(repr(sorted(attempt.totals.losses.items())).encode())
         for grad in (arena.main_grads for arena in self._engine.model.buffer.arenas):
-            digest.update(grad.detach().cpu().contiguous().view(torch.uint8).numpy())  # sync: a failed step
+            digest.update(
+                grad.detach().cpu().contiguous().view(torch.uint8).numpy().data
+            )  # sync: a failed step
         return digest.digest()
 
     def _find_site(self, batches: StepBatches, iteration: int, num_microbatches: int) -> NonFiniteSite:

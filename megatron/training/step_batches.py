@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -10,10 +10,12 @@ class StepBatches:
     """An iterator over another one that can go back to the start of the current step.
 
     Used by `--nan-policy`: `rerun-once` repeats the step, and `abort` repeats it to find the rank and the parameter.
+    fetch: draws from `source`; there to be timed and watched.
     """
 
-    def __init__(self, source: Iterator[Any]) -> None:
+    def __init__(self, source: Iterator[Any], *, fetch: Callable[[Iterator[Any]], Any] = next) -> None:
         self._source = source
+        self._fetch = fetch
         self._kept: list[Any] = []
         self._position = 0
 
@@ -22,7 +24,7 @@ class StepBatches:
 
     def __next__(self) -> Any:
         if self._position == len(self._kept):
-            self._kept.append(next(self._source))
+            self._kept.append(self._fetch(self._source))
         self._position += 1
         return self._kept[self._position - 1]
 

@@ -7,6 +7,7 @@ resumes from (that is trained again) and goes on in the same file, so it never t
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_file import MetricsFile
 from megatron.training.progress import Progress
 from megatron.training.training_config import LoggingConfig
+
+PROGRESS_FILE = "progress.txt"
 
 
 class Tracker(Protocol):
@@ -209,6 +212,38 @@ class Writers:
 
 def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def append_progress(
+    save: str,
+    event: str,
+    *,
+    job_id: str,
+    world_size: int,
+    iteration: int,
+    consumed_samples: int,
+    flops: float,
+) -> None:
+    """--log-progress: one line of `progress.txt` in the folder of checkpoints, fields separated by tabs.
+
+    A file that cannot be written is a warning, as with every sink.
+    """
+    fields = (
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"Job ID: {job_id}",
+        f"# GPUs: {world_size}",
+        event,
+        f"Iteration: {iteration}",
+        f"Consumed samples: {consumed_samples}",
+        f"Floating-point operations: {flops:.2e}",
+    )
+    path = Path(save) / PROGRESS_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:
+        _warn(f"{path} is not written: {error}")
 
 
 def untracked_tags(log: LoggingConfig) -> frozenset[str]:

@@ -1,25 +1,38 @@
-"""Run pretrain_gpt.py as a user does: a process of its own, its output, its exit status, its exit.json.
+"""Run pretrain_gpt.py as a user does: processes of their own, their output, exit statuses, exit.json.
 
-A run of one rank is plain `python pretrain_gpt.py`, several are torchrun. Every run has a hard time limit after which its
-whole process group is killed, and no child may outlive it.
+Two ways to start one, with one result:
+
+- `run`, `started`: `python pretrain_gpt.py`, under torchrun for several ranks. About 3 s to start on a busy machine.
+- `run_forked`, `forked`: the ranks are forked from this process, which has imported torch already, run the script from
+  its first line with RANK, WORLD_SIZE and the rest as torchrun sets them, each on one core. About 0.1 s to start; for
+  everything that is not about the launcher.
+
+Every run has a hard time limit after which all of its processes are killed, and no child may outlive it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import hashlib
 import json
 import os
 import re
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+GPT = "pretrain_gpt.py"
 ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) \|.*?lm loss: (\S+) \|.*?grad norm: (\S+) \|")
 
 # A GPT that trains an iteration in some milliseconds.
@@ -27,27 +40,32 @@ TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --weight-decay 0.1 --seed 7 "
     "--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --num-workers 0 --log-interval 1 "
-    "--no-create-attention-mask-in-dataloader"
+    "--no-create-attention-mask-in-dataloader --eval-iters 0"
 ).split()
+# TINY with data of the test's own instead of mock data.
+TINY_DATA = [flag for flag in TINY if flag != "--mock-data"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """A run that has ended. status: of the launcher, or of the first rank that did not end with 0."""
 
     status: int
     output: str
     seconds: float
+    statuses: tuple[int, ...] = ()  # of each rank, where they are known; -n: ended by signal n
 
     def losses(self) -> dict[int, str]:
         """iteration -> "loss grad-norm" exactly as printed: equal strings mean equal to 7 digits."""
         return {int(m[1]): f"{m[3]} {m[4]}" for m in ITERATION.finditer(self.output)}
 
 
-def command(flags: Sequence[str], *, ranks: int = 1, script: str = "pretrain_gpt.py") -> list[str]:
-    """The launch line."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *launcher, str(ROOT / script), *map(str, flags)]
+def command(
+    flags: Sequence[str], *, ranks: int = 1, script: str = GPT, launcher: Sequence[str] = ()
+) -> list[str]:
+    """The launch line. launcher: more flags for torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher]
+    return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / script), *map(str, flags)]
 
 
 @contextlib.contextmanager
@@ -55,53 +73,77 @@ def started(
     flags: Sequence[str],
     *,
     ranks: int = 1,
-    script: str = "pretrain_gpt.py",
+    script: str = GPT,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run under way, in a process group of its own that is gone when the block ends."""
+    """A run under way, in a session of its own that is gone when the block ends."""
     variables = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **(env or {}))
+    core = min(os.sched_getaffinity(0))
     process = subprocess.Popen(
-        command(flags, ranks=ranks, script=script),
+        command(flags, ranks=ranks, script=script, launcher=launcher),
         cwd=cwd or ROOT,
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A single rank would take all cores for itself: one keeps the machine free and the bits alike.
+        preexec_fn=(lambda: os.sched_setaffinity(0, {core})) if ranks == 1 else None,
     )
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below this one: torchrun puts its ranks into sessions of their own."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    below, found = {pid}, []
+    while children := [child for child, parent in parents.items() if parent in below and child not in found]:
+        found += children
+        below = set(children)
+    return found
 
 
 def run(
     flags: Sequence[str],
     *,
     ranks: int = 1,
-    script: str = "pretrain_gpt.py",
+    script: str = GPT,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    launcher: Sequence[str] = (),
+    timeout_s: float = 90.0,
 ) -> Finished:
     """Run to the end. Fails the test, with the output so far, when the time limit passes."""
     start = time.monotonic()
-    with started(flags, ranks=ranks, script=script, cwd=cwd, env=env) as process:
+    with started(flags, ranks=ranks, script=script, cwd=cwd, env=env, launcher=launcher) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            for pid in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             output, _ = process.communicate()
             raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
         return Finished(process.returncode, output, time.monotonic() - start)
 
 
-def read_until(process: subprocess.Popen[str], matches: Callable[[str], bool], timeout_s: float = 60.0) -> str:
+def read_until(
+    process: subprocess.Popen[str], matches: Callable[[str], bool], timeout_s: float = 90.0
+) -> str:
     """Output up to and including the first line that matches."""
     assert process.stdout is not None
     deadline, lines = time.monotonic() + timeout_s, []
@@ -113,10 +155,177 @@ def read_until(process: subprocess.Popen[str], matches: Callable[[str], bool], t
     raise AssertionError("the run ended without such a line:\n" + "".join(lines))
 
 
+class Ranks:
+    """A forked run under way. All ranks write into one file, whole lines at a time."""
+
+    def __init__(self, output: Path) -> None:
+        self.pids: list[int] = []
+        self._output = output
+        self._started = time.monotonic()
+        self._statuses: dict[int, int] = {}  # rank -> status
+
+    @property
+    def output(self) -> str:
+        """What all ranks have said so far."""
+        return self._output.read_text(errors="replace")
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to these ranks, by default to all that live."""
+        for rank in ranks or range(len(self.pids)):
+            if rank not in self._statuses:
+                os.kill(self.pids[rank], number)
+
+    def kill(self, *ranks: int) -> None:
+        """kill -9."""
+        self.signal(signal.SIGKILL, *ranks)
+
+    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
+        """Wait until the output has a match."""
+        deadline = time.monotonic() + timeout_s
+        while (found := re.search(pattern, self.output)) is None:
+            ended = self._reap()
+            assert time.monotonic() < deadline, f"no {pattern!r} in time:\n{self.output}"
+            found = re.search(pattern, self.output)
+            assert found or not ended, f"the run ended without {pattern!r}:\n{self.output}"
+            if found:
+                return found
+            time.sleep(0.01)
+        return found
+
+    def wait(self, timeout_s: float = 60.0) -> Finished:
+        """Wait for all ranks."""
+        deadline = time.monotonic() + timeout_s
+        while not self._reap():
+            if time.monotonic() > deadline:
+                alive = [rank for rank in range(len(self.pids)) if rank not in self._statuses]
+                raise AssertionError(f"ranks {alive} still running after {timeout_s} s:\n{self.output}")
+            time.sleep(0.01)
+        statuses = tuple(self._statuses[rank] for rank in range(len(self.pids)))
+        failed = [status for status in statuses if status]
+        return Finished(failed[0] if failed else 0, self.output, time.monotonic() - self._started, statuses)
+
+    def close(self) -> None:
+        """Kill what is left, loaders included."""
+        for rank, pid in enumerate(self.pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank not in self._statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _reap(self) -> bool:
+        """Collect who has ended; whether all have."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self._statuses:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self._statuses[rank] = os.waitstatus_to_exitcode(status)
+        return len(self._statuses) == len(self.pids)
+
+
+@contextlib.contextmanager
+def forked(
+    flags: Sequence[str],
+    *,
+    ranks: int = 1,
+    script: str = GPT,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    rank_env: Callable[[int], Mapping[str, str]] = lambda rank: {},
+) -> Iterator[Ranks]:
+    """A forked run under way; none of its processes outlives the block. rank_env: variables of one rank only."""
+    import megatron.training.training  # noqa: F401 - here, so that no rank has to
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        output = Path(folder) / "output"
+        output.touch()
+        group = Ranks(output)
+        variables = {} if ranks == 1 else _rendezvous(ranks)
+        try:
+            for rank in range(ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+                pid = os.fork()
+                if pid == 0:
+                    words = [str(ROOT / script), *map(str, flags)]
+                    _become(
+                        words,
+                        output,
+                        cwd or ROOT,
+                        {**variables, **own, **(env or {}), **rank_env(rank)},
+                        rank,
+                    )
+                group.pids.append(pid)
+            yield group
+        finally:
+            group.close()
+
+
+def run_forked(flags: Sequence[str], *, timeout_s: float = 60.0, **options: Any) -> Finished:
+    """Run to the end. Fails the test, with the output so far, when the time limit passes."""
+    with forked(flags, **options) as group:
+        return group.wait(timeout_s)
+
+
+def _rendezvous(ranks: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",  # this machine's name need not resolve
+    }
+
+
+def _become(argv: list[str], output: Path, cwd: Path, variables: Mapping[str, str], rank: int) -> None:
+    """In the child: run the script as `python script` would. Never returns."""
+    status = 1
+    try:
+        os.setsid()
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        os.chdir(cwd)
+        fd = os.open(output, os.O_WRONLY | os.O_APPEND)
+        for target in (1, 2):
+            os.dup2(fd, target)
+        # Whole lines reach the file in one write, so ranks do not mix within a line.
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        os.environ.update(variables)
+        sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).parent))
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
 def exit_record(directory: Path) -> dict[str, Any]:
     """The run's exit.json."""
     record: dict[str, Any] = json.loads((directory / "exit.json").read_text())
     return record
+
+
+def metrics_lines(directory: Path) -> list[dict[str, Any]]:
+    """The run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def ok(finished: Finished) -> Finished:
@@ -125,8 +334,43 @@ def ok(finished: Finished) -> Finished:
     return finished
 
 
-def digests(checkpoints: Path, iteration: int) -> dict[str, str]:
-    """Tensor name -> digest of its values over the whole checkpoint: equal digests mean equal bits."""
-    from megatron.training.checkpointing import tensor_digests
+def ended(finished: Finished, status: int) -> Finished:
+    """The run, every rank of which must have ended with this status."""
+    assert set(finished.statuses or (finished.status,)) == {status}, (
+        f"expected {status}, found {finished.statuses or finished.status}\n{finished.output}"
+    )
+    return finished
 
-    return tensor_digests(checkpoints / f"iter_{iteration:07d}")
+
+def digests(checkpoints: Path, iteration: int) -> dict[str, str]:
+    """Tensor name -> digest of its global values: equal digests mean equal bits.
+
+    Read with the safetensors package alone, so that a fault of our reader cannot hide one of our writer.
+    """
+    import torch
+    from safetensors import safe_open
+
+    directory = checkpoints / f"iter_{iteration:07d}"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    with contextlib.ExitStack() as stack:
+        shards = {
+            name: stack.enter_context(safe_open(directory / name, framework="pt"))
+            for name in manifest["files"]
+        }
+        out = {}
+        for name, tensor in manifest["tensors"].items():
+            whole, covered = None, 0
+            for chunk in tensor["chunks"]:
+                part = shards[chunk["file"]].get_tensor(chunk["key"])
+                if whole is None:
+                    whole = torch.zeros(tensor["shape"], dtype=part.dtype)
+                where = tuple(
+                    slice(begin, begin + size)
+                    for begin, size in zip(chunk["offset"], chunk["shape"], strict=True)
+                )
+                whole[where] = part.view(chunk["shape"])
+                covered += part.numel()
+            assert whole is not None, f"{name}: no chunks"
+            assert covered == whole.numel(), f"{name}: {covered} values of {whole.numel()}"
+            out[name] = hashlib.sha256(whole.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        return out

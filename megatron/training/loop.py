@@ -1,0 +1,333 @@
+"""The loop: iterations, and what happens between them: evaluation, checkpoints, and the decision to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import math
+import time
+from pathlib import Path
+
+from megatron.training import global_vars, metrics
+from megatron.training.build import Engine
+from megatron.training.checkpointing import Checkpointer, Restored
+from megatron.training.data import DataIterators, DatasetsProvider, EvaluationSet, build_data_iterators
+from megatron.training.evaluate import evaluate
+from megatron.training.exit_status import ExitStatus, TrainingExit
+from megatron.training.flops import train_step_flops
+from megatron.training.forward_backward import ForwardStep, StepNumbers
+from megatron.training.nan_policy import NanPolicy, NonFiniteError
+from megatron.training.reporter import Reporter
+from megatron.training.session import Session
+from megatron.training.signals import SignalHandler
+from megatron.training.state import TrainState
+from megatron.training.step import Stepper
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Why the loop stopped."""
+
+    status: ExitStatus
+    reason: str
+
+
+class TrainingLoop:
+    """Iterations, and what happens between them: evaluation, checkpoints, and the decision to stop."""
+
+    def __init__(
+        self, session: Session, signals: SignalHandler, engine: Engine, forward_step: ForwardStep
+    ) -> None:
+        config = session.config
+        self.session = session
+        self.engine = engine
+        self.state = TrainState.start(config)
+        self.last_checkpoint: str | None = None
+        self._config = config
+        self._signals = signals
+        self._forward_step = forward_step
+        self._batch = config.batch_schedule()
+        self._checkpointer = Checkpointer(session.ps, config.checkpoint, log=session.print_rank_0)
+        self._nan_policy = NanPolicy(
+            config.reliability.nan_policy,
+            config.reliability.nan_max_skips,
+            dynamic_loss_scale=engine.scaler.dynamic,
+        )
+        self._stepper = Stepper(
+            config, session.ps, engine, forward_step, self._nan_policy, session.timers, session.watchdog
+        )
+        global_vars.provide(
+            num_microbatches=lambda: self._batch.num_microbatches(self.state.consumed_train_samples),
+            global_batch_size=lambda: self._batch.global_batch_size(self.state.consumed_train_samples),
+        )
+
+    def run(self, datasets_provider: DatasetsProvider) -> Ending:
+        """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
+        session, config = self.session, self._config
+        self._print_model()
+        self._load()
+        with session.watchdog.phase("build data"):
+            data = build_data_iterators(
+                session,
+                datasets_provider,
+                train_samples=self.state.train_samples,
+                train_iters=self.state.train_iters,
+                consumed_train_samples=self.state.consumed_train_samples,
+                consumed_valid_samples=self.state.consumed_valid_samples,
+            )
+        self._reporter = Reporter(session, self.engine, self.state)
+        writers = self._reporter.writers
+        global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
+        try:
+            ending = self._train(data) if not config.evaluation.skip_train else None
+            if ending is None:
+                self._final_evaluation(data)
+                ending = Ending(
+                    ExitStatus.DONE, "evaluated" if config.evaluation.skip_train else "trained to the end"
+                )
+            if (directory := self._checkpointer.maybe_finalize(blocking=True)) is not None:
+                self._committed(directory)
+            self._reporter.ended(ending.status, ending.reason)
+            return ending
+        finally:
+            self._reporter.close()
+
+    # --- start
+
+    def _print_model(self) -> None:
+        session, buffer = self.session, self.engine.model.buffer
+        count = sum(math.prod(meta.global_shape) for meta in self.engine.param_meta.values())
+        if session.ps.dp_rank == 0:
+            print(metrics.parameter_count_line(session.ps.tp_rank, session.ps.pp_rank, count), flush=True)
+        persistent = sum(buffer.persistent_bytes().values()) + sum(
+            self.engine.optimizer.persistent_bytes().values()
+        )
+        per_rank = session.gather(persistent)
+        microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
+        plan = metrics.PlanRecord(
+            schedule="none",
+            hash="",
+            ops_per_rank=tuple({"F": microbatches, "B": 0, "W": 0, "BW": microbatches} for _ in per_rank),
+            sharding=self._config.ddp.data_parallel_sharding_strategy,
+            persistent_bytes_per_rank=tuple(per_rank),
+        )
+        session.print_rank_last(metrics.plan_line(plan))
+
+    def _load(self) -> None:
+        with self.session.watchdog.phase("load"):
+            restored = self._checkpointer.load(
+                self.engine.model_pieces(), self.engine.optimizer.pieces(), config=self._config.flat()
+            )
+        if restored is None:
+            return
+        if not restored.optimizer:
+            self.engine.model.buffer.copy_weights_to_main()
+        if restored.resumed:
+            self._resume(restored)
+
+    def _resume(self, restored: Restored) -> None:
+        common = restored.common
+        self.state.load_state(common["train_state"])
+        self._nan_policy.load_state(common["nan_policy"])
+        if restored.optimizer:
+            self.engine.optimizer.load_state(common["optimizer"])
+            self.engine.scheduler.load_state(common["scheduler"])
+            self.engine.scaler.load_state(common["scaler"])
+        self.last_checkpoint = str(restored.directory)
+
+    # --- the loop
+
+    def _train(self, data: DataIterators) -> Ending | None:
+        """Iterate to the end of the run (None) or to a reason to stop earlier."""
+        session, state = self.session, self.state
+        if state.finished:
+            session.print_rank_0(
+                f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
+            )
+            return None
+        for line in metrics.training_start_lines(datetime.datetime.now()):
+            session.print_rank_0(line)
+        self._collect_garbage_by_hand()
+        self._reporter.start_interval()
+        while not state.finished:
+            flags = self._iteration(data)
+            if (directory := self._checkpointer.maybe_finalize()) is not None:
+                self._committed(directory)
+            self._evaluate_if_due(data)
+            ending = self._ending(flags)
+            self._save_if_due(last=ending is not None or state.finished)
+            if ending is not None:
+                return ending
+        return None
+
+    def _iteration(self, data: DataIterators) -> tuple[float, ...]:
+        """One step; returns the flags (signal, duration) summed over ranks."""
+        state, session = self.state, self.session
+        number = state.iteration + 1
+        batch_size = self._batch.global_batch_size(state.consumed_train_samples)
+        num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
+        session.watchdog.step(number)
+        self._publish_progress()
+        if number in self._config.training.iterations_to_skip:
+            self._skip_batch(data, number, batch_size, num_microbatches)
+            return self._agreed_flags()
+        try:
+            result = self._stepper.step(
+                data.train, iteration=number, num_microbatches=num_microbatches, flags=self._flags()
+            )
+        except NonFiniteError as error:
+            if error.verdict.save_first and self._config.checkpoint.save is not None:
+                self._save()
+            raise TrainingExit(
+                error.status, str(error), iteration=state.iteration, checkpoint=self.last_checkpoint
+            ) from error
+        state.iteration = number
+        state.consumed_train_samples += batch_size
+        state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)
+        if not result.skipped:
+            self.engine.scheduler.step(batch_size)
+        self._reporter.step_done(result, batch_size=batch_size)
+        interval = self._config.training.manual_gc_interval
+        if self._config.training.manual_gc and interval and number % interval == 0:
+            gc.collect()
+        return result.flags
+
+    def _publish_progress(self) -> None:
+        """For user code: get_args().curr_iteration and its like count what is done before this iteration."""
+        state = self.state
+        global_vars.set_progress(
+            iteration=state.iteration,
+            curr_iteration=state.iteration,
+            consumed_train_samples=state.consumed_train_samples,
+            consumed_valid_samples=state.consumed_valid_samples,
+        )
+
+    def _skip_batch(self, data: DataIterators, number: int, batch_size: int, num_microbatches: int) -> None:
+        """--iterations-to-skip: draw the batch, train on nothing."""
+        data.train.begin_step()
+        for _ in range(num_microbatches):
+            next(data.train)
+        self.state.iteration = number
+        self.state.consumed_train_samples += batch_size
+        self.state.skipped_train_samples += batch_size
+        self._reporter.batch_skipped("batch skipped (--iterations-to-skip)")
+
+    def _flags(self) -> tuple[float, ...]:
+        """What this rank wants the others to know: it heard a signal, the run's time is up."""
+        minutes = self._config.training.exit_duration_in_mins
+        elapsed_s = time.monotonic() - self.session.started_at
+        time_is_up = minutes is not None and elapsed_s > minutes * 60.0
+        return (float(self._signals.requested() is not None), float(time_is_up))
+
+    def _agreed_flags(self) -> tuple[float, ...]:
+        """The flags summed over ranks where no step's reduction carries them. Communicates over dp."""
+        return StepNumbers(self.session.device.torch_device).reduce(self.session.ps, self._flags()).flags
+
+    def _ending(self, flags: tuple[float, ...]) -> Ending | None:
+        """A reason to stop after this iteration, the same on all ranks."""
+        signalled, time_is_up = flags
+        training, state, now = self._config.training, self.state, datetime.datetime.now()
+        if signalled:
+            name = self._signals.requested() or "a signal on another rank"
+            self.session.print_rank_0(metrics.exit_signal_line(name, now))
+            status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
+            return Ending(status, f"received {name}")
+        if time_is_up:
+            self.session.print_rank_0(metrics.exit_duration_line(training.exit_duration_in_mins or 0, now))
+            return Ending(ExitStatus.DONE, "--exit-duration-in-mins")
+        if training.exit_interval and state.iteration % training.exit_interval == 0:
+            self.session.print_rank_0(metrics.exit_interval_line(state.iteration, now))
+            return Ending(ExitStatus.DONE, "--exit-interval")
+        return None
+
+    def _collect_garbage_by_hand(self) -> None:
+        if self._config.training.manual_gc:
+            gc.disable()
+            gc.collect()
+
+    # --- between iterations
+
+    def _save_if_due(self, *, last: bool) -> None:
+        flags, iteration = self._config.checkpoint, self.state.iteration
+        if flags.save is None:
+            return
+        due = flags.save_interval is not None and iteration % flags.save_interval == 0
+        if due or last:
+            paused = self._reporter.pause()
+            self._save(wait=last)
+            self._reporter.resume(paused)
+
+    def _save(self, *, wait: bool = True) -> None:
+        """Save everything that an exact resume needs."""
+        common = {
+            "iteration": self.state.iteration,
+            "consumed_train_samples": self.state.consumed_train_samples,
+            "train_state": self.state.state(),
+            "optimizer": self.engine.optimizer.state(),
+            "scheduler": self.engine.scheduler.state(),
+            "scaler": self.engine.scaler.state(),
+            "nan_policy": self._nan_policy.state(),
+            "config": self._config.flat(),
+        }
+        with self.session.watchdog.phase("save"), self.session.timers("save-checkpoint", log_level=1):
+            directory = self._checkpointer.save(
+                self.state.iteration,
+                self.engine.model_pieces(),
+                self.engine.optimizer.pieces(),
+                common,
+                wait=wait,
+            )
+        if directory is not None:
+            self._committed(directory)
+
+    def _committed(self, directory: Path) -> None:
+        self.last_checkpoint = str(directory)
+        self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
+
+    def _evaluate_if_due(self, data: DataIterators) -> None:
+        interval, iteration = self._config.evaluation.eval_interval, self.state.iteration
+        if not interval or iteration % interval or not data.valid:
+            return
+        paused = self._reporter.pause()
+        collect = self._config.training.manual_gc and self._config.training.manual_gc_eval
+        if collect:
+            gc.collect()
+        self._evaluate(data.valid, f"iteration {iteration}")
+        self._count_validation_samples()
+        if collect:
+            gc.collect()
+        self._reporter.resume(paused)
+
+    def _final_evaluation(self, data: DataIterators) -> None:
+        iteration = self.state.iteration
+        self._evaluate(data.valid, f"iteration {iteration} on validation set")
+        self._count_validation_samples()
+        self._evaluate(data.test, f"iteration {iteration} on test set")
+
+    def _evaluate(self, sets: list[EvaluationSet], where: str) -> None:
+        evaluation = self._config.evaluation
+        if not evaluation.eval_iters:
+            return
+        per_batch = self._config.training.global_batch_size // (
+            self._config.training.micro_batch_size * self.session.ps.dp_size
+        )
+        for held_out in sets:
+            count = len(held_out.batches) if held_out.whole else evaluation.eval_iters * per_batch
+            with self.session.watchdog.phase("evaluate"):
+                losses = evaluate(
+                    self.engine.model.module,
+                    self.engine.context,
+                    self.session.ps,
+                    self._forward_step,
+                    iter(held_out.batches),
+                    iteration=self.state.iteration,
+                    num_microbatches=count,
+                )
+            self._reporter.evaluated(where, losses, held_out.name)
+
+    def _count_validation_samples(self) -> None:
+        """Where the next evaluation goes on reading; one that reads the whole set starts at its beginning."""
+        if not self._config.data.full_validation:
+            evaluated = self._config.evaluation.eval_iters * self._config.training.global_batch_size
+            self.state.consumed_valid_samples += evaluated
