@@ -238,6 +238,19 @@ def test_launch_lines_of_documents_are_accepted(line):
     assert not problems_of(words, ranks)
 
 
+def test_quickstart_page_explains_the_flags_that_the_script_gives():
+    script = (ROOT / "examples" / "quickstart" / "run.sh").read_text().split()
+    table = [
+        line
+        for line in (ROOT / "docs" / "quickstart.md").read_text().splitlines()
+        if line.startswith("| `--")
+    ]
+    explained = [span.split() for line in table for span in re.findall(r"`(--[^`]+)`", line)]
+    assert len(explained) >= 6
+    absent = [word for words in explained for word in words if word != "..." and word not in script]
+    assert not absent, f"docs/quickstart.md explains what examples/quickstart/run.sh does not give: {absent}"
+
+
 def test_roadmap_has_a_heading_for_every_name_that_a_refusal_tells():
     named = {
         why.removeprefix("roadmap: ")
