@@ -1,102 +1,188 @@
 """In which order each data-parallel rank reads a dataset, and the loader that does it.
 
-The order is a pure function of `consumed_samples`, the number of samples that all ranks have trained on, which a
-checkpoint stores. Loader processes may be ahead of the training; nothing they do moves the position. """
+The order is a pure function of `consumed_samples`, the number of samples that all ranks have trained on,
+which a checkpoint stores. Loader processes may be ahead of the training; nothing they do moves the position.
+"""
 
 from __future__ import annotations
 
-import signal from collections.abc import Iterable, Iterator from types import FrameType from typing import Any,
-Protocol
+import signal
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, Protocol
 
-import torch from torch import Tensor from torch.utils.data import DataLoader from torch.utils.data import Dataset as
-TorchDataset
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from megatron.core.datasets.errors import DataError
 
 Batch = dict[str, Tensor]
 
 
-class SizedDataset(Protocol): """What a loader reads: `GPTDataset`, `BlendedDataset`, or a user's own."""
+class SizedDataset(Protocol):
+    """What a loader reads: `GPTDataset`, `BlendedDataset`, or a user's own."""
 
-    def __len__(self) -> int: ... def __getitem__(self, i: int) -> Any: ...
-
-
-class SequentialSampler: """`single`: samples consumed_samples, consumed_samples + 1, ...; an incomplete last step is
-dropped.
-
-    Of each micro_batch_size * dp_size consecutive samples, dp_rank r reads [r * micro_batch_size, (r+1) * ...). """
-
-    def __init__( self, num_samples: int, *, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int )
-    -> None: assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}" self.num_samples = num_samples
-    self.consumed_samples = consumed_samples self.micro_batch_size = micro_batch_size self.dp_rank = dp_rank
-    self.step_samples = micro_batch_size * dp_size
-
-    def __len__(self) -> int: return max(0, self.num_samples - self.consumed_samples) // self.step_samples
-
-    def __iter__(self) -> Iterator[list[int]]: for step in range(len(self)): first = self.consumed_samples + step *
-    self.step_samples + self.dp_rank * self.micro_batch_size yield list(range(first, first + self.micro_batch_size))
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> Any: ...
 
 
-class CyclicSampler: """`cyclic`: reshuffled every epoch by a torch generator seeded with the epoch's number; never
-ends.
+class SequentialSampler:
+    """`single`: samples consumed_samples, consumed_samples + 1, ...; an incomplete last step is dropped.
 
-    data_sharding: each rank draws from its own consecutive share of the samples; else all ranks draw from all, strided
-    by rank. Samples beyond the last full step of an epoch are left out of it. """
+    Of each micro_batch_size * dp_size consecutive samples, dp_rank r reads [r * micro_batch_size, (r+1) *
+    ...).
+    """
 
-    def __init__( self, num_samples: int, *, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int,
-    data_sharding: bool = True, ) -> None: assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
-    self.step_samples = micro_batch_size * dp_size self.steps_per_epoch = num_samples // self.step_samples if not
-    self.steps_per_epoch: raise DataError( f"--dataloader-type cyclic: {num_samples} samples are fewer than one step of
-    " f"{self.step_samples} " "(--micro-batch-size times data-parallel ranks): use more data or a smaller micro-batch" )
-    self.num_samples = num_samples self.consumed_samples = consumed_samples self.micro_batch_size = micro_batch_size
-    self.dp_rank = dp_rank self.dp_size = dp_size self.data_sharding = data_sharding
+    def __init__(
+        self, num_samples: int, *, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> None:
+        assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
+        self.num_samples = num_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.step_samples = micro_batch_size * dp_size
 
-    def __iter__(self) -> Iterator[list[int]]: epoch, position = divmod(self.consumed_samples, self.steps_per_epoch *
-    self.step_samples) if position % self.step_samples: raise DataError( f"--dataloader-type cyclic:
-    {self.consumed_samples} consumed samples are no whole number of " "steps of " f"{self.step_samples}: resume with the
-    data-parallel size and micro-batch of the saved run" ) step = position // self.step_samples while True: order =
-    self.epoch_order(epoch) for first in range(step * self.micro_batch_size, len(order), self.micro_batch_size): yield
-    order[first : first + self.micro_batch_size] epoch, step = epoch + 1, 0
+    def __len__(self) -> int:
+        return max(0, self.num_samples - self.consumed_samples) // self.step_samples
 
-    def epoch_order(self, epoch: int) -> list[int]: """This rank's samples of one epoch.""" generator =
-    torch.Generator() generator.manual_seed(epoch) per_rank = self.steps_per_epoch * self.micro_batch_size if
-    self.data_sharding: order = torch.randperm(per_rank, generator=generator) + self.dp_rank * per_rank else: whole =
-    self.num_samples // self.micro_batch_size * self.micro_batch_size # Ranks beyond the remainder would get a sample
-    more: cut to what all of them have. order = torch.randperm(whole, generator=generator)[self.dp_rank ::
-    self.dp_size][:per_rank] indices: list[int] = order.tolist() return indices
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self)):
+            first = self.consumed_samples + step * self.step_samples + self.dp_rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
 
 
-def build_data_loader( dataset: SizedDataset | Iterable[Any] | None, *, consumed_samples: int, micro_batch_size: int,
-dp_rank: int, dp_size: int, dataloader_type: str = "single", data_sharding: bool = True, num_workers: int = 0,
-pin_memory: bool = False, ) -> Iterable[Any] | None: """An iterable of this rank's microbatches: dicts of [b, ...]
-tensors, from position `consumed_samples` on.
+class CyclicSampler:
+    """`cyclic`: reshuffled every epoch by a torch generator seeded with the epoch's number; never ends.
 
-    dataset: None gives None.  dataloader_type: "single", "cyclic", or "external", where `dataset` is the user's own
-    iterable of batches and is returned as it is. num_workers: forked loader processes; 0 loads in this one.
-    pin_memory: batches in page-locked memory, for GPUs. `single` ends with the dataset's last full step; `cyclic` never
-    ends. """ if dataset is None or dataloader_type == "external": return dataset  # type: ignore[return-value] common =
-    { "consumed_samples": consumed_samples, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank, "dp_size":
-    dp_size, } assert dataloader_type in ("single", "cyclic"), f"dataloader_type {dataloader_type!r}" num_samples =
-    len(dataset)  # type: ignore[arg-type] sampler: Iterable[list[int]] = ( SequentialSampler(num_samples, **common) if
-    dataloader_type == "single" else CyclicSampler(num_samples, data_sharding=data_sharding, **common) ) return
-    DataLoader( _TorchView(dataset),  # type: ignore[arg-type] batch_sampler=sampler, num_workers=num_workers,
-    pin_memory=pin_memory, multiprocessing_context="fork" if num_workers else None, worker_init_fn=_start_worker if
-    num_workers else None, )
+    data_sharding: each rank draws from its own consecutive share of the samples; else all ranks draw from
+    all, strided by rank. Samples beyond the last full step of an epoch are left out of it.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        data_sharding: bool = True,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
+        self.step_samples = micro_batch_size * dp_size
+        self.steps_per_epoch = num_samples // self.step_samples
+        if not self.steps_per_epoch:
+            raise DataError(
+                f"--dataloader-type cyclic: {num_samples} samples are fewer than one step of "
+                f"{self.step_samples} "
+                "(--micro-batch-size times data-parallel ranks): use more data or a smaller micro-batch"
+            )
+        self.num_samples = num_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.data_sharding = data_sharding
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, position = divmod(self.consumed_samples, self.steps_per_epoch * self.step_samples)
+        if position % self.step_samples:
+            raise DataError(
+                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are no whole number of "
+                "steps of "
+                f"{self.step_samples}: resume with the data-parallel size and micro-batch of the saved run"
+            )
+        step = position // self.step_samples
+        while True:
+            order = self.epoch_order(epoch)
+            for first in range(step * self.micro_batch_size, len(order), self.micro_batch_size):
+                yield order[first : first + self.micro_batch_size]
+            epoch, step = epoch + 1, 0
+
+    def epoch_order(self, epoch: int) -> list[int]:
+        """This rank's samples of one epoch."""
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        per_rank = self.steps_per_epoch * self.micro_batch_size
+        if self.data_sharding:
+            order = torch.randperm(per_rank, generator=generator) + self.dp_rank * per_rank
+        else:
+            whole = self.num_samples // self.micro_batch_size * self.micro_batch_size
+            # Ranks beyond the remainder would get a sample more: cut to what all of them have.
+            order = torch.randperm(whole, generator=generator)[self.dp_rank :: self.dp_size][:per_rank]
+        indices: list[int] = order.tolist()
+        return indices
 
 
-class _TorchView(TorchDataset[Any]): """A dataset as torch's loader wants it."""
+def build_data_loader(
+    dataset: SizedDataset | Iterable[Any] | None,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    dataloader_type: str = "single",
+    data_sharding: bool = True,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Iterable[Any] | None:
+    """An iterable of this rank's microbatches: dicts of [b, ...] tensors, from position `consumed_samples`
+    on.
 
-    def __init__(self, dataset: SizedDataset) -> None: self.dataset = dataset
+    dataset: None gives None.  dataloader_type: "single", "cyclic", or "external", where `dataset` is the
+    user's own iterable of batches and is returned as it is.
+    num_workers: forked loader processes; 0 loads in this one.  pin_memory: batches in page-locked memory, for
+    GPUs. `single` ends with the dataset's last full step; `cyclic` never ends.
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset  # type: ignore[return-value]
+    common = {
+        "consumed_samples": consumed_samples,
+        "micro_batch_size": micro_batch_size,
+        "dp_rank": dp_rank,
+        "dp_size": dp_size,
+    }
+    assert dataloader_type in ("single", "cyclic"), f"dataloader_type {dataloader_type!r}"
+    num_samples = len(dataset)  # type: ignore[arg-type]
+    sampler: Iterable[list[int]] = (
+        SequentialSampler(num_samples, **common)
+        if dataloader_type == "single"
+        else CyclicSampler(num_samples, data_sharding=data_sharding, **common)
+    )
+    return DataLoader(
+        _TorchView(dataset),  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=_start_worker if num_workers else None,
+    )
 
-    def __len__(self) -> int: return len(self.dataset)
 
-    def __getitem__(self, i: int) -> Any: return self.dataset[i]
+class _TorchView(TorchDataset[Any]):
+    """A dataset as torch's loader wants it."""
+
+    def __init__(self, dataset: SizedDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.dataset[i]
 
 
-def _start_worker(worker: int) -> None: """Signals sent to a whole job reach loaders too: the first is for the training
-process, which saves and then stops its loaders. A second SIGTERM ends a loader; multiprocessing, which stops loaders
-left over at exit that way and then waits for them, would wait for ever for one that ignores all. """
-signal.signal(signal.SIGINT, signal.SIG_IGN) signal.signal(signal.SIGTERM, _ignore_once)
+def _start_worker(worker: int) -> None:
+    """Signals sent to a whole job reach loaders too: the first is for the training process, which saves and then
+    stops its loaders. A second SIGTERM ends a loader; multiprocessing, which stops loaders left over at exit that
+    way and then waits for them, would wait for ever for one that ignores all.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _ignore_once)
 
 
-def _ignore_once(number: int, frame: FrameType | None) -> None: signal.signal(number, signal.SIG_DFL)
+def _ignore_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)

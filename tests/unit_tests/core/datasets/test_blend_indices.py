@@ -1,31 +1,52 @@
 """The parallel walk equals the rule walked step by step."""
 
-import importlib.util from pathlib import Path
+import importlib.util
+from pathlib import Path
 
-import numpy as np import pytest
+import numpy as np
+import pytest
 
-from megatron.core.datasets import blend_indices from megatron.core.datasets.blend_indices import
-build_blending_indices, build_exhaustive_blending_indices
+from megatron.core.datasets import blend_indices
+from megatron.core.datasets.blend_indices import build_blending_indices, build_exhaustive_blending_indices
 
-_spec = importlib.util.spec_from_file_location( "naive_sample_order", Path(__file__).with_name("naive_sample_order.py")
-) naive = importlib.util.module_from_spec(_spec) _spec.loader.exec_module(naive)
-
-
-@pytest.mark.parametrize("num_members", [1, 2, 3, 5, 11, 40]) @pytest.mark.parametrize("steps", [7, 64]) def
-test_equal_to_the_rule(monkeypatch, num_members, steps): # Short segments, so that few turns already need many of them.
-monkeypatch.setattr(blend_indices, "STEPS_PER_SEGMENT", steps) monkeypatch.setattr(blend_indices, "MOST_SEGMENTS", 9)
-rng = np.random.default_rng(num_members) for weights in ( rng.random(num_members) + 1e-6, np.ones(num_members),
-rng.random(num_members) ** 8 + 1e-9, ): shares = naive.normalized(list(weights)) for size in (0, 1, steps, 1500):
-member, sample = build_blending_indices(shares, size) assert member.dtype == np.int16 assert sample.dtype == np.int64
-assert list(zip(member.tolist(), sample.tolist(), strict=True)) == naive.blend_order(shares, size)
+_spec = importlib.util.spec_from_file_location(
+    "naive_sample_order", Path(__file__).with_name("naive_sample_order.py")
+)
+naive = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(naive)
 
 
-@pytest.mark.parametrize( "sizes", [[5], [1, 1], [0, 3], [1, 1000], [300, 500, 200], [1, 1, 1, 700, 2], [97, 89, 83,
-79]] ) def test_exhaustive_equal_to_the_rule(monkeypatch, sizes): monkeypatch.setattr(blend_indices,
-"STEPS_PER_SEGMENT", 16) member, sample = build_exhaustive_blending_indices(sizes) assert list(zip(member.tolist(),
-sample.tolist(), strict=True)) == naive.exhaustive_order(sizes) assert np.bincount(member,
-minlength=len(sizes)).tolist() == sizes
+@pytest.mark.parametrize("num_members", [1, 2, 3, 5, 11, 40])
+@pytest.mark.parametrize("steps", [7, 64])
+def test_equal_to_the_rule(monkeypatch, num_members, steps):
+    # Short segments, so that few turns already need many of them.
+    monkeypatch.setattr(blend_indices, "STEPS_PER_SEGMENT", steps)
+    monkeypatch.setattr(blend_indices, "MOST_SEGMENTS", 9)
+    rng = np.random.default_rng(num_members)
+    for weights in (
+        rng.random(num_members) + 1e-6,
+        np.ones(num_members),
+        rng.random(num_members) ** 8 + 1e-9,
+    ):
+        shares = naive.normalized(list(weights))
+        for size in (0, 1, steps, 1500):
+            member, sample = build_blending_indices(shares, size)
+            assert member.dtype == np.int16
+            assert sample.dtype == np.int64
+            assert list(zip(member.tolist(), sample.tolist(), strict=True)) == naive.blend_order(shares, size)
 
 
-def test_default_segments_over_a_long_blend(): shares = naive.normalized([0.123, 0.456, 0.222, 0.199]) member, _ =
-build_blending_indices(shares, 20_000) assert member.tolist() == [j for j, _ in naive.blend_order(shares, 20_000)]
+@pytest.mark.parametrize(
+    "sizes", [[5], [1, 1], [0, 3], [1, 1000], [300, 500, 200], [1, 1, 1, 700, 2], [97, 89, 83, 79]]
+)
+def test_exhaustive_equal_to_the_rule(monkeypatch, sizes):
+    monkeypatch.setattr(blend_indices, "STEPS_PER_SEGMENT", 16)
+    member, sample = build_exhaustive_blending_indices(sizes)
+    assert list(zip(member.tolist(), sample.tolist(), strict=True)) == naive.exhaustive_order(sizes)
+    assert np.bincount(member, minlength=len(sizes)).tolist() == sizes
+
+
+def test_default_segments_over_a_long_blend():
+    shares = naive.normalized([0.123, 0.456, 0.222, 0.199])
+    member, _ = build_blending_indices(shares, 20_000)
+    assert member.tolist() == [j for j, _ in naive.blend_order(shares, 20_000)]
