@@ -9,7 +9,9 @@ prints.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from megatron.training.check_config import build_report, render_json, render_text
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config import Config
+from megatron.training.exit_status import EXIT_FILE, ExitRecord, ExitStatus, write_exit_json
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.problems import ConfigurationError, Problem, render_problems
 from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
@@ -26,6 +29,8 @@ from megatron.training.rules import broken_rules, inert_flags
 __all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
 
 CONFIGURATION_STATUS = 2
+# A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
+SPEAKER_GRACE_S = 3.0
 
 
 def launch_config(
@@ -59,7 +64,7 @@ def launch_config(
         _report(config, problems, env)
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
     if problems:
-        raise _refuse(problems, env)
+        raise _refuse(problems, env, config)
     if env.rank == 0:
         for warning in config.warnings:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -84,11 +89,26 @@ def parse_config(
     return config
 
 
-def _refuse(problems: Sequence[Problem], env: LaunchEnv) -> SystemExit:
-    """The exception that ends the process, after local rank 0 has told why."""
-    if env.local_rank == 0:
-        print(render_problems(problems), file=sys.stderr, flush=True)
+def _refuse(problems: Sequence[Problem], env: LaunchEnv, config: Config | None = None) -> SystemExit:
+    """The exception that ends the process, after local rank 0 has told why.
+
+    Another rank speaks only if it is still there after the grace: then it alone was refused.
+    """
+    if env.local_rank != 0:
+        time.sleep(SPEAKER_GRACE_S)
+    text = render_problems(problems)
+    print(text, file=sys.stderr, flush=True)
+    if config is not None and env.local_rank == env.rank:
+        _record_refusal(config, text, env.rank)
     return SystemExit(CONFIGURATION_STATUS)
+
+
+def _record_refusal(config: Config, reason: str, rank: int) -> None:
+    """Replace a former run's exit.json, which may ask to be started again. No folder is made for a run that is none."""
+    folder = Path(config.checkpoint.save or ".")
+    known = (folder / EXIT_FILE).exists() or (config.checkpoint.save is not None and folder.is_dir())
+    if known and os.access(folder, os.W_OK):
+        write_exit_json(folder, ExitRecord.of(ExitStatus.CONFIGURATION, reason, rank=rank))
 
 
 def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Config, list[Problem]]:

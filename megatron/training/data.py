@@ -199,8 +199,16 @@ def _guarded(loader: Any, which: str, asked_by: str) -> Iterator[Any]:
     """A loader's batches; running out of them is an error that says so."""
     if loader is None:
         return
-    yield from loader
+    try:
+        yield from loader
+    except DataError as error:
+        raise DataError(_without_trace(str(error))) from None
     raise DataError(
         f"the {which} data ended before the run: the data set is shorter than {asked_by}; a datasets provider must "
         "return at least the number of samples it is asked for"
     )
+
+
+def _without_trace(text: str) -> str:
+    """The message of an error from a loader's process, which torch wraps in that process's traceback."""
+    return text.rpartition(f"{DataError.__module__}.{DataError.__qualname__}: ")[2].strip()

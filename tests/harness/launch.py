@@ -179,6 +179,11 @@ class Ranks:
         """kill -9."""
         self.signal(signal.SIGKILL, *ranks)
 
+    def alive(self, rank: int) -> bool:
+        """Whether this rank has not ended yet."""
+        self._reap()
+        return rank not in self._statuses
+
     def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
         """Wait until the output has a match."""
         deadline = time.monotonic() + timeout_s

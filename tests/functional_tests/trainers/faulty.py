@@ -37,6 +37,9 @@ def add_arguments(parser):
     group.add_argument("--slow-s", type=float, default=0.0)
     group.add_argument("--record-samples", default="")
     group.add_argument(
+        "--short-data", type=int, default=0, help="samples of a training set that is too short"
+    )
+    group.add_argument(
         "--timeout-s", type=float, default=0.0, help="--distributed-timeout-minutes in seconds"
     )
     group.add_argument(
@@ -117,7 +120,9 @@ def datasets_provider(num_samples):
     from megatron.training import get_args
 
     train, valid, test = pretrain_gpt.train_valid_test_datasets_provider(num_samples)
-    path = get_args().record_samples
+    path, short = get_args().record_samples, get_args().short_data
+    if short:
+        train = [train[i] for i in range(short)]
     return (Recorded(train, path) if path else train), valid, test
 
 

@@ -301,12 +301,18 @@ def test_launch_lines_of_megatron_that_need_more_are_refused_with_all_reasons():
     assert {p.rule for p in told} == {"not-supported", "world-size", "expert-grid", "files"}
 
 
-def run(words, **environ):
+def run(words, timeout=None, cwd=None, **environ):
     script = "import sys; from megatron.training.arguments import launch_config; launch_config(sys.argv[1:])"
     script += "; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     return subprocess.run(
-        [sys.executable, "-c", script, *words], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, *words],
+        env=env,
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -325,11 +331,30 @@ def test_a_bad_line_ends_with_status_2_and_no_traceback():
 
 def test_under_a_launcher_only_local_rank_0_tells():
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
-    quiet = run(["--lr", "x"], LOCAL_RANK="1", **torchrun)
-    assert (quiet.returncode, quiet.stderr) == (2, "")
+    with pytest.raises(subprocess.TimeoutExpired) as quiet:  # a launcher ends it meanwhile
+        run(["--lr", "x"], timeout=1.5, LOCAL_RANK="1", **torchrun)
+    assert not quiet.value.stderr
     told = run(["--lr", "x"], LOCAL_RANK="0", **torchrun)
     assert told.returncode == 2
     assert "--lr expects a number" in told.stderr
+
+
+def test_a_rank_that_alone_is_refused_speaks_after_a_while():
+    done = run(["--lr", "x"], RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "--lr expects a number" in done.stderr
+
+
+def test_a_refusal_replaces_a_former_runs_record(tmp_path):
+    (tmp_path / "ck").mkdir()
+    words = [*SMALL, "--save", "ck"]  # without --save-interval
+    done = run(words, cwd=tmp_path)
+    assert done.returncode == 2
+    record = json.loads((tmp_path / "ck" / "exit.json").read_text())
+    assert (record["status"], record["requeue"]) == (2, False)
+    assert "--save needs --save-interval" in record["reason"]
+    run(["--lr", "x"], cwd=tmp_path)
+    assert not (tmp_path / "exit.json").exists()  # no record where no run has been
 
 
 def test_warnings_are_told_once_by_rank_0():

@@ -1,0 +1,146 @@
+"""kill -9 at any moment, of training and of saving: the run always resumes and ends in the undisturbed run's bits."""
+
+import json
+import random
+import signal
+import time
+
+import pytest
+
+from tests.harness import launch
+
+FAULTY = "tests/functional_tests/trainers/faulty.py"
+ITERATIONS = 16
+FLAGS = [
+    *launch.TINY,
+    "--train-iters",
+    str(ITERATIONS),
+    "--save",
+    "ck",
+    "--load",
+    "ck",
+    "--save-interval",
+    "1",
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What the run ends in, by ranks; and how long it trains."""
+    out = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
+        with launch.forked(FLAGS, ranks=ranks, cwd=folder) as group:
+            group.wait_for(r"training \.\.\.")
+            start = time.monotonic()
+            run = launch.ok(group.wait())
+        out[ranks] = (launch.digests(folder / "ck", ITERATIONS), run.losses(), time.monotonic() - start)
+    return out
+
+
+def killed_and_resumed(folder, undisturbed, seed):
+    """One kill at a random moment; returns what was met, for the figures."""
+    dice = random.Random(seed)
+    ranks = dice.choice((1, 2, 2))
+    victims = () if ranks == 1 else dice.choice(((), (0,), (1,)))  # none named: all at once
+    flags = [*FLAGS, *dice.choice(((), ("--async-save",))), *dice.choice(((), ("--num-workers", "1")))]
+    digests, losses, train_s = undisturbed[ranks]
+    with launch.forked(flags, ranks=ranks, cwd=folder) as group:
+        group.wait_for(r"training \.\.\.")
+        time.sleep(dice.random() * train_s)
+        left = sorted((folder / "ck").glob("iter_*.tmp-*"))
+        group.kill(*victims)
+        run = group.wait(timeout_s=20)
+    survivors = [status for status in run.statuses if status != -signal.SIGKILL]
+    assert all(status in (0, 6) for status in survivors), run.output
+    again = launch.ok(launch.run_forked(flags, ranks=ranks, cwd=folder))
+    assert launch.digests(folder / "ck", ITERATIONS) == digests, f"seed {seed}\n{run.output}\n{again.output}"
+    assert {**run.losses(), **again.losses()} == losses, f"seed {seed}"
+    assert not list((folder / "ck").glob("iter_*.tmp-*"))  # the next save cleans up
+    lines = launch.metrics_lines(folder / "ck")
+    assert [line["iteration"] for line in lines if "lm loss" in line] == list(range(1, ITERATIONS + 1))
+    return {
+        "seed": seed, "ranks": ranks, "victims": victims or "all", "async": "--async-save" in flags,
+        "reached": max(run.losses(), default=0), "while saving": bool(left),
+        "resumed from": min(again.losses(), default=ITERATIONS + 1) - 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kill(tmp_path, undisturbed, seed):
+    killed_and_resumed(tmp_path, undisturbed, seed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_twenty_kills(tmp_path, undisturbed, record_property):
+    met = []
+    for seed in range(100, 120):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        met.append(killed_and_resumed(folder, undisturbed, seed))
+        print(json.dumps(met[-1]))
+    assert any(kill["async"] for kill in met)
+    assert any(0 < kill["reached"] < ITERATIONS for kill in met)
+
+
+@pytest.mark.full
+def test_kill_after_kill(tmp_path, undisturbed):
+    """Five kills of one run, one after the other."""
+    digests, _, train_s = undisturbed[2]
+    dice = random.Random(5)
+    for _ in range(5):
+        with launch.forked(FLAGS, ranks=2, cwd=tmp_path) as group:
+            group.wait_for(r"training \.\.\.|nothing to train")
+            time.sleep(dice.random() * train_s / 3)
+            group.kill()
+            group.wait()
+    launch.ok(launch.run_forked(FLAGS, ranks=2, cwd=tmp_path))
+    assert launch.digests(tmp_path / "ck", ITERATIONS) == digests
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_survivor_of_a_killed_peer(tmp_path, victim):
+    """The others end within seconds, with status 6, and say who was lost."""
+    flags = [*FLAGS, "--kill-iteration", "4", "--fault-rank", str(victim)]
+    with launch.forked(flags, ranks=2, script=FAULTY, cwd=tmp_path) as group:
+        group.wait_for("iteration        3/")
+        start = time.monotonic()
+        run = group.wait(timeout_s=20)
+        assert time.monotonic() - start < 8.0
+    survivor = 1 - victim
+    assert run.statuses[victim] == -signal.SIGKILL
+    assert run.statuses[survivor] == 6, run.output
+    record = launch.exit_record(tmp_path / "ck")
+    assert (record["status"], record["rank"], record["requeue"]) == (6, survivor, True)
+    if victim == 1:
+        assert "rank 1 (host " in record["reason"]
+        assert "step 4, phase forward-backward" in record["reason"]
+    else:  # without a launcher rank 0 is also the store's host
+        assert "the store is gone" in record["reason"]
+
+
+def test_survivor_of_a_sleeping_peer(tmp_path):
+    flags = [*FLAGS, "--sleep-iteration", "4", "--timeout-s", "3"]
+    with launch.forked(flags, ranks=2, script=FAULTY, cwd=tmp_path) as group:
+        group.wait_for("rank 1 sleeps")
+        start = time.monotonic()
+        while group.alive(0):
+            assert time.monotonic() - start < 12.0, group.output
+            time.sleep(0.05)
+        output = group.output
+    assert "error (peer lost, exit status 6)" in output
+    reason = launch.exit_record(tmp_path / "ck")["reason"]
+    assert "rank 1 (host " in reason
+    assert "in step 4, phase forward-backward (alive, but it makes no progress" in reason, reason
+
+
+def test_torchrun_restarts_by_itself(tmp_path, undisturbed):
+    """--max-restarts: a rank is killed once, the next attempt goes on from the last checkpoint."""
+    flags = [*FLAGS, "--kill-iteration", "6", "--fault-rank", "1"]
+    run = launch.ok(launch.run(flags, script=FAULTY, ranks=2, cwd=tmp_path, launcher=("--max-restarts", "2")))
+    assert "loading checkpoint from ck at iteration 5" in run.output
+    digests, losses, _ = undisturbed[2]
+    assert run.losses() == losses
+    assert launch.digests(tmp_path / "ck", ITERATIONS) == digests
+    assert launch.exit_record(tmp_path / "ck")["status"] == 0

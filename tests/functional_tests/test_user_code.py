@@ -1,0 +1,50 @@
+"""Trainers and configuration files that users write."""
+
+from tests.harness import launch
+
+EXAMPLE = "examples/custom_trainer/pretrain_small_mlp_lm.py"
+
+
+def test_custom_trainer_as_its_docstring_says(tmp_path):
+    text = (launch.ROOT / EXAMPLE).read_text()
+    line = text.partition("torchrun --nproc-per-node 2 ")[2].partition('"""')[0].replace("\\\n", " ").split()
+    assert line[0] == EXAMPLE
+    words = [*line[1:], "--save", "ck", "--save-interval", "10", "--load", "ck"]
+    run = launch.ok(launch.run(words, script=EXAMPLE, ranks=2, cwd=tmp_path))
+    losses = [float(text.split()[0]) for text in run.losses().values()]
+    assert list(run.losses()) == [1, 5, 10, 15, 20]
+    assert losses[-1] < losses[0]
+    assert run.output.count("building a model that looks back 4 tokens ...") == 1
+    again = [*words, "--train-iters", "22", "--override-opt_param-scheduler", "--log-interval", "1"]
+    assert list(launch.ok(launch.run_forked(again, script=EXAMPLE, ranks=2, cwd=tmp_path)).losses()) == [
+        21,
+        22,
+    ]
+
+
+def test_custom_trainer_says_nothing_in_the_end(tmp_path):
+    """Returning from pretrain() leaves a process that can go on: status 0, and no complaint from any thread."""
+    words = [*launch.TINY, "--train-iters", "2", "--num-workers", "1"]
+    run = launch.ok(launch.run(words, script=EXAMPLE, cwd=tmp_path))
+    for noise in ("Traceback", "Exception", "terminate called", "Warning:"):
+        assert noise not in run.output, run.output
+
+
+def test_yaml_file_with_the_command_line_on_top(tmp_path):
+    names = {}
+    words = iter(launch.TINY)
+    flat = []
+    for word in words:
+        if word in ("--mock-data", "--no-create-attention-mask-in-dataloader"):
+            flat.append(word)
+        else:
+            names[word[2:].replace("-", "_")] = next(words)
+    lines = [f"{name}: {value}" for name, value in names.items() if name != "lr"]
+    (tmp_path / "run.yaml").write_text(
+        "\n".join([*lines, "mock_data: true", "optimizer:", "  lr: 0.01", "train_iters: 9"])
+    )
+    more = ["--yaml-cfg", "run.yaml", "--train-iters", "3", "--no-create-attention-mask-in-dataloader"]
+    run = launch.ok(launch.run_forked(more, cwd=tmp_path))
+    plain = launch.ok(launch.run_forked([*launch.TINY, "--train-iters", "3"], cwd=tmp_path))
+    assert run.losses() == plain.losses()
+    assert list(run.losses()) == [1, 2, 3]
