@@ -38,7 +38,10 @@ BATCH_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What went through. not_utf8: texts whose invalid bytes were replaced by U+FFFD."""
+    """What went through.
+
+    empty_documents, tokens: over all keys.  not_utf8: texts whose invalid bytes were replaced by U+FFFD.
+    """
 
     documents: int = 0
     empty_documents: int = 0
@@ -167,6 +170,7 @@ def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Stat
             for key in job.keys
         }
         for batch in _batches(chunk, job.keys):
+            statistics += Statistics(documents=len(batch))
             for key, writer in writers.items():
                 statistics += _write_batch(job, tokenizer, writer, [document[key] for document in batch])
     _write(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
@@ -210,7 +214,7 @@ def _write_batch(
         lengths = [len(array) for array in sequences]
         writer.add_document(sequences[0] if len(sequences) == 1 else np.concatenate(sequences), lengths)
         tokens += sum(lengths)
-    return Statistics(documents=len(documents), empty_documents=empty, tokens=tokens, not_utf8=not_utf8)
+    return Statistics(empty_documents=empty, tokens=tokens, not_utf8=not_utf8)
 
 
 def _tokenize(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[list[NDArray[Any]], int]:
