@@ -15,7 +15,7 @@ from megatron.core.datasets.builder import (
     requested_sizes,
 )
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
@@ -57,8 +57,8 @@ def build_gpt_datasets(
         sample_format=SampleFormat(
             sequence_length=config.model.seq_length,
             eod=tokenizer.eod,
-            pad=NO_PAD if tokenizer.pad is None else tokenizer.pad,
-            vocab_size=config.model.padded_vocab_size,
+            pad=pad_id(tokenizer.pad, tokenizer.special_ids),
+            vocab_size=tokenizer.vocab_size,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
@@ -174,8 +174,12 @@ class _Fetch:
 
 
 def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
-    """`build()` on the first rank of each machine, then on the others, which find the cache."""
-    first = session.env.local_rank == 0
+    """`build()` on the first rank of each machine, then on the others, which find the cache.
+
+    On all at once where nothing is kept on disk.
+    """
+    data = session.config.data
+    first = session.env.local_rank == 0 or (data.mock_data and data.data_cache_path is None)
     built, failure = None, None
     for turn in (True, False):
         if first is turn:

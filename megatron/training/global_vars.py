@@ -7,6 +7,7 @@ the run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -137,16 +138,22 @@ def _callable(name: str) -> Callable[[], int]:
     return value
 
 
+def _say(message: Any) -> None:
+    """A line in one write: ranks share one pipe."""
+    sys.stdout.write(f"{message}\n")
+    sys.stdout.flush()
+
+
 def print_rank_0(message: Any) -> None:
     """Print on rank 0 only; before `pretrain` has started, on every rank."""
     if _GLOBALS.rank == 0:
-        print(message, flush=True)
+        _say(message)
 
 
 def print_rank_last(message: Any) -> None:
     """Print on the last rank only, where the loss is known."""
     if _GLOBALS.rank == _GLOBALS.world_size - 1:
-        print(message, flush=True)
+        _say(message)
 
 
 def is_last_rank() -> bool:

@@ -19,7 +19,7 @@ from megatron.training.flops import train_step_flops
 from megatron.training.forward_backward import ForwardStep, StepNumbers
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.reporter import Reporter
-from megatron.training.session import Session
+from megatron.training.session import Session, say
 from megatron.training.signals import SignalHandler
 from megatron.training.state import TrainState
 from megatron.training.step import Stepper
@@ -99,7 +99,7 @@ class TrainingLoop:
         session, buffer = self.session, self.engine.model.buffer
         count = sum(math.prod(meta.global_shape) for meta in self.engine.param_meta.values())
         if session.ps.dp_rank == 0:
-            print(metrics.parameter_count_line(session.ps.tp_rank, session.ps.pp_rank, count), flush=True)
+            say(metrics.parameter_count_line(session.ps.tp_rank, session.ps.pp_rank, count))
         persistent = sum(buffer.persistent_bytes().values()) + sum(
             self.engine.optimizer.persistent_bytes().values()
         )

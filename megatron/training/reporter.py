@@ -12,7 +12,7 @@ from megatron.training import metrics
 from megatron.training.build import Engine
 from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
-from megatron.training.session import Session
+from megatron.training.session import Session, say
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult
 from megatron.training.writers import Writers, append_progress, open_writers
@@ -137,7 +137,7 @@ class Reporter:
         """Each rank's memory, once: at the first line after the first iteration, when all of it is in use."""
         if not self._memory_told and self._state.iteration > self._first_iteration:
             figures = self._session.device.memory()
-            print(metrics.memory_line(self._session.ps.rank, self._state.iteration, figures), flush=True)
+            say(metrics.memory_line(self._session.ps.rank, self._state.iteration, figures))
             self._memory_told = True
 
     def start_interval(self) -> None:

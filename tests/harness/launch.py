@@ -12,6 +12,7 @@ Every run has a hard time limit after which all of its processes are killed, and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -20,6 +21,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,15 +37,18 @@ ROOT = Path(__file__).resolve().parents[2]
 GPT = "pretrain_gpt.py"
 ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) \|.*?lm loss: (\S+) \|.*?grad norm: (\S+) \|")
 
+# Mock data's index is built once, not by every run.
+_CACHE = tempfile.mkdtemp(prefix="launch-cache-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 # A GPT that trains an iteration in some milliseconds.
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --weight-decay 0.1 --seed 7 "
     "--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --num-workers 0 --log-interval 1 "
-    "--no-create-attention-mask-in-dataloader --eval-iters 0"
+    f"--no-create-attention-mask-in-dataloader --eval-iters 0 --data-cache-path {_CACHE}"
 ).split()
 # TINY with data of the test's own instead of mock data.
-TINY_DATA = [flag for flag in TINY if flag != "--mock-data"]
+TINY_DATA = [flag for flag in TINY if flag not in ("--mock-data", "--data-cache-path", _CACHE)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +245,9 @@ def forked(
     rank_env: Callable[[int], Mapping[str, str]] = lambda rank: {},
 ) -> Iterator[Ranks]:
     """A forked run under way; none of its processes outlives the block. rank_env: variables of one rank only."""
-    import megatron.training.training  # noqa: F401 - here, so that no rank has to
+    import torch._dynamo  # noqa: F401 - here, so that no rank has to: torch's optimizers import their compiler
+
+    import megatron.training.training  # noqa: F401
 
     sys.stdout.flush()
     sys.stderr.flush()
