@@ -14,11 +14,11 @@ STDLIB=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   --tokenizer-type ByteTokenizer --append-eod --workers 2 --output-prefix "$RUN_DIR/stdlib"
 
 FLAGS=(
-  --num-layers 4 --hidden-size 192 --num-attention-heads 6
+  --num-layers 4 --hidden-size 128 --num-attention-heads 4
   --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
   --normalization RMSNorm --swiglu --disable-bias-linear
   --attention-dropout 0 --hidden-dropout 0
-  --micro-batch-size 4 --global-batch-size 16 --train-iters 300
+  --micro-batch-size 4 --global-batch-size 8 --train-iters 300
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95
   --data-path "$RUN_DIR/stdlib_text_document" --split 96,4,0 --tokenizer-type ByteTokenizer
   --no-create-attention-mask-in-dataloader --num-workers 0
