@@ -2,13 +2,11 @@
 
     parse -> (checkpoint's shape) -> resolve -> rules
 
-What is wrong is printed all at once and ends the process with status 2; under a launcher only local rank 0
-prints.
+What is wrong is printed all at once and ends the process with status 2; under a launcher only local rank 0 prints.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.catalog import checkpoint_config
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.check_config import build_report, render_json, render_text
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config import Config
@@ -42,11 +42,10 @@ def launch_config(
 ) -> Config:
     """The configuration of this launch, or the end of the process.
 
-    argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as
-    Megatron's
-    `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags
-    say.
-    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report.
+    argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as Megatron's
+    `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags say.
+    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when
+    --use-checkpoint-args meets a damaged checkpoint.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -59,7 +58,10 @@ def launch_config(
         raise _refuse([problem], LaunchEnv()) from None
     except ConfigurationError as error:
         raise _refuse(error.problems, LaunchEnv.read()) from None
-    config, problems = _resolved(line, env, needs_data)
+    try:
+        config, problems = _resolved(line, env, needs_data)
+    except CheckpointError as error:  # --use-checkpoint-args reads one
+        raise _refuse_checkpoint(error, env) from None
     if config.training.check_config:
         _report(config, problems, env)
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
@@ -103,6 +105,17 @@ def _refuse(problems: Sequence[Problem], env: LaunchEnv, config: Config | None =
     return SystemExit(CONFIGURATION_STATUS)
 
 
+def _refuse_checkpoint(error: CheckpointError, env: LaunchEnv) -> SystemExit:
+    """The exception that ends the process when the checkpoint whose shape is asked for cannot be trusted."""
+    if env.local_rank == 0:
+        print(
+            f"error (checkpoint, exit status {int(ExitStatus.CHECKPOINT)}): {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return SystemExit(int(ExitStatus.CHECKPOINT))
+
+
 def _record_refusal(config: Config, reason: str, rank: int) -> None:
     """Replace a former run's exit.json, which may ask to be started again. No folder is made for a run that is none."""
     folder = Path(config.checkpoint.save or ".")
@@ -114,7 +127,7 @@ def _record_refusal(config: Config, reason: str, rank: int) -> None:
 def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Config, list[Problem]]:
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
     if values.get("use_checkpoint_args") and values.get("load") is not None:
-        saved = read_checkpoint_config(values["load"], values.get("ckpt_step"))
+        saved = checkpoint_config(values["load"], values.get("ckpt_step"))
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
         else:
@@ -152,26 +165,3 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
         sys.stdout.flush()
         if problems and not config.training.json:
             print(render_problems(problems), file=sys.stderr, flush=True)
-
-
-def read_checkpoint_config(load: str, ckpt_step: int | None = None) -> dict[str, Any] | None:
-    """The configuration (destination name -> value) stored in the newest checkpoint under `load`, or in
-    `ckpt_step`.
-
-    None when there is none that can be read; the loader judges checkpoints, this only looks for the model's
-    shape.
-    """
-    folders = sorted(Path(load).glob("iter_*"), key=lambda path: path.name, reverse=True)
-    if ckpt_step is not None:
-        folders = [Path(load) / f"iter_{ckpt_step:07d}"]
-    for folder in folders:
-        if not folder.name.removeprefix("iter_").isdigit():
-            continue  # a save that was not finished
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-            saved = manifest["common"]["config"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if isinstance(saved, dict):
-            return saved
-    return None

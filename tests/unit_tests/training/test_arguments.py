@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron.training.arguments import (
-    ConfigurationError,
-    launch_config,
-    parse_config,
-    read_checkpoint_config,
-)
+from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.training.arguments import ConfigurationError, launch_config, parse_config
 from megatron.training.command_line import read_command_line
 from megatron.training.config import FIELDS, Config
 from tests.harness.launch_lines import GPT3_175B, GPT_345M, LLAMA3_8B, MIXTRAL_8X7B, SMALL
@@ -248,21 +246,35 @@ def test_flat_and_replace_and_from_flat_are_inverse():
         Config.from_flat({"num_layer": 3})
 
 
+def save_shape(root, iteration, **shape):
+    words = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    config = parse_config([*SMALL, *words, "--swiglu"]).flat()
+    weight = LocalPiece("model.w", (2,), (0,), torch.zeros(2))
+    save(root, iteration, [weight], {"config": config, "consumed_train_samples": 0}, {})
+
+
 def test_use_checkpoint_args_takes_the_newest_shape(tmp_path):
-    for iteration, hidden in ((10, 32), (20, 128)):
-        folder = tmp_path / f"iter_{iteration:07d}"
-        folder.mkdir()
-        saved = parse_config([*SMALL, "--hidden-size", str(hidden), "--swiglu"]).flat()
-        (folder / "manifest.json").write_text(json.dumps({"common": {"config": saved}}))
+    save_shape(tmp_path, 10, hidden_size=32)
+    save_shape(tmp_path, 20, hidden_size=128)
     (tmp_path / "iter_0000030.tmp-1").mkdir()
-    (tmp_path / "iter_0000040").mkdir()
     words = [*SMALL, "--load", str(tmp_path), "--use-checkpoint-args", "--lr", "2"]
     config = parse_config(words)
     assert (config.model.hidden_size, config.model.swiglu, config.optimizer.lr) == (128, True, 2.0)
     assert config.origin["hidden_size"] == "checkpoint"
     assert any("hidden_size is 128" in warning for warning in config.warnings)
     assert parse_config([*words, "--ckpt-step", "10"]).model.hidden_size == 32
-    assert read_checkpoint_config(str(tmp_path / "none")) is None
+
+
+def test_use_checkpoint_args_without_a_checkpoint_warns_and_refuses_a_damaged_one(tmp_path, capsys):
+    words = [*SMALL, "--load", str(tmp_path), "--use-checkpoint-args"]
+    assert any("no checkpoint" in warning for warning in parse_config(words).warnings)
+    save_shape(tmp_path, 10, hidden_size=32)
+    manifest = tmp_path / "iter_0000010" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-10])
+    with pytest.raises(SystemExit) as ended:
+        launch_config(words)
+    assert ended.value.code == 3
+    assert "manifest.json" in capsys.readouterr().err
 
 
 def test_launch_lines_of_megatron_that_this_can_run(tmp_path, monkeypatch):
