@@ -6,9 +6,8 @@
     python tools/inspect_data.py --data-path data/web_text_document --verify
 
 Samples come from the code that training reads them with. Digests are SHA-256 over little-endian int64
-(tokens, labels,
-position ids) and float32 (loss mask), so two machines or two versions can be compared. Nothing is written
-unless
+(tokens, labels, position ids) and float32 (loss mask), so two machines or two versions can be compared.
+Nothing is written unless
 --data-cache-path is given. Exit status: 0 done, 2 wrong arguments, 4 bad data.
 """
 

@@ -1,5 +1,4 @@
-"""Text to a tokenized corpus: `<output prefix>_<json key>_document.bin` and `.idx`, which `--data-path`
-reads.
+"""Text to a tokenized corpus: `<output prefix>_<json key>_document.bin` and `.idx`, which `--data-path` reads.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/web --tokenizer-type
     ByteTokenizer \
@@ -8,10 +7,8 @@ reads.
     ByteTokenizer
 
 Inputs are JSON lines (one object a line), plain text (a file or a line is a document) or source trees (each
-file is
-one). An interrupted run goes on where it stopped when the same command is given again. The output is the same
-for any
-number of workers. Exit status: 0 done, 2 wrong arguments, 4 bad input data, 130 interrupted.
+file is one). An interrupted run goes on where it stopped when the same command is given again. The output is
+the same for any number of workers. Exit status: 0 done, 2 wrong arguments, 4 bad input data, 130 interrupted.
 """
 
 from __future__ import annotations

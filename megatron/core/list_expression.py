@@ -1,7 +1,6 @@
 """Values written as small expressions: `[0]*3+[1]*2`, `(127,0)`, `99,1,0` (floor 0).
 
-A parser of thirty lines with a cap on length, never `eval`: `[0]*9**9` must not cost anything (facts:
-reliability 6).
+A parser of thirty lines with a cap on length, never `eval`: `[0]*9**9` must not cost anything (facts: reliability 6).
 """
 
 from __future__ import annotations
@@ -165,8 +164,7 @@ def expand_layout(text: str, max_symbols: int = MAX_ITEMS) -> tuple[str, ...]:
     """Stages of a pipeline layout string: `Et*2|(tt|)*5t|tmL` -> ("Ett", "tt", ..., "tmL").
 
     `|` ends a stage, `E` embedding, `t` layer, `m` MTP block, `L` loss, `*k` repeats a symbol or a
-    parenthesised
-    group, commas and spaces are ignored, stages may be empty. Raises ListExpressionError.
+    parenthesised group, commas and spaces are ignored, stages may be empty. Raises ListExpressionError.
     """
     text = re.sub(r"[,\s]", "", strip_quotes(text))
     flat, rest = _layout_sequence(text, 0, 0, max_symbols)

@@ -1,9 +1,8 @@
 """Which rank stands where: an order string gives every rank coordinates and every axis its groups (floor 0).
 
 The order names axes from the fastest varying to the slowest: in "tp-cp-ep-dp-pp" neighbouring ranks share a
-tensor
-parallel group. Dense layers live on (tp, cp, dp, pp) with ep = 1; experts on their own grid over the same
-ranks, (etp, ep, expert dp, pp) with cp = 1 ("folding").
+tensor parallel group. Dense layers live on (tp, cp, dp, pp) with ep = 1; experts on their own grid over the
+same ranks, (etp, ep, expert dp, pp) with cp = 1 ("folding").
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class RankGrid:
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups along an axis, or along several as in "dp-cp": ranks that differ in these axes only.
 
-        Within a group ranks are in the grid's order; groups are ordered by their first rank's other
-        coordinates.
+        Within a group ranks are in the grid's order; groups are ordered by their first rank's other coordinates.
         """
         wanted = set(axes.split("-"))
         assert wanted <= set(AXES), f"axes {axes!r}"

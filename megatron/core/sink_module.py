@@ -28,8 +28,7 @@ class LayerFactory:
 
 
 class SinkModule(nn.Module):
-    """A layer that knows its global name and the facts about its parameters (`meta`, keyed by global
-    name)."""
+    """A layer that knows its global name and the facts about its parameters (`meta`, keyed by global name)."""
 
     def __init__(self, name: str, factory: LayerFactory) -> None:
         super().__init__()
@@ -53,8 +52,7 @@ class SinkModule(nn.Module):
         layer: int | None = None,
         **facts: Any,
     ) -> nn.Parameter:
-        """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not
-        decay."""
+        """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay."""
         parameter = nn.Parameter(torch.empty(shape, dtype=self._factory.dtype, device=self._factory.device))
         name = self.key(local)
         self.meta[name] = ParamMeta(

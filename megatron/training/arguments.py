@@ -81,9 +81,7 @@ def parse_config(
     args_defaults: Mapping[str, Any] | None = None,
     needs_data: bool = True,
 ) -> Config:
-    """Like `launch_config` for callers that are no launch (tools, tests): raises ConfigurationError, prints
-    nothing.
-    """
+    """Like `launch_config` for callers that are no launch (tools, tests): raises ConfigurationError, prints nothing."""
     line = read_command_line(argv, extra_args_provider, args_defaults)
     config, problems = _resolved(line, env or LaunchEnv(), needs_data)
     if problems:

@@ -211,9 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_text(report: Report) -> str:
-    """The configuration as YAML, then grid, parameters, files and warnings as YAML comments: one file to
-    keep.
-    """
+    """The configuration as YAML, then grid, parameters, files and warnings as YAML comments: one file to keep."""
     lines = [f"# {line}" for line in _summary(report)]
     return report.config.to_yaml() + "\n".join(lines) + "\n"
 

@@ -8,8 +8,7 @@
     checkpointer.maybe_finalize(blocking=True)                               # before leaving
 
 Weights are named `model.<parameter>`, optimizer state `optimizer.<...>`; everything else is JSON in the
-manifest: `common` (iteration, consumed samples, scheduler, scaler, configuration) and, per rank, its random
-generators.
+manifest: `common` (iteration, consumed samples, scheduler, scaler, configuration) and, per rank, its random generators.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class Checkpointer:
         *,
         wait: bool = False,
     ) -> Path | None:
-        """Save to `--save`; the directory once it is a checkpoint, None while it is written in the
-        background.
+        """Save to `--save`; the directory once it is a checkpoint, None while it is written in the background.
 
         common: JSON that all ranks share; `consumed_train_samples` and a hash of `config` also become
         fields of the manifest itself. wait: finish before returning whatever `--async-save` says (the last
@@ -242,8 +240,7 @@ def _check_rng(found: Found, world_size: int) -> None:
 def load_for_inference(
     load_dir: str, ckpt_step: int | None = None
 ) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece]], None]]:
-    """The saved flat configuration, and a function that fills a model's pieces: one process, no group, no
-    optimizer.
+    """The saved flat configuration, and a function that fills a model's pieces: one process, no group, no optimizer.
 
     Raises CheckpointError when the folder holds no valid checkpoint.
     """

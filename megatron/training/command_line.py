@@ -1,6 +1,4 @@
-"""The argparse parser generated from the groups and the flag table, and what a command line says (floor
-0).
-"""
+"""The argparse parser generated from the groups and the flag table, and what a command line says (floor 0)."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class UsedFlag:
 
 @dataclasses.dataclass
 class CommandLine:
-    """What the user said: values by destination name with their origin, other known flags, the user's own
-    flags.
-    """
+    """What the user said: values by destination name with their origin, other known flags, the user's own flags."""
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     origin: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -64,9 +60,7 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser 
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows how many words a flag really takes (the parser itself accepts any number, to report all
-    mistakes).
-    """
+    """Shows how many words a flag really takes (the parser itself accepts any number, to report all mistakes)."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=110)
@@ -92,9 +86,7 @@ class _ParseError(ValueError):
 
 
 class _Record(argparse.Action):
-    """Notes the words after a flag; they are converted, all mistakes at once, after the whole line was
-    read.
-    """
+    """Notes the words after a flag; they are converted, all mistakes at once, after the whole line was read."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, *, entry: FlagEntry, recorded: _Recorded, help: str
@@ -157,9 +149,7 @@ def limit_text(entry: FlagEntry) -> str:
 
 
 def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -> argparse.ArgumentParser:
-    """Fields first, then the user's own flags, then the flags that are only known: user flags win over
-    those.
-    """
+    """Fields first, then the user's own flags, then the flags that are only known: user flags win over those."""
     parser: argparse.ArgumentParser = _Parser(
         prog="pretrain_gpt.py",
         description="Train a GPT. docs/flags.md lists every flag Megatron-LM users know with its state.",
@@ -246,9 +236,7 @@ def read_command_line(
 
 
 def _joined_negatives(argv: Sequence[str]) -> list[str]:
-    """`--lr -1e-5` as `--lr=-1e-5`, `--window-size -1,-1` likewise: argparse would take these values for
-    flags.
-    """
+    """`--lr -1e-5` as `--lr=-1e-5`, `--window-size -1,-1` likewise: argparse would take these values for flags."""
     words: list[str] = []
     for word in argv:
         if _NEGATIVE_NUMBER.fullmatch(word) and words and words[-1].startswith("--") and "=" not in words[-1]:

@@ -80,9 +80,7 @@ class Config:
         origin: Mapping[str, str] | None = None,
         warnings: tuple[str, ...] = (),
     ) -> Config:
-        """From destination names, the rest at their defaults. Lists become tuples. Unknown names:
-        ValueError.
-        """
+        """From destination names, the rest at their defaults. Lists become tuples. Unknown names: ValueError."""
         unknown = sorted(set(values) - set(FIELDS))
         if unknown:
             raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")

@@ -74,8 +74,7 @@ class ExitRecord:
     """The content of `exit.json`.
 
     status: an ExitStatus, or 128 + n when a second signal n stopped a run that has no checkpoint.
-    iteration: last completed iteration, None before training. checkpoint: newest valid checkpoint's folder,
-    or None.
+    iteration: last completed iteration, None before training. checkpoint: newest valid checkpoint's folder, or None.
     requeue: whether the same command, started again, goes on with the run.
     """
 
@@ -176,8 +175,7 @@ StatusTable = Mapping[type[BaseException], ExitStatus]
 
 
 def status_of(error: BaseException, table: StatusTable) -> ExitStatus:
-    """The status for an exception. table: the error classes of the parts (ConfigurationError, DataError,
-    ...).
+    """The status for an exception. table: the error classes of the parts (ConfigurationError, DataError, ...).
 
     The most derived class wins. A TrainingExit carries its own; anything else is a bug.
     """
@@ -209,8 +207,7 @@ def report_failure(
     diagnose: Callable[[], str] | None = None,
     stream: TextIO | None = None,
 ) -> ExitStatus:
-    """Print the message of an exception, write `exit.json` into `directory`, and return the status to exit
-    with.
+    """Print the message of an exception, write `exit.json` into `directory`, and return the status to exit with.
 
     diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
     """
@@ -244,8 +241,7 @@ def second_signal_words(
     iteration: Callable[[], int | None],
     checkpoint: Callable[[], str | None],
 ) -> Callable[[int], int]:
-    """What SignalHandler calls on the second signal: says so, writes `exit.json`, gives the status to stop
-    with.
+    """What SignalHandler calls on the second signal: says so, writes `exit.json`, gives the status to stop with.
 
     75 if there is a valid checkpoint to go on from, else 128 + n. Runs in the side thread; must not block.
     """

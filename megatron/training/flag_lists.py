@@ -1,5 +1,4 @@
-"""The flags that are known and do not (or not fully) act: plain lists with reasons, read by flag_table (floor
-0).
+"""The flags that are known and do not (or not fully) act: plain lists with reasons, read by flag_table (floor 0).
 
 `switches` take no value, `values` one, `many` several. `--flag/--alias` are spellings of one flag;
 `--flag=a|b` names the words with which a flag that is not

@@ -4,8 +4,7 @@
     accepted, no effect here     parsed and reported once, with why
     not supported                an error that says what to use, or which roadmap line will bring it
 
-A flag that is not supported may still be given with a value that asks for nothing (`--num-experts 0`). Fields
-can
+A flag that is not supported may still be given with a value that asks for nothing (`--num-experts 0`). Fields can
 be limited too: `--tensor-model-parallel-size` exists, and only 1 of it is supported so far.
 """
 
@@ -43,10 +42,8 @@ class FlagEntry:
     """One flag.
 
     name: destination name. flags: spellings, the documented one first; negations: spellings that set a
-    boolean the
-    other way. neutral: words with which a flag that is not supported asks for nothing. field: group and field
-    of an
-    implemented or limited flag. allowed: the supported values of a limited field.
+    boolean the other way. neutral: words with which a flag that is not supported asks for nothing. field:
+    group and field of an implemented or limited flag. allowed: the supported values of a limited field.
     """
 
     name: str

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def flops_per_token(model: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:
-    """Forward and backward of one token: 3 passes x 2 operations x (GEMMs + causal half of attention +
-    logits).
+    """Forward and backward of one token: 3 passes x 2 operations x (GEMMs + causal half of attention + logits).
 
     A gated MLP counts 1.5 times, recompute is not counted, nor is anything that is no matrix product.
     """

@@ -90,8 +90,7 @@ def iteration_line(record: IterationRecord) -> str:
 
 
 def iteration_scalars(record: IterationRecord, *, tokens_per_s: float | None = None) -> dict[str, float]:
-    """The same numbers under Megatron's TensorBoard tags (`tokens-per-second` and `skipped-iterations` are
-    ours).
+    """The same numbers under Megatron's TensorBoard tags (`tokens-per-second` and `skipped-iterations` are ours).
 
     Losses are given as they are, NaN included: a curve with a hole must be explained by its data.
     """
@@ -144,8 +143,7 @@ class IntervalTotals:
     ) -> None:
         """Count one iteration. losses: name -> (sum over loss tokens of the global batch, number of them).
 
-        tokens: tokens processed, for tokens/s. A skipped iteration with a non-finite loss counts as a NaN
-        iteration.
+        tokens: tokens processed, for tokens/s. A skipped iteration with a non-finite loss counts as a NaN iteration.
         """
         self.iterations += 1
         self.tokens += tokens

@@ -1,5 +1,4 @@
-"""What the user said -> a complete configuration: every derived size, the same way Megatron derives it (floor
-0).
+"""What the user said -> a complete configuration: every derived size, the same way Megatron derives it (floor 0).
 
 Pure but for the facts passed in (`Machine`): nothing here reads files, environment or devices.
 """
@@ -70,9 +69,7 @@ def resolve(
     extra: Mapping[str, Any] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Config:
-    """Fill everything that follows from other values. Never fails: what makes no sense is left for the
-    rules.
-    """
+    """Fill everything that follows from other values. Never fails: what makes no sense is left for the rules."""
     resolver = _Resolver(values, origin, machine, warnings)
     resolver.run()
     return Config.from_flat(

@@ -1,8 +1,8 @@
 """What must hold between settings: a table of rules, all of them looked at, every broken one told (floor 0).
 
 A rule is a function of the situation that returns what is wrong, or None; the tables are in the rules_*.py
-files
-beside this one. Sources of the combinations: Megatron's own checks, and those that users break most often.
+files beside this one. Sources of the combinations: Megatron's own checks, and those that users break most
+often.
 """
 
 from __future__ import annotations

@@ -167,9 +167,7 @@ def _files(s: Situation) -> str | None:
 
 
 def named_files(config: Config) -> list[str]:
-    """Destination names of settings that name a file which must exist at the start (the corpus is checked
-    later).
-    """
+    """Destination names of settings that name a file which must exist at the start (the corpus is checked later)."""
     names = ["vocab_file", "merge_file", "data_args_path", "per_split_data_args_path", "tokenizer_model"]
     kind = config.tokenizer.tokenizer_type
     unused = {"vocab_file", "merge_file"} if kind != "GPT2BPETokenizer" else {"tokenizer_model"}

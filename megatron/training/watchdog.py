@@ -143,9 +143,7 @@ class Watchdog:
         return f"{self._prefix}/{rank}"
 
     def close(self, reason: str = "") -> None:
-        """Stop publishing. reason: why this rank leaves early, for the others to read; empty at a regular
-        end.
-        """
+        """Stop publishing. reason: why this rank leaves early, for the others to read; empty at a regular end."""
         if self._state == RUNNING:  # a rank that lost a peer stays "failing": it is nobody's culprit
             self._reason, self._state = reason, ENDED
         self._closing = True
@@ -180,9 +178,7 @@ class Watchdog:
         )
 
     def _observe(self) -> tuple[dict[int, ProgressRecord], set[int]]:
-        """All records, and the ranks whose record is fresh: published after we began to look, or a last
-        word.
-        """
+        """All records, and the ranks whose record is fresh: published after we began to look, or a last word."""
         deadline = time.monotonic() + self._interval_s * BUDGET_INTERVALS
         first = self._read_all()
         while True:

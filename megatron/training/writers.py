@@ -268,8 +268,7 @@ def metrics_path(config: Config) -> Path:
 def open_writers(config: Config, *, enabled: bool, resumed_iteration: int) -> Writers:
     """The writers of a run. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
 
-    Raises MissingPackageError (a ValueError) naming the pip line, OSError when the metrics file cannot be
-    written.
+    Raises MissingPackageError (a ValueError) naming the pip line, OSError when the metrics file cannot be written.
     """
     if not enabled:
         return Writers()

@@ -1,6 +1,4 @@
-"""`--yaml-cfg FILE`: settings by destination name, flat, dotted (`model.num_layers`) or in group sections
-(floor 0).
-"""
+"""`--yaml-cfg FILE`: settings by destination name, flat, dotted (`model.num_layers`) or in group sections (floor 0)."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ class YamlSetting:
 
 
 def read_yaml(path: str, known: frozenset[str]) -> tuple[list[YamlSetting], list[Problem]]:
-    """Settings of a file, and what is wrong with it. `known` holds names beside the fields (user flags, the
-    table).
-    """
+    """Settings of a file, and what is wrong with it. `known` holds names beside the fields (user flags, the table)."""
     try:
         raw = Path(path).read_bytes()
         if len(raw) > MAX_BYTES:

@@ -5,8 +5,7 @@
         assert run_killed(save, point) == KILLED
         ...the folder must hold a whole checkpoint
 
-Calls are counted from the moment the shim is entered, in the order they are made; a killed write has written
-half.
+Calls are counted from the moment the shim is entered, in the order they are made; a killed write has written half.
 """
 
 from __future__ import annotations
@@ -120,9 +119,7 @@ def count_points(action: Callable[[], object]) -> list[tuple[str, str]]:
 
 
 def run_killed(action: Callable[[], object], point: int) -> int:
-    """Run `action` in a forked child that ends at call number `point`; the exit status (KILLED, or 0 if it
-    got by).
-    """
+    """Run `action` in a forked child that ends at call number `point`; the exit status (KILLED, or 0 if it got by)."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,5 +1,4 @@
-"""The oracle: a GPT in plain PyTorch, batch first, autograd everywhere, nothing fused. Imports nothing of
-ours.
+"""The oracle: a GPT in plain PyTorch, batch first, autograd everywhere, nothing fused. Imports nothing of ours.
 
 Parameters carry the names of the real model, so one state_dict fits both.
 """
@@ -161,8 +160,7 @@ class ReferenceGPT(nn.Module):
             self.output_layer = nn.Linear(c.hidden, c.vocab, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits [b, s, v], or with labels the losses [b, s]. mask: True = may not be seen; default
-        causal."""
+        """Logits [b, s, v], or with labels the losses [b, s]. mask: True = may not be seen; default causal."""
         s = tokens.shape[1]
         if mask is None:
             mask = torch.ones(s, s, dtype=torch.bool).triu(1)

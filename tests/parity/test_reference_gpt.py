@@ -1,5 +1,4 @@
-"""Ours against the plain-PyTorch reference in fp64: loss and every gradient to 1e-10, ten AdamW steps to
-1e-9."""
+"""Ours against the plain-PyTorch reference in fp64: loss and every gradient to 1e-10, ten AdamW steps to 1e-9."""
 
 import pytest
 import torch

@@ -58,8 +58,7 @@ def read_blend_file(path: str) -> Blend:
 
 
 def read_per_split_file(path: str) -> tuple[Blend | None, Blend | None, Blend | None]:
-    """`--per-split-data-args-path`: JSON {"train": [words], "valid": [...], "test": [...]}; a split may be
-    missing."""
+    """`--per-split-data-args-path`: JSON {"train": [words], "valid": [...], "test": [...]}; a split may be missing."""
     flag = f"--per-split-data-args-path {path}"
     try:
         content = json.loads(_read(path, "--per-split-data-args-path"))

@@ -1,5 +1,4 @@
-"""In which order the members of a blend take turns: no randomness, exact float64 arithmetic, fast without a
-compiler.
+"""In which order the members of a blend take turns: no randomness, exact float64 arithmetic, fast without a compiler.
 
 The rule, for i = 0, 1, 2, ...: e_j = w_j * max(i, 1) - taken_j; the member with the largest e_j (the lowest j
 of equals) gives its next sample. Each step needs the one before, which would make it a slow Python loop.

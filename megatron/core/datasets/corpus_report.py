@@ -13,9 +13,7 @@ TOKENS_PER_BLOCK = 1 << 22
 
 
 class CorpusReport(TypedDict):
-    """Facts of a corpus. Token figures are None for a corpus without tokens, eod_tokens also without an eod
-    id.
-    """
+    """Facts of a corpus. Token figures are None for a corpus without tokens, eod_tokens also without an eod id."""
 
     prefix: str
     dtype: str

@@ -42,8 +42,7 @@ class SampleFormat:
     reset_position_ids, reset_attention_mask: documents inside a sample do not see each other.
     eod_mask_loss: no loss where the input is an end of document.  create_attention_mask: add
     "attention_mask".
-    extra_token: the label of the last token is the token after it; else labels are rolled and the last is
-    padding.
+    extra_token: the label of the last token is the token after it; else labels are rolled and the last is padding.
     drop_last_partial_validation_sequence: False keeps the tail of the validation set as one padded sample.
     """
 
@@ -215,8 +214,7 @@ class GPTDataset:
 
 
 def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_format: SampleFormat) -> Sample:
-    """Add masks and positions to int64 [s] tokens and labels; both are changed in place where they are
-    padding."""
+    """Add masks and positions to int64 [s] tokens and labels; both are changed in place where they are padding."""
     length = len(tokens)
     loss_mask = np.ones(length, dtype=np.float32)
     positions = np.arange(length, dtype=np.int64)

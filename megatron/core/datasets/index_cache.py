@@ -46,8 +46,7 @@ class IndexCache:
         self.stem = os.path.join(folder, f"{digest}-{kind}-{split}")
 
     def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays, from disk if they are there and right, else built and, where the folder allows,
-        written."""
+        """The arrays, from disk if they are there and right, else built and, where the folder allows, written."""
         arrays, reason = self._load()
         if arrays is not None:
             return arrays

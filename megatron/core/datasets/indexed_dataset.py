@@ -1,7 +1,6 @@
 """Reader of a tokenized corpus in Megatron's `.bin`/`.idx` layout.
 
-`.idx`, little-endian: 9 bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 document boundaries
-B;
+`.idx`, little-endian: 9 bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 document boundaries B;
 from byte 34 on: S x int32 sequence lengths in tokens, S x int64 byte offsets into `.bin`, B x int64 document
 boundaries as sequence indices (first 0, last S). Size 34 + 12*S + 8*B bytes. `.bin`: the tokens back to back.
 
@@ -125,8 +124,7 @@ class IndexedDataset:
         return self.index.lengths
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens [offset, offset + length) of a sequence, in the corpus's own dtype; to its end by
-        default."""
+        """Tokens [offset, offset + length) of a sequence, in the corpus's own dtype; to its end by default."""
         available = int(self.index.lengths[sequence]) - offset
         count = available if length is None else length
         assert offset >= 0 <= count <= available, (
@@ -244,8 +242,7 @@ def _read_header(path: str, data: bytes, size: int) -> tuple[np.dtype[Any], int,
 def _check_sequences(
     path: str, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
 ) -> NDArray[np.int64]:
-    """Lengths are not negative and pointers are what back-to-back storage makes them; returns token
-    starts."""
+    """Lengths are not negative and pointers are what back-to-back storage makes them; returns token starts."""
     count = len(lengths)
     if count and int(lengths.min()) < 0:
         i = int(np.argmax(lengths < 0))

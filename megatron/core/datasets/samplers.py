@@ -31,8 +31,7 @@ class SizedDataset(Protocol):
 class SequentialSampler:
     """`single`: samples consumed_samples, consumed_samples + 1, ...; an incomplete last step is dropped.
 
-    Of each micro_batch_size * dp_size consecutive samples, dp_rank r reads [r * micro_batch_size, (r+1) *
-    ...).
+    Of each micro_batch_size * dp_size consecutive samples, dp_rank r reads [r * micro_batch_size, (r+1) * ...).
     """
 
     def __init__(
@@ -129,8 +128,7 @@ def build_data_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Iterable[Any] | None:
-    """An iterable of this rank's microbatches: dicts of [b, ...] tensors, from position `consumed_samples`
-    on.
+    """An iterable of this rank's microbatches: dicts of [b, ...] tensors, from position `consumed_samples` on.
 
     dataset: None gives None.  dataloader_type: "single", "cyclic", or "external", where `dataset` is the
     user's own iterable of batches and is returned as it is.

@@ -1,5 +1,4 @@
-"""What ranks tell each other about a checkpoint: small JSON values, and errors that all of them raise
-together.
+"""What ranks tell each other about a checkpoint: small JSON values, and errors that all of them raise together.
 
 torch's own checkpoint entry points gather plans as pickles; ours travel as JSON over the host's group.
 """

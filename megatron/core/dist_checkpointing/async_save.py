@@ -67,11 +67,9 @@ class AsyncSaver:
         retain_interval: int | None = None,
         cache: PlanCache | None = None,
     ) -> Path | None:
-        """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this
-        returns.
+        """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this returns.
 
-        Returns the directory of an earlier save if it had to be waited for. Communicates over the whole
-        world.
+        Returns the directory of an earlier save if it had to be waited for. Communicates over the whole world.
         """
         earlier = None
         if self._writer is not None:

@@ -209,8 +209,7 @@ def _try_open(directory: Path, iteration: int) -> Found | str:
 
 
 def checkpoint_config(load_dir: str, ckpt_step: int | None = None) -> dict[str, Any] | None:
-    """The flat configuration that a checkpoint was saved with, from its manifest alone; None when there is
-    none.
+    """The flat configuration that a checkpoint was saved with, from its manifest alone; None when there is none.
 
     For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as
     `choose`.

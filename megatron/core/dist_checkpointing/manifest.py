@@ -51,9 +51,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkEntry:
-    """A rectangle of a tensor and where its bytes are: in `file`, from byte `begin`, under `key` in its
-    header.
-    """
+    """A rectangle of a tensor and where its bytes are: in `file`, from byte `begin`, under `key` in its header."""
 
     file: str
     key: str

@@ -105,8 +105,7 @@ def in_bounds(global_shape: Dims, rectangle: Rectangle) -> bool:
 def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
     """Two rectangles of one tensor that share an element, or None. Empty ones share nothing.
 
-    A sweep along the dim with the most distinct beginnings: few rectangles are open at once in any layout in
-    use.
+    A sweep along the dim with the most distinct beginnings: few rectangles are open at once in any layout in use.
     """
     boxes = [box for box in rectangles if box.numel > 0]
     if len(boxes) < 2:

@@ -131,8 +131,7 @@ class PendingSave:
     def commit(self, outcome: Outcome, ps: ParallelState | None) -> Path:
         """Make it a checkpoint once every rank has written. outcome: of this rank's `write`.
 
-        Communicates over the whole world; raises CheckpointError on all ranks together, the directory
-        removed.
+        Communicates over the whole world; raises CheckpointError on all ranks together, the directory removed.
         """
         written: FileEntry | None = outcome.value
         outcome.value = [None if written is None else dataclasses.asdict(written), self.per_rank]

@@ -16,8 +16,7 @@ class GradScalerStateError(ValueError):
 class GradScaler:
     """A constant scale; 1.0 where nothing is scaled.
 
-    dynamic: whether a non-finite step is an ordinary event that lowers the scale (and is skipped), not an
-    accident.
+    dynamic: whether a non-finite step is an ordinary event that lowers the scale (and is skipped), not an accident.
     """
 
     scale: float = 1.0

@@ -37,8 +37,7 @@ def _blocks(meta: ParamMeta, seed: int, row_start: int, rows: int) -> Iterator[t
 
 @torch.no_grad()
 def fill(tensor: Tensor, meta: ParamMeta, seed: int, row_start: int = 0, col_start: int = 0) -> None:
-    """Fills `tensor`, the rectangle of a parameter that begins at (row_start, col_start), with initial
-    values.
+    """Fills `tensor`, the rectangle of a parameter that begins at (row_start, col_start), with initial values.
 
     tensor: [rows, columns], or of the parameter's own number of dims when it holds whole rows; any float
     dtype and device. A 1-D tensor is one column.

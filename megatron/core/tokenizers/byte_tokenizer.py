@@ -26,9 +26,7 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8"))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The end of document is written <|endoftext|>; bytes that are no UTF-8 and ids above become
-        U+FFFD.
-        """
+        """The end of document is written <|endoftext|>; bytes that are no UTF-8 and ids above become U+FFFD."""
         # 0xFF occurs in no UTF-8 text, so decoding turns it into U+FFFD.
         words: list[bytes] = []
         for i in ids:

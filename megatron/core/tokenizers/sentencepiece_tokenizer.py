@@ -1,6 +1,4 @@
-"""SentencePiece models (extra `sentencepiece`): Llama 2's, GPT's, and Megatron's own with added special
-tokens.
-"""
+"""SentencePiece models (extra `sentencepiece`): Llama 2's, GPT's, and Megatron's own with added special tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_d
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
-    """The model's vocabulary as it is; its end of sentence ends documents. Raises TokenizerError without
-    one.
-    """
+    """The model's vocabulary as it is; its end of sentence ends documents. Raises TokenizerError without one."""
 
     name = "GPTSentencePieceTokenizer"
 
@@ -64,11 +60,9 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
-    """The model with Megatron's special tokens: each that the model lacks gets the next id after its
-    vocabulary.
+    """The model with Megatron's special tokens: each that the model lacks gets the next id after its vocabulary.
 
-    In this order: <CLS>, <SEP>, <EOD> (which ends documents), <MASK>, then padding, begin and end of
-    sentence.
+    In this order: <CLS>, <SEP>, <EOD> (which ends documents), <MASK>, then padding, begin and end of sentence.
     """
 
     name = "SentencePieceTokenizer"

@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MLP(nn.Module):
-    """[s, b, h] -> [s, b, h] through width f; `linear_fc1` holds gate then up rows where the activation is
-    gated."""
+    """[s, b, h] -> [s, b, h] through width f; `linear_fc1` holds gate then up rows where the activation is gated."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, name: str, factory: LayerFactory) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Rotary position embedding: angles, and a rotation that keeps no activation.
 
-Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595); the frequency scaling of
-Llama 3.1.
+Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595); the frequency scaling of Llama 3.1.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class RotaryEmbedding:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start .. start + length, each [length, 1, 1, rotated dims / 2]; fp32, or
-        fp64."""
+        """cos and sin of positions start .. start + length, each [length, 1, 1, rotated dims / 2]; fp32, or fp64."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         table = self._tables.get((like.device, dtype))
         if table is None or table[0].shape[0] < start + length:
@@ -98,7 +96,6 @@ class _Rope(torch.autograd.Function):
 
 
 def apply_rope(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's
-    dtype."""
+    """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's dtype."""
     out: Tensor = _Rope.apply(t, cos, sin, interleaved)
     return out

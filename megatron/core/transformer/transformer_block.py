@@ -32,8 +32,7 @@ def recompute_chunks(config: TransformerConfig, num_layers: int) -> list[tuple[i
 
 
 class TransformerBlock(nn.Module):
-    """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends
-    the model.
+    """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends the model.
 
     Layers are held under their global numbers, so parameter names are the same on every stage.
     """

@@ -1,11 +1,9 @@
 """Tokenize chunks in parallel, go on where a killed run stopped, and put the parts together.
 
 Each chunk becomes a part, a small corpus of its own, in `<output prefix>.parts/`; its `.done` file, written
-last, says
-that it is complete. Parts are appended in the order of the chunks, so the result does not depend on the
-number of
-workers or on interruptions. `job.json` records all that the parts depend on; when it differs, they are made
-anew.
+last, says that it is complete. Parts are appended in the order of the chunks, so the result does not depend
+on the number of workers or on interruptions. `job.json` records all that the parts depend on; when it
+differs, they are made anew.
 """
 
 from __future__ import annotations
@@ -193,9 +191,7 @@ def _batches(chunk: Chunk, keys: Sequence[str]) -> Iterator[list[dict[str, list[
 def _write_batch(
     job: Job, tokenizer: Tokenizer, writer: IndexedDatasetWriter, documents: Sequence[Sequence[bytes]]
 ) -> Statistics:
-    """Append documents, each a list of sequences; empty sequences are left out, a document without any stays
-    as one.
-    """
+    """Append documents, each a list of sequences; empty sequences are left out, a document without any stays as one."""
     ids, not_utf8 = _tokenize(tokenizer, [text for texts in documents for text in texts])
     taken = tokens = empty = 0
     for texts in documents:
@@ -218,9 +214,7 @@ def _write_batch(
 
 
 def _tokenize(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[list[NDArray[Any]], int]:
-    """Ids of texts, and how many of them were not UTF-8. Bytes are taken as they are where they are the
-    vocabulary.
-    """
+    """Ids of texts, and how many of them were not UTF-8. Bytes are taken as they are where they are the vocabulary."""
     if isinstance(tokenizer, ByteTokenizer):
         return [tokenizer.tokenize_bytes(text) for text in texts], 0
     decoded, not_utf8 = [], 0

@@ -1,6 +1,4 @@
-"""How far preprocessing is: a bar on a terminal (rich's where it is installed), else lines where asked
-for.
-"""
+"""How far preprocessing is: a bar on a terminal (rich's where it is installed), else lines where asked for."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ Document = dict[str, list[bytes]]
 class Chunk:
     """One piece of work.
 
-    format: "jsonl" and "lines": the lines of `files[0]` that start in bytes [start, stop); "text": whole
-    files.
+    format: "jsonl" and "lines": the lines of `files[0]` that start in bytes [start, stop); "text": whole files.
     size: bytes, for progress.
     """
 
@@ -51,8 +50,7 @@ def find_sources(
     inputs: Sequence[str], input_format: str, suffixes: Sequence[str], excludes: Sequence[str]
 ) -> list[Source]:
     """The files that `inputs` (files, glob patterns, folders) name, in the order given; a folder's and a
-    pattern's
-    files sorted by path.
+    pattern's files sorted by path.
 
     suffixes: which files of a folder are documents.  excludes: names (or patterns) of files and folders to
     leave out.

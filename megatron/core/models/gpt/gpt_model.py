@@ -1,5 +1,4 @@
-"""The dense GPT: embedding, layers, output layer and loss; or the part of it that one pipeline stage
-holds."""
+"""The dense GPT: embedding, layers, output layer and loss; or the part of it that one pipeline stage holds."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class GPTModel(MegatronModule):
         hidden: Tensor | None = None,
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
-        """Per-token losses [b, s] with labels, else logits [b, s, v]; a middle stage returns hidden states
-        [s, b, h].
+        """Per-token losses [b, s] with labels, else logits [b, s, v]; a middle stage returns hidden states [s, b, h].
 
         tokens, position_ids, labels [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True = masked,
         None = causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss` applies it.

@@ -56,9 +56,7 @@ def count_parameters(
 
 
 def layer_parameters(config: TransformerConfig, tp: int = 1) -> int:
-    """Parameters of one layer on one of `tp` tensor ranks: matrices are split, norms and output biases are
-    not.
-    """
+    """Parameters of one layer on one of `tp` tensor ranks: matrices are split, norms and output biases are not."""
     h, ffn, head = config.hidden_size, config.ffn_hidden_size, config.kv_channels
     query = config.num_attention_heads * head
     qkv = query + 2 * config.num_query_groups * head

@@ -145,9 +145,7 @@ def keep_saving(root):
 
 
 def random_kills(tmp_path, count):
-    """SIGKILL at random moments of a process that does nothing but save: newer or older, never lost, never
-    mixed.
-    """
+    """SIGKILL at random moments of a process that does nothing but save: newer or older, never lost, never mixed."""
     save_state(tmp_path, 1, 1.0)
     generator = torch.Generator().manual_seed(7)
     for _ in range(count):

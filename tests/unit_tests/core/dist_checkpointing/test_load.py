@@ -409,9 +409,7 @@ def test_a_shard_header_of_a_terabyte(copy):
 
 
 def test_refusing_takes_no_time(copy):
-    """All refusals above run in well under a second; this one bounds the worst kind with room for a slow
-    machine.
-    """
+    """All refusals above run in well under a second; this one bounds the worst kind with room for a slow machine."""
     chunk = {"begin": 400, "file": SHARDS[0], "key": "k", "offset": [0], "shape": [1]}
     forge(
         copy,

@@ -80,8 +80,7 @@ def test_untied_output_is_decoupled():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_compose_to_the_whole(tied):
-    """Two stages hold the same initial weights under the same names, and give the same losses and
-    gradients."""
+    """Two stages hold the same initial weights under the same names, and give the same losses and gradients."""
     flags = {"num_layers": 3, "untie_embeddings_and_output_weights": not tied}
     build = {"padded_vocab_size": VOCAB, "seed": 3, "params_dtype": torch.float64}
     config = tiny_config(**flags)

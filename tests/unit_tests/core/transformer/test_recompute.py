@@ -1,5 +1,4 @@
-"""Recomputing changes memory, never a bit of the gradients; masks do not depend on it nor on microbatch
-order."""
+"""Recomputing changes memory, never a bit of the gradients; masks do not depend on it nor on microbatch order."""
 
 import pytest
 import torch
