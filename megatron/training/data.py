@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core import collectives
 from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.builder import (
     Datasets,
     GPTDatasetSpec,
@@ -15,7 +16,7 @@ from megatron.core.datasets.builder import (
     requested_sizes,
 )
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
+from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
@@ -46,6 +47,7 @@ class DataIterators:
     train: StepBatches
     valid: list[EvaluationSet]
     test: list[EvaluationSet]
+    description: Any = None  # of the training set, where it is one of ours: what decides its samples
 
 
 def build_gpt_datasets(
@@ -159,7 +161,19 @@ def build_data_iterators(
         ),
         valid=evaluation_sets(valid, consumed_valid_samples, config.data.full_validation),
         test=evaluation_sets(test, 0, whole=False),
+        description=train.description() if isinstance(train, GPTDataset | BlendedDataset) else None,
     )
+
+
+def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
+    """Where two JSON values differ first, as `name: saved ..., now ...`; None where they do not."""
+    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == here.keys():
+        pairs = [(f"{name}.{key}".lstrip("."), saved[key], here[key]) for key in saved]
+    elif isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
+        pairs = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(saved, here, strict=True))]
+    else:
+        return None if saved == here else f"{name}: saved {saved!r:.100}, now {here!r:.100}"
+    return next((found for key, a, b in pairs if (found := first_difference(a, b, key)) is not None), None)
 
 
 class _Fetch:

@@ -8,11 +8,18 @@ import gc
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron.training import global_vars, metrics
 from megatron.training.build import Engine
 from megatron.training.checkpointing import Checkpointer, Restored
-from megatron.training.data import DataIterators, DatasetsProvider, EvaluationSet, build_data_iterators
+from megatron.training.data import (
+    DataIterators,
+    DatasetsProvider,
+    EvaluationSet,
+    build_data_iterators,
+    first_difference,
+)
 from megatron.training.evaluate import evaluate
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.flops import train_step_flops
@@ -44,6 +51,8 @@ class TrainingLoop:
         self.engine = engine
         self.state = TrainState.start(config)
         self.last_checkpoint: str | None = None
+        self._saved_data: Any = None
+        self._data_description: Any = None
         self._config = config
         self._signals = signals
         self._forward_step = forward_step
@@ -76,6 +85,7 @@ class TrainingLoop:
                 consumed_train_samples=self.state.consumed_train_samples,
                 consumed_valid_samples=self.state.consumed_valid_samples,
             )
+        self._compare_data(data)
         self._reporter = Reporter(session, self.engine, self.state)
         writers = self._reporter.writers
         global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
@@ -134,7 +144,21 @@ class TrainingLoop:
             self.engine.optimizer.load_state(common["optimizer"])
             self.engine.scheduler.load_state(common["scheduler"])
             self.engine.scaler.load_state(common["scaler"])
+        self._saved_data = common.get("data")
         self.last_checkpoint = str(restored.directory)
+
+    def _compare_data(self, data: DataIterators) -> None:
+        """Say so when a resumed run would not see the samples that the saved one would have seen."""
+        self._data_description = data.description
+        if self._saved_data is None or data.description is None:
+            return
+        difference = first_difference(self._saved_data, data.description)
+        if difference is not None:
+            self.session.print_rank_0(
+                f"WARNING: the training data is not the checkpoint's ({difference}): from sample "
+                f"{self.state.consumed_train_samples} on this run sees other samples than the saved run would have, "
+                "perhaps some of them again"
+            )
 
     # --- the loop
 
@@ -269,6 +293,7 @@ class TrainingLoop:
             "scaler": self.engine.scaler.state(),
             "nan_policy": self._nan_policy.state(),
             "config": self._config.flat(),
+            "data": self._data_description,
         }
         with self.session.watchdog.phase("save"), self.session.timers("save-checkpoint", log_level=1):
             directory = self._checkpointer.save(

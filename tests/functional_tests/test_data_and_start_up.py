@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.training.data import first_difference
 from tests.harness import launch
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"
@@ -191,3 +192,23 @@ def test_iterations_to_skip(tmp_path):
     assert launch.digests(tmp_path / "ck", 1) == launch.digests(tmp_path / "ck", 3)
     plain = launch.ok(launch.run_forked([*launch.TINY, "--train-iters", "5"], ranks=2, cwd=tmp_path))
     assert run.losses()[4] != plain.losses()[4]
+
+
+def test_resume_on_other_data_is_said(tmp_path):
+    """A changed corpus under the same name, and an unchanged one."""
+    write_corpus(tmp_path)
+    saving = flags("corpus", "--save", "ck", "--load", "ck", "--save-interval", "2")
+    launch.ok(launch.run_forked([*saving, "--exit-interval", "2"], cwd=tmp_path))
+    same = launch.ok(launch.run_forked([*saving, "--exit-interval", "3"], cwd=tmp_path))
+    assert "training data is not the checkpoint's" not in same.output
+    write_corpus(tmp_path, seed=1)
+    other = launch.ok(launch.run_forked(saving, cwd=tmp_path))
+    assert "training data is not the checkpoint's (corpus." in other.output
+
+
+def test_first_difference_of_data_descriptions():
+    saved = {"weights": [0.5, 0.5], "members": [{"prefix": "a"}, {"prefix": "b"}]}
+    assert first_difference(saved, {**saved}) is None
+    assert first_difference(saved, {**saved, "weights": [0.4, 0.6]}) == "weights[0]: saved 0.5, now 0.4"
+    other = {**saved, "members": [{"prefix": "a"}, {"prefix": "c"}]}
+    assert first_difference(saved, other) == "members[1].prefix: saved 'b', now 'c'"

@@ -21,6 +21,7 @@ class BlendedDataset:
 
     def __init__(self, members: Sequence[GPTDataset], weights: list[float], size: int | None) -> None:
         self.members = list(members)
+        self.weights = list(weights)
         if size is None:
             self.member_index, self.sample_index = build_exhaustive_blending_indices(
                 [len(m) for m in members]
@@ -43,6 +44,10 @@ class BlendedDataset:
         """Sample i, as the member gives it."""
         member, sample = self.locate(i)
         return self.members[member][sample]
+
+    def description(self) -> dict[str, object]:
+        """What decides which tokens sample i has; see `GPTDataset.description`."""
+        return {"weights": self.weights, "members": [member.description() for member in self.members]}
 
     def documents(self, i: int) -> list[int]:
         """The sequences, in their own corpus, that sample i has tokens of."""

@@ -131,6 +131,18 @@ class GPTDataset:
             labels[-1] = self.format.pad
         return make_sample(tokens, labels, self.format)
 
+    def description(self) -> dict[str, object]:
+        """What decides which tokens sample i has: two datasets with equal descriptions give the same samples."""
+        return {
+            "prefix": self.corpus.prefix,
+            "corpus": dict(self.corpus.fingerprint()),
+            "sequences": [self.sequences.start, self.sequences.stop],
+            "sequence_length": self.format.sequence_length,
+            "seed": self._seed,
+            "epochs": self.plan.num_epochs,
+            "last_epoch_apart": self.plan.last_epoch_apart,
+        }
+
     def documents(self, i: int) -> list[int]:
         """The sequences of the corpus that sample i has tokens of, in the order of its tokens."""
         return [sequence for sequence, _, _ in self._pieces(i)]
