@@ -103,7 +103,7 @@ def report(job: Job, done: Statistics, seconds: float) -> None:
     print(
         f"{done.documents} documents, {done.tokens} tokens "
         f"from {done.bytes / 2**20:.1f} MiB in {seconds:.1f} s; "
-        f"give --data-path {job.corpus_prefix(job.keys[0])}"
+        f"give --data-path {' or '.join(job.corpus_prefix(key) for key in job.keys)}"
     )
     if done.empty_documents:
         print(f"{done.empty_documents} documents are empty: they count as documents and hold no tokens")

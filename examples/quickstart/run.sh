@@ -5,8 +5,13 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 RUN_DIR=${RUN_DIR:-runs/quickstart}
+if [ -e "$RUN_DIR" ] && [ ! -e "$RUN_DIR/.quickstart" ]; then
+  echo "$RUN_DIR is there and was not made by this script: name another folder in RUN_DIR" >&2
+  exit 2
+fi
 rm -rf "$RUN_DIR"
 mkdir -p "$RUN_DIR"
+touch "$RUN_DIR/.quickstart"
 
 echo "== corpus: the Python standard library's own source files"
 STDLIB=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')

@@ -147,12 +147,14 @@ class Checkpointer:
         if flags.load is None:
             return None
         choice = find(flags.load, self._ps, flags.ckpt_step)
+        if choice.found is None:
+            why = "; ".join(choice.notes)
+            if flags.exit_on_missing_checkpoint:
+                raise CheckpointError(f"{why}; --exit-on-missing-checkpoint does not allow that")
+            self._say(f"{why}; starting from scratch")
+            return None
         for note in choice.notes:
             self._say(note)
-        if choice.found is None:
-            if flags.exit_on_missing_checkpoint:
-                raise CheckpointError(f"{choice.notes[-1]} is not allowed by --exit-on-missing-checkpoint")
-            return None
         found = choice.found
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         _check_config(found, config or {})
@@ -167,6 +169,7 @@ class Checkpointer:
             list(model_pieces) + (list(optimizer_pieces) if with_optimizer else []),
             self._ps,
             prefixes=(MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,),
+            convert=not with_optimizer,
         )
         if with_rng:
             self._load_rng(found)

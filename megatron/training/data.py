@@ -125,44 +125,70 @@ def build_data_iterators(
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.datasets_done_line("GPT"))
 
-    def loader(dataset: Any, consumed: int, order: str | None = None) -> Any:
-        return build_data_loader(
-            dataset,
-            consumed_samples=consumed,
-            micro_batch_size=config.training.micro_batch_size,
-            dp_rank=session.ps.dp_rank,
-            dp_size=session.ps.dp_size,
-            dataloader_type=order or config.data.dataloader_type or "single",
-            data_sharding=config.data.data_sharding,
-            num_workers=config.data.num_workers,
-            pin_memory=session.device.kind == "cuda",
-        )
+    def loader(dataset: Any, split: _Split, consumed: int) -> Any:
+        order = "single" if split.whole else config.data.dataloader_type or "single"
+        if order == "single" and not split.whole and dataset is not None:
+            _check_length(len(dataset), split)
+        try:
+            return build_data_loader(
+                dataset,
+                consumed_samples=consumed,
+                micro_batch_size=config.training.micro_batch_size,
+                dp_rank=session.ps.dp_rank,
+                dp_size=session.ps.dp_size,
+                dataloader_type=order,
+                data_sharding=config.data.data_sharding,
+                num_workers=config.data.num_workers,
+                pin_memory=session.device.kind == "cuda",
+            )
+        except DataError as error:
+            raise DataError(f"{split.name} data: {error}") from None
 
-    def evaluation_sets(datasets: Any, consumed: int, whole: bool) -> list[EvaluationSet]:
+    def evaluation_sets(datasets: Any, split: _Split, consumed: int) -> list[EvaluationSet]:
         several = isinstance(datasets, list)
         return [
             EvaluationSet(
                 name=str(index) if several else "",
-                batches=loader(dataset, 0, "single")
-                if whole
-                else _guarded(loader(dataset, consumed), "held-out", "--eval-iters asks for"),
-                whole=whole,
+                batches=loader(dataset, split, 0)
+                if split.whole
+                else _guarded(loader(dataset, split, consumed), split),
+                whole=split.whole,
             )
             for index, dataset in enumerate(datasets if several else [datasets])
-            if dataset is not None
+            if dataset is not None and config.evaluation.eval_iters > 0
         ]
 
+    training = _Split("training", sizes.train, "--train-iters x --global-batch-size, or --train-samples")
+    evaluations = "--eval-iters x --global-batch-size, for each evaluation"
+    validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
     return DataIterators(
         train=StepBatches(
-            _guarded(
-                loader(train, consumed_train_samples), "training", "--train-samples or --train-iters ask for"
-            ),
-            fetch=_Fetch(session),
+            _guarded(loader(train, training, consumed_train_samples), training), fetch=_Fetch(session)
         ),
-        valid=evaluation_sets(valid, consumed_valid_samples, config.data.full_validation),
-        test=evaluation_sets(test, 0, whole=False),
+        valid=evaluation_sets(valid, validation, consumed_valid_samples),
+        test=evaluation_sets(test, _Split("test", sizes.test, evaluations), 0),
         description=train.description() if isinstance(train, GPTDataset | BlendedDataset) else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """What the run asks of one split. whole: it is read to its end instead, whatever its length."""
+
+    name: str
+    num_samples: int
+    asked_by: str
+    whole: bool = False
+
+
+def _check_length(num_samples: int, split: _Split) -> None:
+    """Too little data is told now, not when the run has come to its end."""
+    if num_samples < split.num_samples:
+        raise DataError(
+            f"the {split.name} data has {num_samples} samples, the run asks for {split.num_samples} ({split.asked_by}"
+            "): ask for fewer, or give a blend weights (--data-path 1 A 1 B repeats its corpora, --data-path A B takes "
+            "each once)"
+        )
 
 
 def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
@@ -213,7 +239,7 @@ def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
     return built
 
 
-def _guarded(loader: Any, which: str, asked_by: str) -> Iterator[Any]:
+def _guarded(loader: Any, split: _Split) -> Iterator[Any]:
     """A loader's batches; running out of them is an error that says so."""
     if loader is None:
         return
@@ -222,8 +248,8 @@ def _guarded(loader: Any, which: str, asked_by: str) -> Iterator[Any]:
     except DataError as error:
         raise DataError(_without_trace(str(error))) from None
     raise DataError(
-        f"the {which} data ended before the run: the data set is shorter than {asked_by}; a datasets provider must "
-        "return at least the number of samples it is asked for"
+        f"the {split.name} data ended before the run, which asks for {split.num_samples} samples ({split.asked_by}): "
+        "a datasets provider must return at least the number of samples it is asked for"
     )
 
 

@@ -56,10 +56,7 @@ class Verdict:
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient is NaN or infinite and the policy says to stop.
-
-    parameter: name of the first parameter found, or None when the loss itself is not finite.
-    """
+    """A loss or gradient is NaN or infinite and the policy says to stop."""
 
     def __init__(self, where: NonFiniteSite, iteration: int, verdict: Verdict) -> None:
         self.where = where
@@ -74,23 +71,33 @@ class NonFiniteError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteSite:
-    """Where a non-finite value was met first: global rank, parameter (None = the loss), microbatch."""
+    """Where non-finite values were met first.
+
+    rank: global. microbatch: the first with a non-finite loss, None when all losses are finite. parameter: the first
+    with a non-finite weight (`bad_weight`) or else gradient. value: what is wrong, if it is no single place.
+    """
 
     rank: int
-    parameter: str | None = None
     microbatch: int | None = None
+    parameter: str | None = None
+    bad_weight: bool = False
     value: str = "not finite"
 
     def __str__(self) -> str:
-        what = f"gradient of {self.parameter}" if self.parameter is not None else "loss"
-        at = f", microbatch {self.microbatch}" if self.microbatch is not None else ""
-        return f"the {what} is {self.value} on rank {self.rank}{at}"
+        things = []
+        if self.microbatch is not None:
+            things.append(f"loss of microbatch {self.microbatch}")
+        if self.parameter is not None:
+            things.append(f"{'weight' if self.bad_weight else 'gradient'} of {self.parameter}")
+        if not things:
+            return f"the gradient is {self.value}"
+        return f"the {' and the '.join(things)} {'is' if len(things) == 1 else 'are'} {self.value} on rank {self.rank}"
 
 
 def first_site(sites: Iterable[NonFiniteSite | None]) -> NonFiniteSite | None:
     """The site every rank names, from all ranks' sites: a loss before gradients, then the lowest rank."""
     found = [site for site in sites if site is not None]
-    return min(found, key=lambda site: (site.parameter is not None, site.rank), default=None)
+    return min(found, key=lambda site: (site.microbatch is None, site.rank), default=None)
 
 
 def compare_rerun(first: bytes, second: bytes, *, second_nonfinite: bool) -> RerunResult:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -215,9 +216,11 @@ class Stepper:
         )
 
     def _local_site(self, numbers: StepNumbers) -> NonFiniteSite | None:
-        if numbers.first_nonfinite_microbatch is not None:
-            return NonFiniteSite(self._ps.rank, microbatch=numbers.first_nonfinite_microbatch)
-        for key, grad in self._engine.model.buffer.main_grads_by_key().items():
-            if not bool(torch.isfinite(grad).all()):  # sync: a failed step
-                return NonFiniteSite(self._ps.rank, parameter=self._engine.model.buffer.param_of_key(key))
-        return None
+        """This rank's own, from gradients that were not reduced; None where all is finite."""
+        buffer, microbatch = self._engine.model.buffer, numbers.first_nonfinite_microbatch
+        weights = ((name, buffer.main_weight(name), True) for name in buffer.names)
+        grads = ((buffer.param_of_key(key), grad, False) for key, grad in buffer.main_grads_by_key().items())
+        for name, tensor, bad_weight in itertools.chain(weights, grads):
+            if not bool(torch.isfinite(tensor).all()):  # sync: a failed step
+                return NonFiniteSite(self._ps.rank, microbatch, name, bad_weight)
+        return None if microbatch is None else NonFiniteSite(self._ps.rank, microbatch)

@@ -142,8 +142,8 @@ def test_data_that_ends_too_early(tmp_path):
     """A provider that returns less than it was asked for."""
     words = [*launch.TINY, "--train-iters", "400", "--short-data", "24"]
     output = refused(launch.run_forked(words, script=FAULTY, cwd=tmp_path), 4, tmp_path)
-    assert "the training data ended before the run" in output
-    assert launch.exit_record(tmp_path)["iteration"] == 3
+    assert "the training data has 24 samples" in output
+    assert launch.exit_record(tmp_path)["iteration"] == 0  # told before training, not after it
 
 
 def test_blends_and_several_validation_sets(tmp_path):
@@ -212,3 +212,16 @@ def test_first_difference_of_data_descriptions():
     assert first_difference(saved, {**saved, "weights": [0.4, 0.6]}) == "weights[0]: saved 0.5, now 0.4"
     other = {**saved, "members": [{"prefix": "a"}, {"prefix": "c"}]}
     assert first_difference(saved, other) == "members[1].prefix: saved 'b', now 'c'"
+
+
+def test_too_little_data_is_told_at_the_start(tmp_path):
+    """A blend without weights takes each corpus once; without evaluations nothing is asked of the validation data."""
+    for name in ("a", "b"):
+        write_corpus(tmp_path, name, documents=20)
+    blend = [*launch.TINY_DATA, "--data-path", "a", "b", "--split", "80,20,0", "--train-iters", "40"]
+    output = refused(launch.run_forked(blend, cwd=tmp_path), 4, tmp_path)
+    assert "the training data has" in output
+    assert "asks for 320" in output
+    assert "iteration        1/" not in output
+    few = [*blend, "--train-iters", "2", "--dataloader-type", "cyclic"]
+    launch.ok(launch.run_forked(few, cwd=tmp_path))

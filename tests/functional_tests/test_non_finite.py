@@ -39,7 +39,7 @@ def test_abort_names_rank_and_place(tmp_path, ranks, rank, where):
     record = launch.exit_record(tmp_path / "ck")
     assert (record["status"], record["iteration"], record["checkpoint"]) == (5, 4, "ck/iter_0000003")
     assert not record["requeue"]
-    what = f"the loss is not finite on rank {rank}, microbatch 1"
+    what = rf"the loss of microbatch 1 and the gradient of (?:decoder|embedding)\.[\w.]+ are not finite on rank {rank}"
     if where == "grad":
         what = rf"the gradient of (?:decoder|embedding)\.[\w.]+ is not finite on rank {rank}"
     assert re.search(f"iteration 5: {what}", record["reason"]), record["reason"]

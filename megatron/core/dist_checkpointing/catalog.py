@@ -167,9 +167,7 @@ def choose(root: Path, ckpt_step: int | None = None) -> Choice:
     if isinstance(tracker, int) and tracker in there:
         return Choice(_open_tracked(there, tracker), ())
     if not there and tracker is None:
-        return Choice(
-            None, (f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*; starting from scratch",)
-        )
+        return Choice(None, (f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*",))
     return _newest_valid(root, there, tracker)
 
 

@@ -67,9 +67,11 @@ def load_pieces(
     ps: ParallelState | None = None,
     *,
     prefixes: Sequence[str] = ("",),
+    convert: bool = False,
 ) -> None:
     """Fill the pieces' tensors, in place, bit for bit.
 
+    convert: a tensor saved in another floating dtype is rounded or widened into the piece's, instead of refused.
     prefixes: the names that must be used up; a tensor of the checkpoint under one of them that no rank holds
     is an error, all others are left alone (`("model.",)`: weights without the optimizer).
 
@@ -78,7 +80,7 @@ def load_pieces(
     """
     manifest = found.manifest
     with step() as compared:
-        _compare(found, pieces)
+        _compare(found, pieces, convert)
         compared.value = sorted({piece.name for piece in pieces})
     wanted = {name for names in compared.gather(ps) for name in names}
     unused = sorted(
@@ -94,12 +96,15 @@ def load_pieces(
     applied.gather(ps)
 
 
+_FLOATING = {"F64", "F32", "BF16", "F16"}
+
+
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _compare(found: Found, pieces: Sequence[LocalPiece]) -> None:
+def _compare(found: Found, pieces: Sequence[LocalPiece], convert: bool) -> None:
     """Names, shapes and dtypes of this rank's pieces against the manifest."""
     path = found.directory / MANIFEST_NAME
     missing = sorted({piece.name for piece in pieces if piece.name not in found.manifest.tensors})
@@ -110,10 +115,10 @@ def _compare(found: Found, pieces: Sequence[LocalPiece]) -> None:
         if saved.shape != tuple(piece.global_shape):
             raise CheckpointError(f"{where}: expected shape {tuple(piece.global_shape)}, found {saved.shape}")
         dtype = dtype_name(piece.tensor.dtype)
-        if saved.dtype != dtype:
+        if saved.dtype != dtype and not (convert and {saved.dtype, dtype} <= _FLOATING):
             raise CheckpointError(
-                f"{where}: expected dtype {dtype}, found {saved.dtype} "
-                f"(the checkpoint was saved in another precision: --bf16, --fp16, --fp64)"
+                f"{where}: expected dtype {dtype}, found {saved.dtype} (saved in another precision: give the same of "
+                f"--bf16, --fp16, --fp64, or start from its weights alone with --finetune)"
             )
 
 
@@ -176,5 +181,5 @@ def open_for_inference(root: str | Path, ckpt_step: int | None = None) -> Found:
     """The checkpoint to generate from, in one process; CheckpointError when there is none."""
     choice = choose(Path(root), ckpt_step)
     if choice.found is None:
-        raise CheckpointError(f"{root}: no checkpoint here: {'; '.join(choice.notes)}")
+        raise CheckpointError("; ".join(choice.notes))
     return choice.found

@@ -80,7 +80,7 @@ def test_loaded_weights_are_the_saved_ones(tool, trained):
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("--load", "/nowhere", "--prompt", "x"), 3, "/nowhere: no checkpoint"),
+        (("--load", "/nowhere", "--prompt", "x"), 3, "no checkpoint in /nowhere"),
         (("--load", "/nowhere", "--prompt", "x", "--top-p", "2"), 2, "--top-p 2.0"),
     ],
 )

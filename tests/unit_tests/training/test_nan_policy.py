@@ -92,21 +92,23 @@ def test_misuse():
 
 
 def test_all_ranks_name_the_same_site():
-    loss = NonFiniteSite(3, None, 1, "NaN")
-    gradient = NonFiniteSite(1, "decoder.layers.0.mlp.linear_fc1.weight")
+    loss = NonFiniteSite(3, microbatch=1, parameter="a")
+    gradient = NonFiniteSite(1, parameter="decoder.layers.0.mlp.linear_fc1.weight")
     assert first_site([None, gradient, None, loss]) == loss, "the loss is the cause, the gradients its effect"
-    assert first_site([None, NonFiniteSite(2, "b"), NonFiniteSite(1, "a")]) == NonFiniteSite(1, "a")
+    assert first_site([None, NonFiniteSite(2), NonFiniteSite(1)]) == NonFiniteSite(1)
     assert first_site([None, None]) is None
 
 
 def test_error_names_rank_parameter_iteration_and_what_to_do():
     verdict = NanPolicy("abort", 0).decide(nonfinite=True)
-    error = NonFiniteError(NonFiniteSite(1, "output_layer.weight", value="infinite"), 17, verdict)
+    error = NonFiniteError(NonFiniteSite(1, parameter="output_layer.weight", value="infinite"), 17, verdict)
     assert str(error).startswith(
         "iteration 17: the gradient of output_layer.weight is infinite on rank 1. --nan-policy abort. "
     )
     assert "--nan-policy skip" in str(error)
     assert error.status == ExitStatus.NON_FINITE
-    assert "the loss is NaN on rank 0, microbatch 2" in str(
-        NonFiniteError(NonFiniteSite(0, None, 2, "NaN"), 1, verdict)
+    both = NonFiniteSite(0, microbatch=2, parameter="a.weight")
+    assert str(both) == "the loss of microbatch 2 and the gradient of a.weight are not finite on rank 0"
+    assert str(NonFiniteSite(0, 2, "a", bad_weight=True)).startswith(
+        "the loss of microbatch 2 and the weight of a are"
     )

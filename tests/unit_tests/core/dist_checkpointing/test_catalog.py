@@ -125,7 +125,7 @@ def test_nothing_there_starts_from_scratch_and_says_so(tmp_path, there):
         (root / "iter_0000005.tmp-1f").mkdir()
     choice = choose(root)
     assert choice.found is None
-    assert "starting from scratch" in choice.notes[0]
+    assert "no checkpoint in" in choice.notes[0]
     assert str(root) in choice.notes[0]
 
 

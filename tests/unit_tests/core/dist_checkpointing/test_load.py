@@ -464,3 +464,17 @@ def test_one_ranks_missing_tensor_stops_all(copy):
     for outcome in outcomes:
         assert "rank 1: " in outcome.error
         assert "model.new" in outcome.error
+
+
+def test_weights_of_another_precision_load_only_where_conversion_is_asked_for(tmp_path):
+    weight = torch.tensor([1.0, 1.0 + 2**-12, -3.0])
+    save(tmp_path, 1, whole_tensors({"model.w": weight}), {}, {})
+    found = find(tmp_path).found
+    target = torch.zeros(3, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="expected dtype BF16, found F32"):
+        load_pieces(found, whole_tensors({"model.w": target}))
+    assert not target.any()
+    load_pieces(found, whole_tensors({"model.w": target}), convert=True)
+    assert target.tolist() == [1.0, 1.0, -3.0]
+    with pytest.raises(CheckpointError, match="expected dtype I64, found F32"):
+        load_pieces(found, whole_tensors({"model.w": torch.zeros(3, dtype=torch.int64)}), convert=True)
