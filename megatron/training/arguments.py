@@ -55,21 +55,23 @@ def launch_config(
         problem = Problem(
             "launcher", (), str(error), "start the processes with torchrun, or without any launcher"
         )
-        raise _refuse([problem], LaunchEnv()) from None
+        raise _refuse([problem], LaunchEnv(), words) from None
     except ConfigurationError as error:
-        raise _refuse(error.problems, LaunchEnv.read()) from None
+        raise _refuse(error.problems, LaunchEnv.read(), words) from None
     try:
         config, problems = _resolved(line, env, needs_data)
     except CheckpointError as error:  # --use-checkpoint-args reads one
-        raise _refuse_checkpoint(error, env) from None
+        raise _refuse_checkpoint(error, env, words, line) from None
     if config.training.check_config:
         _report(config, problems, env)
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
     if problems:
-        raise _refuse(problems, env, config)
+        raise _refuse(problems, env, words, config)
     if env.rank == 0:
         for warning in config.warnings:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+        for note in config.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
     return config
 
 
@@ -89,7 +91,9 @@ def parse_config(
     return config
 
 
-def _refuse(problems: Sequence[Problem], env: LaunchEnv, config: Config | None = None) -> SystemExit:
+def _refuse(
+    problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], config: Config | None = None
+) -> SystemExit:
     """The exception that ends the process, after local rank 0 has told why.
 
     Another rank speaks only if it is still there after the grace: then it alone was refused.
@@ -98,28 +102,48 @@ def _refuse(problems: Sequence[Problem], env: LaunchEnv, config: Config | None =
         time.sleep(SPEAKER_GRACE_S)
     text = render_problems(problems)
     print(text, file=sys.stderr, flush=True)
-    if config is not None and env.local_rank == env.rank:
-        _record_refusal(config, text, env.rank)
+    save = None if config is None else config.checkpoint.save
+    _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
     return SystemExit(CONFIGURATION_STATUS)
 
 
-def _refuse_checkpoint(error: CheckpointError, env: LaunchEnv) -> SystemExit:
+def _refuse_checkpoint(
+    error: CheckpointError, env: LaunchEnv, words: Sequence[str], line: CommandLine
+) -> SystemExit:
     """The exception that ends the process when the checkpoint whose shape is asked for cannot be trusted."""
+    status = ExitStatus.CHECKPOINT
     if env.local_rank == 0:
-        print(
-            f"error (checkpoint, exit status {int(ExitStatus.CHECKPOINT)}): {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return SystemExit(int(ExitStatus.CHECKPOINT))
+        print(f"error (checkpoint, exit status {int(status)}): {error}", file=sys.stderr, flush=True)
+        if not line.values.get("check_config"):
+            _record_refusal(status, str(error), env, line.values.get("save"), words)
+    return SystemExit(int(status))
 
 
-def _record_refusal(config: Config, reason: str, rank: int) -> None:
-    """Replace a former run's exit.json, which may ask to be started again. No folder is made for a run that is none."""
-    folder = Path(config.checkpoint.save or ".")
-    known = (folder / EXIT_FILE).exists() or (config.checkpoint.save is not None and folder.is_dir())
-    if known and os.access(folder, os.W_OK):
-        write_exit_json(folder, ExitRecord.of(ExitStatus.CONFIGURATION, reason, rank=rank))
+def _record_refusal(
+    status: ExitStatus, reason: str, env: LaunchEnv, save: str | None, words: Sequence[str]
+) -> None:
+    """Write exit.json, so that no former run's record asks to be started again: into --save if that folder exists
+    (none is made for a run that is none), else into the working directory. Ranks of the first machine do.
+    """
+    if env.local_rank != env.rank or "--check-config" in words:
+        return
+    save = save or _last_value(words, "--save")
+    folder = Path(save) if save is not None and os.path.isdir(save) else Path(".")
+    try:
+        write_exit_json(folder, ExitRecord.of(status, reason, rank=env.rank))
+    except OSError as problem:  # must not hide the reason above
+        print(f"{EXIT_FILE} could not be written to {folder}: {problem}", file=sys.stderr, flush=True)
+
+
+def _last_value(words: Sequence[str], flag: str) -> str | None:
+    """A flag's value on a command line that was not parsed."""
+    value = None
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+        elif word == flag and not after.startswith("--"):
+            value = after
+    return value
 
 
 def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Config, list[Problem]]:

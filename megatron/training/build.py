@@ -18,7 +18,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, build_scheduler
+from megatron.core.optimizer.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    build_scheduler,
+    idle_scheduler,
+)
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.tensor_parallel.init import fill
@@ -101,6 +105,8 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
 
 
 def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+    if config.evaluation.skip_train:
+        return idle_scheduler(optimizer.param_groups)
     by_samples = config.training.train_samples is not None
     return build_scheduler(
         config.optimizer,

@@ -181,7 +181,9 @@ def _grid_facts(grid: RankGrid | None) -> dict[str, Any] | None:
 
 
 def render_json(report: Report) -> str:
-    """One JSON object: config, origin, grid, parameters, problems, warnings, not_found."""
+    """One JSON object: config, origin, grid, parameters, problems, warnings, notes,
+    not_found.
+    """
     config = report.config
     values = {**config.flat(), **{name: _plain(value) for name, value in config.extra.items()}}
     grid = _grid_facts(report.grid)
@@ -198,6 +200,7 @@ def render_json(report: Report) -> str:
         },
         "problems": [dataclasses.asdict(problem) for problem in report.problems],
         "warnings": list(report.warnings),
+        "notes": list(config.notes),
         "not_found": list(report.not_found),
     }
     return json.dumps(facts) + "\n"
@@ -235,6 +238,7 @@ def _summary(report: Report) -> list[str]:
         lines.append(f"parameters unknown: {parameters.why}")
     lines += [f"not found: {path}" for path in report.not_found]
     lines += [f"warning: {warning}" for warning in report.warnings]
+    lines += [f"note: {note}" for note in report.config.notes]
     return lines
 
 

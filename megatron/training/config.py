@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig
@@ -46,6 +46,8 @@ FIELDS: Mapping[str, tuple[str, dataclasses.Field[Any]]] = types.MappingProxyTyp
 assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values()), "a name is in two groups"
 
 DEFAULT_ORIGIN = "default"
+# difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
+CLOSE_ENOUGH = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Config:
     """A resolved configuration.
 
     extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
-    "checkpoint", "args_defaults" or "launcher". warnings: told once by rank 0.
+    "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0.
     """
 
     model: TransformerConfig
@@ -70,6 +72,7 @@ class Config:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_flat(
@@ -79,6 +82,7 @@ class Config:
         extra: Mapping[str, Any] | None = None,
         origin: Mapping[str, str] | None = None,
         warnings: tuple[str, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> Config:
         """From destination names, the rest at their defaults. Lists become tuples. Unknown names: ValueError."""
         unknown = sorted(set(values) - set(FIELDS))
@@ -96,7 +100,9 @@ class Config:
             )
             for group, group_cls in GROUPS.items()
         }
-        return cls(**groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings)
+        return cls(
+            **groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings, notes=notes
+        )
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its destination name, the user's own flags left out."""
@@ -111,7 +117,11 @@ class Config:
         """A copy with some settings changed, named by destination; their origin becomes "derived"."""
         origin = {**self.origin, **dict.fromkeys(values, "derived")}
         return Config.from_flat(
-            {**self.flat(), **values}, extra=self.extra, origin=origin, warnings=self.warnings
+            {**self.flat(), **values},
+            extra=self.extra,
+            origin=origin,
+            warnings=self.warnings,
+            notes=self.notes,
         )
 
     def given(self, name: str) -> bool:
@@ -224,7 +234,12 @@ def _scalar(value: Any) -> str:
     return json.dumps(str(value))
 
 
+def closest_names(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Known names that someone who wrote `name` may have meant, the nearest first; none where all are far."""
+    return difflib.get_close_matches(name, known, n=count, cutoff=CLOSE_ENOUGH)
+
+
 def describe_unknown(name: str) -> str:
     """An unknown setting with the closest known one."""
-    close = difflib.get_close_matches(name, FIELDS, n=1)
+    close = closest_names(name, FIELDS)
     return f"{name} (did you mean {close[0]}?)" if close else name

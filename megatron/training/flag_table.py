@@ -11,13 +11,12 @@ be limited too: `--tensor-model-parallel-size` exists, and only 1 of it is suppo
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from enum import Enum
 from typing import Any
 
 from megatron.core.config_base import arg_info, flag_names, value_type
-from megatron.training.config import FIELDS
+from megatron.training.config import FIELDS, closest_names
 from megatron.training.flag_lists import FIELD_LIMITS, INERT, INERT_FIELDS, UNSUPPORTED, FlagList
 
 
@@ -141,12 +140,17 @@ def _documented() -> dict[str, FlagEntry]:
 def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tuple[str, ...]:
     """Known spellings nearest to an unknown one, the most likely first. `extra`: spellings beside the table.
 
-    One slip of the fingers is found through shared deletions; anything further away by difflib.
+    One slip of the fingers is found through shared deletions; anything further away by likeness. Far guesses are not
+    offered.
     """
     known = _documented()
     near = {other for cut in _deletions(flag) for other in _by_deletion().get(cut, ())}
-    near |= {other for other in extra if edit_distance(flag, other) <= 2}
-    candidates = sorted(near) or difflib.get_close_matches(flag, [*known, *extra], n=12, cutoff=0.6)
+    slips = 1 if len(flag) < 8 else 2
+    near |= {other for other in extra if edit_distance(flag, other) <= slips}
+    # Compared without the dashes, which all flags share.
+    candidates = sorted(near) or [
+        f"--{name}" for name in closest_names(flag[2:], [other[2:] for other in (*known, *extra)], count=12)
+    ]
 
     def rank(candidate: str) -> tuple[int, bool, int]:
         entry = known.get(candidate)

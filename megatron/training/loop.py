@@ -83,9 +83,13 @@ class TrainingLoop:
                 train_samples=self.state.train_samples,
                 train_iters=self.state.train_iters,
                 consumed_train_samples=self.state.consumed_train_samples,
-                consumed_valid_samples=self.state.consumed_valid_samples,
+                # An evaluation of its own starts at the beginning: it needs no more samples than it asks for.
+                consumed_valid_samples=0
+                if config.evaluation.skip_train
+                else self.state.consumed_valid_samples,
             )
-        self._compare_data(data)
+        if not config.evaluation.skip_train:
+            self._compare_data(data)
         self._reporter = Reporter(session, self.engine, self.state)
         writers = self._reporter.writers
         global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)

@@ -83,3 +83,11 @@ class BatchSchedule:
                 return iterations
             consumed, iterations = consumed + batch, iterations + 1
         return iterations + (samples - consumed) // self.global_batch_size(consumed)
+
+    def samples_of(self, iterations: int) -> int:
+        """Samples of a run of so many optimizer steps, the ramp included."""
+        consumed = done = 0
+        ramp = self.rampup[2] if self.rampup is not None else -1
+        while consumed <= ramp and done < iterations:
+            consumed, done = consumed + self.global_batch_size(consumed), done + 1
+        return consumed + (iterations - done) * self.global_batch_size(consumed)

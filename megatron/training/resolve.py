@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
+from megatron.training.microbatches import BatchScheduleError
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
@@ -73,7 +75,11 @@ def resolve(
     resolver = _Resolver(values, origin, machine, warnings)
     resolver.run()
     return Config.from_flat(
-        resolver.values, extra=extra, origin=resolver.origin, warnings=tuple(resolver.warnings)
+        resolver.values,
+        extra=extra,
+        origin=resolver.origin,
+        warnings=tuple(resolver.warnings),
+        notes=tuple(resolver.notes),
     )
 
 
@@ -90,13 +96,16 @@ class _Resolver:
         self.origin = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
         self.machine = machine
         self.warnings = list(warnings)
+        self.notes: list[str] = []
 
     def run(self) -> None:
         self.ranks()
         self.model()
         self.precision()
         self.batch_and_length()
+        self.evaluation_only()
         self.schedules()
+        self.ramp_and_schedule()
         self.tokenizer_and_data()
         self.files_and_logs()
 
@@ -176,6 +185,17 @@ class _Resolver:
         if v["micro_batch_size"] is not None:
             self.fill("global_batch_size", v["micro_batch_size"] * replicas)
 
+    def evaluation_only(self) -> None:
+        """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""
+        v = self.values
+        if not v["skip_train"]:
+            return
+        if v["train_samples"] is None:
+            self.fill("train_iters", 0)
+        self.fill("lr", 0.0)
+        self.derive("no_load_optim", True)
+        self.derive("no_load_rng", True)
+
     def schedules(self) -> None:
         v = self.values
         if v["train_samples"] is not None:
@@ -186,6 +206,35 @@ class _Resolver:
         self.fill("end_weight_decay", v["weight_decay"])
         if v["decoupled_lr"] is not None:
             self.fill("decoupled_min_lr", v["min_lr"])
+
+    def ramp_and_schedule(self) -> None:
+        """Say so when a ramp keeps a run that is counted in iterations from the end of its schedule."""
+        v = self.values
+        flat = v["lr_decay_style"] == "constant" and v["weight_decay_incr_style"] == "constant"
+        if v["rampup_batch_size"] is None or v["train_samples"] is not None or v["skip_train"] or flat:
+            return
+        if not v["train_iters"] or (v["lr_decay_iters"] or 0) > v["train_iters"]:
+            return
+        config = Config.from_flat(v)
+        try:
+            run = config.batch_schedule().samples_of(v["train_iters"])
+            lengths = schedule_lengths(
+                config.optimizer,
+                train_iters=v["train_iters"],
+                train_samples=None,
+                global_batch_size=v["global_batch_size"],
+            )
+        except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
+            return  # a rule tells
+        schedule = lengths.decay_samples
+        if v["weight_decay_incr_style"] != "constant":
+            schedule = max(schedule, lengths.total_samples)
+        if run < schedule:
+            self.warnings.append(
+                f"--train-iters with --rampup-batch-size: the schedules count every iteration as a full batch, "
+                f"{schedule} samples, but the run trains on {run}: they do not reach their end; give --train-samples "
+                "and --lr-decay-samples, or a smaller --lr-decay-iters"
+            )
 
     def tokenizer_and_data(self) -> None:
         v = self.values
@@ -204,6 +253,10 @@ class _Resolver:
 
     def files_and_logs(self) -> None:
         v = self.values
+        if v["ckpt_format"] == "torch_dist" and self.given("ckpt_format"):
+            self.notes.append(
+                "--ckpt-format torch_dist: checkpoints are written in this project's own format, under that name"
+            )
         if v["ckpt_format"] != "torch_dist" and v["ckpt_format"] in ("torch", "torch_dcp", "fsdp_dtensor"):
             self.warnings.append(
                 f"--ckpt-format {v['ckpt_format']}: there is one format, ours, under the name torch_dist"

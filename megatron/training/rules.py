@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.training import rules_batch, rules_model, rules_ranges, rules_run
+from megatron.training import rules_batch, rules_model, rules_ranges, rules_run, rules_schedule
 from megatron.training.command_line import UsedFlag
 from megatron.training.flag_table import FlagState, flag_table
 from megatron.training.problems import Problem
 from megatron.training.rule_table import Rule, Situation
 
-RULES: tuple[Rule, ...] = (*rules_ranges.RULES, *rules_batch.RULES, *rules_model.RULES, *rules_run.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_ranges.RULES,
+    *rules_batch.RULES,
+    *rules_schedule.RULES,
+    *rules_model.RULES,
+    *rules_run.RULES,
+)
 assert len({rule.id for rule in RULES}) == len(RULES), "two rules share an id"
 
 

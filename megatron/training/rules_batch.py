@@ -1,4 +1,4 @@
-"""Rules on ranks, batch, length, schedules and precision (floor 0)."""
+"""Rules on ranks, batch, length and precision (floor 0)."""
 
 from __future__ import annotations
 
@@ -86,11 +86,28 @@ def _batch_divisible(s: Situation) -> str | None:
     return None
 
 
-@rule("length", "--train-iters --train-samples", "give --train-iters N or --train-samples N")
+@rule(
+    "length",
+    "--train-iters --train-samples --global-batch-size --rampup-batch-size",
+    "give --train-iters N or --train-samples N, one iteration at least; --skip-train evaluates only",
+)
 def _length(s: Situation) -> str | None:
-    if s.value("train_iters") is None and s.value("train_samples") is None and not s.value("skip_train"):
+    iterations, samples = s.value("train_iters"), s.value("train_samples")
+    if s.value("skip_train"):
+        return None
+    if iterations is None and samples is None:
         return "the length of the run is not given"
-    return None
+    if iterations == 0:
+        return "--train-iters 0: there is nothing to train"
+    if samples is None or samples < 0:
+        return None
+    try:
+        batch = s.config.batch_schedule().global_batch_size(0)
+    except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
+        batch = 1
+    return (
+        f"--train-samples {samples}: less than the first global batch of {batch}" if samples < batch else None
+    )
 
 
 @rule(
@@ -101,7 +118,7 @@ def _length(s: Situation) -> str | None:
 def _iterations_or_samples(s: Situation) -> str | None:
     iterations = ["train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"]
     samples = ["train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"]
-    if s.value("train_iters") is not None:
+    if s.value("train_iters"):
         wrong = [name for name in samples if s.value(name)]
         kind = "iteration-based (--train-iters)"
     elif s.value("train_samples") is not None:
@@ -110,101 +127,6 @@ def _iterations_or_samples(s: Situation) -> str | None:
     else:
         return None
     return f"{', '.join(map(spelled, wrong))} given in a run that is {kind}" if wrong else None
-
-
-# Learning rate and weight decay
-
-
-@rule(
-    "warmup-fraction",
-    "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
-    "give the warm-up once: as a fraction, in iterations or in samples",
-)
-def _warmup_fraction(s: Situation) -> str | None:
-    if s.value("lr_warmup_fraction") is None or not (
-        s.value("lr_warmup_iters") or s.value("lr_warmup_samples")
-    ):
-        return None
-    return "--lr-warmup-fraction is given together with a warm-up in iterations or samples"
-
-
-@rule(
-    "warmup-length",
-    "--lr-warmup-iters --lr-warmup-samples --lr-decay-iters --lr-decay-samples",
-    "make the warm-up shorter than the schedule",
-)
-def _warmup_length(s: Situation) -> str | None:
-    for unit in ("iters", "samples"):
-        warmup, decay = s.value(f"lr_warmup_{unit}"), s.value(f"lr_decay_{unit}")
-        if warmup and decay is not None and warmup >= decay:
-            return f"a warm-up of {warmup} {unit} does not end before the schedule of {decay} {unit} does"
-    return None
-
-
-@rule(
-    "lr-order", "--lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init", "keep floors below peaks"
-)
-def _lr_order(s: Situation) -> str | None:
-    for peak, floor in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr"), ("lr", "lr_warmup_init")):
-        high, low = s.value(peak), s.value(floor)
-        if high is not None and low is not None and low > high:
-            return f"{spelled(floor)} {low} is above {spelled(peak)} {high}"
-    return None
-
-
-@rule("decoupled-min-lr", "--decoupled-min-lr --decoupled-lr", "give --decoupled-lr as well")
-def _decoupled_min_lr(s: Situation) -> str | None:
-    alone = s.value("decoupled_min_lr") is not None and s.value("decoupled_lr") is None
-    return "--decoupled-min-lr is given without --decoupled-lr" if alone else None
-
-
-@rule(
-    "wsd-tail",
-    "--lr-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples",
-    "give --lr-wsd-decay-iters (or -samples in a sample-based run), shorter than the schedule",
-)
-def _wsd_tail(s: Situation) -> str | None:
-    if s.value("lr_decay_style") != "WSD":
-        return None
-    unit = "samples" if s.value("train_samples") is not None else "iters"
-    tail, decay = s.value(f"lr_wsd_decay_{unit}"), s.value(f"lr_decay_{unit}")
-    if tail is None:
-        return f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
-    if decay is not None and tail > decay:
-        return f"the tail of {tail} {unit} is longer than the schedule of {decay} {unit}"
-    return None
-
-
-@rule(
-    "weight-decay-ramp",
-    "--weight-decay-incr-style --start-weight-decay --end-weight-decay",
-    "give both ends with --weight-decay-incr-style linear or cosine, or neither with constant",
-)
-def _weight_decay_ramp(s: Situation) -> str | None:
-    start, end, style = (
-        s.value("start_weight_decay"),
-        s.value("end_weight_decay"),
-        s.value("weight_decay_incr_style"),
-    )
-    if style == "constant":
-        if start != end:
-            return f"a constant weight decay cannot go from {start} to {end}"
-        return None
-    if not (s.given("start_weight_decay") and s.given("end_weight_decay")):
-        return f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
-    if start < 0 or end < start:
-        return f"weight decay must rise from a start that is not negative, not from {start} to {end}"
-    return None
-
-
-@rule(
-    "scheduler-source",
-    "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
-    "keep one of them",
-)
-def _scheduler_source(s: Situation) -> str | None:
-    both = s.value("override_opt_param_scheduler") and s.value("use_checkpoint_opt_param_scheduler")
-    return "the schedules cannot come both from the flags and from the checkpoint" if both else None
 
 
 # Precision

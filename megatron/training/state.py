@@ -31,7 +31,7 @@ class TrainState:
         schedule = config.batch_schedule()
         if train_samples is not None:
             return cls(schedule.iterations_for(train_samples), train_samples)
-        assert train_iters is not None, "neither --train-iters nor --train-samples"
+        assert train_iters is not None, "neither --train-iters nor --train-samples, and not derived either"
         return cls(train_iters, train_iters * config.training.global_batch_size)
 
     @property

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from pathlib import Path
 from typing import Any
 
-from megatron.training.config import FIELDS, GROUPS
+from megatron.training.config import FIELDS, GROUPS, closest_names
 from megatron.training.problems import Problem
 
 MAX_BYTES = 1 << 20
@@ -101,7 +100,7 @@ class _Reader:
                 f"{name} belongs to {FIELDS[name][0]}",
             )
         else:
-            close = difflib.get_close_matches(name, [*FIELDS, *sorted(self.known)], n=1, cutoff=0.5)
+            close = closest_names(name, [*FIELDS, *sorted(self.known - FIELDS.keys())])
             message = f"has an unknown setting {key or '(no name)'}"
             fix = f"did you mean {close[0]}?" if close else "see docs/flags.md for the names"
         self.problems.append(_problem(where, message, fix))

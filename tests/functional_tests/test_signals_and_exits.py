@@ -132,9 +132,31 @@ def test_skip_train(tmp_path):
     pattern = r"validation loss at iteration 2 on (\w+) set \| lm loss value: (\S+)"
     losses = dict(re.findall(pattern, evaluated.output))
     assert set(losses) == {"validation", "test"}
-    # The test set is read from its start by both, the validation set on from where the first run stopped.
-    assert losses["test"] == dict(re.findall(pattern, trained.output))["test"]
+    # Both sets are read from their start, as the first run did at its end.
+    assert losses == dict(re.findall(pattern, trained.output))
     assert launch.exit_record(tmp_path / "ck")["reason"] == "evaluated"
+
+
+def test_skip_train_needs_neither_length_nor_schedule_nor_optimizer(tmp_path):
+    """Evaluation of a checkpoint of weights only, by a command line that says nothing of training."""
+    train = [*launch.TINY, "--train-iters", "3", "--lr-decay-style", "cosine", "--lr-warmup-iters", "1"]
+    train += ["--save", "ck", "--save-interval", "3", "--eval-iters", "2", "--no-save-optim", "--no-save-rng"]
+    trained = launch.ok(launch.run_forked(train, cwd=tmp_path))
+    evaluate = [word for word in launch.TINY if word not in ("--lr", "1e-2", "--lr-decay-style", "constant")]
+    evaluate += ["--skip-train", "--load", "ck", "--eval-iters", "2"]
+    pattern = r"validation loss at iteration 3 on (\w+) set \| lm loss value: (\S+)"
+    expected = dict(re.findall(pattern, trained.output))
+    assert set(expected) == {"validation", "test"}
+    for ranks in (1, 2):
+        evaluated = launch.ok(launch.run_forked(evaluate, ranks=ranks, cwd=tmp_path))
+        losses = dict(re.findall(pattern, evaluated.output))
+        assert {name: float(loss) for name, loss in losses.items()} == pytest.approx(
+            {name: float(loss) for name, loss in expected.items()}, rel=1e-5
+        )
+        assert not evaluated.losses()
+    cyclic = launch.ok(launch.run_forked([*evaluate, "--dataloader-type", "cyclic"], cwd=tmp_path))
+    assert set(dict(re.findall(pattern, cyclic.output))) == set(expected)
+    assert launch.exit_record(tmp_path)["reason"] == "evaluated"
 
 
 def test_an_old_exit_record_does_not_outlive_the_next_start(tmp_path):

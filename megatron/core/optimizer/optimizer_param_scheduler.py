@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 
 
 class ScheduleError(ValueError):
@@ -39,21 +40,13 @@ class Schedule:
     weight_decay_style: str
 
     def __post_init__(self) -> None:
-        if self.decay_samples <= 0:
-            raise ScheduleError(
-                f"the learning rate schedule is {self.decay_samples} samples long: set --lr-decay-iters or "
-                "--train-iters (or their -samples)"
-            )
-        if not 0 <= self.warmup_samples < self.decay_samples:
-            raise ScheduleError(
-                f"--lr-warmup-* is {self.warmup_samples} samples, the whole schedule {self.decay_samples}: "
-                "shorten the warm-up or lengthen --lr-decay-iters / --lr-decay-samples"
-            )
-        if self.decay_style == "WSD" and not 0 < self.wsd_samples <= self.decay_samples:
-            raise ScheduleError(
-                f"--lr-wsd-decay-* is {self.wsd_samples} samples of a schedule of {self.decay_samples}: "
-                "it must be set, and at most that"
-            )
+        for fault in schedule_faults(
+            self.decay_style,
+            warmup_samples=self.warmup_samples,
+            decay_samples=self.decay_samples,
+            wsd_samples=self.wsd_samples,
+        ):
+            raise ScheduleError(f"{fault.message}: {fault.fix}")
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             raise ScheduleError(
                 f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
@@ -198,19 +191,9 @@ def build_schedule(
 
     Exactly one of train_iters and train_samples is set. Raises ScheduleError.
     """
-    assert (train_iters is None) != (train_samples is None), (
-        f"{train_iters} iterations, {train_samples} samples"
+    lengths = schedule_lengths(
+        config, train_iters=train_iters, train_samples=train_samples, global_batch_size=global_batch_size
     )
-    if train_samples is not None:
-        decay = config.lr_decay_samples or train_samples
-        warmup, tail, total = config.lr_warmup_samples, config.lr_wsd_decay_samples, train_samples
-    else:
-        assert train_iters is not None
-        decay = (config.lr_decay_iters or train_iters) * global_batch_size
-        warmup, total = config.lr_warmup_iters * global_batch_size, train_iters * global_batch_size
-        tail = None if config.lr_wsd_decay_iters is None else config.lr_wsd_decay_iters * global_batch_size
-    if config.lr_warmup_fraction is not None:
-        warmup = int(config.lr_warmup_fraction * decay)
     decoupled_min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
     start, end = config.start_weight_decay, config.end_weight_decay
     return Schedule(
@@ -219,16 +202,37 @@ def build_schedule(
         init_lr=config.lr_warmup_init,
         decoupled_max_lr=config.decoupled_lr,
         decoupled_min_lr=None if config.decoupled_lr is None else decoupled_min_lr,
-        warmup_samples=warmup,
-        decay_samples=decay,
+        warmup_samples=lengths.warmup_samples,
+        decay_samples=lengths.decay_samples,
         decay_style=config.lr_decay_style,
-        wsd_samples=tail or 0,
+        wsd_samples=lengths.wsd_samples,
         wsd_style=config.lr_wsd_decay_style,
         start_weight_decay=config.weight_decay if start is None else start,
         end_weight_decay=config.weight_decay if end is None else end,
-        weight_decay_samples=total,
+        weight_decay_samples=lengths.total_samples,
         weight_decay_style=config.weight_decay_incr_style,
     )
+
+
+def idle_scheduler(param_groups: Sequence[ParamGroup]) -> OptimizerParamScheduler:
+    """A scheduler for groups that are never stepped (--skip-train): no flag need make a schedule."""
+    schedule = Schedule(
+        max_lr=0.0,
+        min_lr=0.0,
+        init_lr=0.0,
+        decoupled_max_lr=None,
+        decoupled_min_lr=None,
+        warmup_samples=0,
+        decay_samples=1,
+        decay_style="constant",
+        wsd_samples=0,
+        wsd_style="linear",
+        start_weight_decay=0.0,
+        end_weight_decay=0.0,
+        weight_decay_samples=0,
+        weight_decay_style="constant",
+    )
+    return OptimizerParamScheduler(param_groups, schedule)
 
 
 def build_scheduler(

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,7 @@ def test_a_yaml_file_lies_below_the_command_line(tmp_path):
     ("text", "expected"),
     [
         ("num_layer: 3", "unknown setting num_layer"),
+        ("bogus_key: 3", "unknown setting bogus_key"),
         ("data:\n  num_layers: 3", "has no setting num_layers in section data"),
         ("num_layers: 3\nnum_layers: 4", "a second time"),
         ("num_layers: {a: 1}", "no plain value"),
@@ -167,6 +169,17 @@ def test_wrong_yaml_is_told_with_its_line(tmp_path, text, expected):
     assert len(told) == 1
     assert expected in told[0]
     assert str(file) in told[0]
+
+
+def test_far_guesses_are_not_offered(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("bogus_key: 3\nnum_layer: 4\n")
+    fixes = [problem.fix for problem in read_command_line(["--yaml-cfg", str(file)]).problems]
+    assert fixes == ["see docs/flags.md for the names", "did you mean num_layers?"]
+    with pytest.raises(ValueError, match=r"bogus_key$"):
+        Config.from_flat({"bogus_key": 3})
+    (problem,) = read_command_line(["--bogus-key", "3"]).problems
+    assert problem.fix == "see docs/flags.md for every known flag"
 
 
 def test_a_missing_yaml_file_is_a_problem():
@@ -265,7 +278,10 @@ def test_use_checkpoint_args_takes_the_newest_shape(tmp_path):
     assert parse_config([*words, "--ckpt-step", "10"]).model.hidden_size == 32
 
 
-def test_use_checkpoint_args_without_a_checkpoint_warns_and_refuses_a_damaged_one(tmp_path, capsys):
+def test_use_checkpoint_args_without_a_checkpoint_warns_and_refuses_a_damaged_one(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     words = [*SMALL, "--load", str(tmp_path), "--use-checkpoint-args"]
     assert any("no checkpoint" in warning for warning in parse_config(words).warnings)
     save_shape(tmp_path, 10, hidden_size=32)
@@ -275,6 +291,7 @@ def test_use_checkpoint_args_without_a_checkpoint_warns_and_refuses_a_damaged_on
         launch_config(words)
     assert ended.value.code == 3
     assert "manifest.json" in capsys.readouterr().err
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == 3
 
 
 def test_launch_lines_of_megatron_that_this_can_run(tmp_path, monkeypatch):
@@ -314,6 +331,12 @@ def test_launch_lines_of_megatron_that_need_more_are_refused_with_all_reasons():
 
 
 def run(words, timeout=None, cwd=None, **environ):
+    """In a folder of its own unless told: a refusal leaves exit.json in the working directory."""
+    with tempfile.TemporaryDirectory() as fresh:
+        return run_in(cwd or fresh, words, timeout, environ)
+
+
+def run_in(cwd, words, timeout, environ):
     script = "import sys; from megatron.training.arguments import launch_config; launch_config(sys.argv[1:])"
     script += "; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
@@ -365,14 +388,63 @@ def test_a_refusal_replaces_a_former_runs_record(tmp_path):
     record = json.loads((tmp_path / "ck" / "exit.json").read_text())
     assert (record["status"], record["requeue"]) == (2, False)
     assert "--save needs --save-interval" in record["reason"]
-    run(["--lr", "x"], cwd=tmp_path)
-    assert not (tmp_path / "exit.json").exists()  # no record where no run has been
+    assert not (tmp_path / "exit.json").exists()
+
+
+def refusal(folder):
+    record = json.loads((folder / "exit.json").read_text())
+    assert (record["status"], record["requeue"], record["iteration"]) == (2, False, None)
+    return record["reason"]
+
+
+def test_a_refusal_is_recorded_in_the_working_directory_where_there_is_no_folder_to_save_to(tmp_path):
+    assert run(["--lr", "x"], cwd=tmp_path).returncode == 2
+    assert "--lr expects a number" in refusal(tmp_path)
+    (tmp_path / "exit.json").unlink()
+    assert run([*SMALL, "--save", "new"], cwd=tmp_path).returncode == 2
+    assert "--save needs --save-interval" in refusal(tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("save", [["--save", "ck"], ["--save=ck"]])
+def test_refusals_before_there_is_a_configuration_are_recorded_too(tmp_path, save, monkeypatch, capsys):
+    (tmp_path / "ck").mkdir()
+    assert run([*SMALL, *save], cwd=tmp_path, RANK="x", WORLD_SIZE="2").returncode == 2
+    assert "RANK='x'" in refusal(tmp_path / "ck")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        launch_config([*SMALL, *save, "--my-factor", "x"], extra_args_provider=add_own_flags)
+    assert "invalid float value" in refusal(tmp_path / "ck")
+    assert not (tmp_path / "exit.json").exists()
+
+
+def test_a_check_leaves_no_record_and_an_unwritable_place_hides_no_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--lr", "x", "--check-config"], ["--my-factor", "x", "--check-config"]):
+        with pytest.raises(SystemExit):
+            launch_config(words, extra_args_provider=add_own_flags)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "exit.json").mkdir()  # cannot be replaced by a file
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        launch_config(["--lr", "x"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "--lr expects a number" in told
+    assert "exit.json could not be written" in told
 
 
 def test_warnings_are_told_once_by_rank_0():
     words = [*SMALL, "--sequence-parallel", "--use-mcore-models"]
     assert run(words).stderr.count("WARNING") == 2
     assert run(words, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").stderr == ""
+
+
+def test_the_checkpoint_format_named_as_megatrons_is_noted_once():
+    told = run([*SMALL, "--ckpt-format", "torch_dist"]).stderr
+    assert told.splitlines() == [
+        "note: --ckpt-format torch_dist: checkpoints are written in this project's own format, under that name"
+    ]
 
 
 def test_a_senseless_launcher_is_status_2():

@@ -172,6 +172,24 @@ def test_single_slips_find_their_flag_first():
     assert right >= 0.95 * total, f"{right} of {total}"
 
 
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("--batch-size", "--micro-batch-size"),
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--num-attention-head-groups", "--num-attention-heads"),
+        ("--lr-warmup-steps", "--lr-warmup-iters"),
+    ],
+)
+def test_what_is_meant_is_among_the_guesses(unknown, meant):
+    assert meant in closest_flags(unknown)
+
+
+@pytest.mark.parametrize("unknown", ["--bogus-key", "--foo", "--hello-world", "--colour", "--my-own-thing"])
+def test_far_guesses_are_not_offered(unknown):
+    assert closest_flags(unknown, extra=("--mine",)) == ()
+
+
 def test_arities_follow_the_fields():
     assert flag_table()["bf16"].arity is Arity.SWITCH
     assert flag_table()["data_path"].arity is Arity.MANY

@@ -41,6 +41,7 @@ def test_iterations_equal_counting_step_by_step(micro, replicas, start, incremen
         consumed += schedule.global_batch_size(consumed)
         iterations += 1
     assert schedule.iterations_for(samples) == iterations
+    assert schedule.samples_of(iterations) == consumed
 
 
 def test_decrease_if_needed_rounds_down():

@@ -101,12 +101,44 @@ def test_a_gpu_machine_takes_nccl():
         ({"distributed_backend": "nccl"}, "gloo"),
         ({"num_query_groups": 4}, "--num-query-groups"),
         ({"hysteresis": 4}, "--hysteresis"),
+        (
+            {"train_iters": 10, "global_batch_size": 16, "rampup_batch_size": (8, 8, 32)},
+            "160 samples, but the run trains on 128",
+        ),
     ],
 )
 def test_what_changes_silently_elsewhere_is_a_warning_here(values, word):
     (warning,) = resolved(**values).warnings
     assert word in warning
     assert resolved().warnings == ()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rampup_batch_size": (8, 8, 32)},  # counted in samples below
+        {"train_iters": 10, "rampup_batch_size": (8, 8, 32), "lr_decay_style": "constant"},
+        {"train_iters": 10, "rampup_batch_size": (8, 8, 32), "lr_decay_iters": 7},
+        {"train_iters": 10, "rampup_batch_size": (8, 8, 32), "skip_train": True},
+        {"train_iters": 10},
+    ],
+)
+def test_a_schedule_that_ends_within_the_run_is_no_warning(values):
+    length = {} if "train_iters" in values else {"train_samples": 500}
+    assert resolved(global_batch_size=16, **values, **length).warnings == ()
+
+
+def test_the_checkpoint_format_is_noted_only_where_it_is_given():
+    assert "own format" in resolved(ckpt_format="torch_dist").notes[0]
+    assert resolved().notes == resolved(ckpt_format="torch").notes == ()
+
+
+def test_skipping_training_loads_weights_only():
+    config = resolved(skip_train=True)
+    assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
+    assert (config.checkpoint.no_load_optim, config.checkpoint.no_load_rng) == (True, True)
+    kept = resolved(skip_train=True, train_samples=90, lr=0.5)
+    assert (kept.training.train_iters, kept.training.train_samples, kept.optimizer.lr) == (None, 90, 0.5)
 
 
 def test_dtypes():

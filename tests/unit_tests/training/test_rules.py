@@ -1,11 +1,16 @@
 """Seeded bad configurations: each refused by the right rule, naming flag and fix, several at once."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError, build_schedule
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.problems import Problem, render_problems
-from megatron.training.rules import RULES
+from megatron.training.resolve import Machine, resolve
+from megatron.training.rule_table import Situation
+from megatron.training.rules import RULES, broken_rules
 from tests.harness.launch_lines import SMALL
 
 
@@ -33,10 +38,20 @@ BAD = [
     ("--lr-warmup-fraction .1 --lr-warmup-iters 2", "warmup-fraction"),
     ("--lr-warmup-iters 10", "warmup-length"),
     ("--lr-warmup-fraction 1.0", "range-lr-warmup-fraction"),
+    ("--train-iters 0", "length"),
+    ("--train-iters -1 --lr-decay-iters 5", "range-train-iters"),
+    ("--train-iters 0 --train-samples 8", "length"),
+    ("--lr-decay-iters 0", "schedule-length"),
+    ("--lr-decay-iters 4 --lr-warmup-iters 4", "warmup-length"),
+    ("--lr-decay-style constant --lr-warmup-iters 12", "warmup-length"),
+    ("--lr-warmup-iters -3", "range-lr-warmup-iters"),
     ("--min-lr 1", "lr-order"),
     ("--decoupled-min-lr .1", "decoupled-min-lr"),
     ("--lr-decay-style WSD", "wsd-tail"),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 11", "wsd-tail"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "wsd-tail"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11 --lr-warmup-iters 10", "warmup-length wsd-tail"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11 --global-batch-size 3", "batch-divisible wsd-tail"),
     ("--start-weight-decay .1 --end-weight-decay .2", "weight-decay-ramp"),
     ("--weight-decay-incr-style linear", "weight-decay-ramp"),
     ("--override-opt_param-scheduler --use-checkpoint-opt-param-scheduler --load x", "scheduler-source"),
@@ -156,6 +171,72 @@ def test_skipping_training_needs_neither_length_nor_learning_rate():
     assert parse_config([*words, "--skip-train"]).evaluation.skip_train
 
 
+BY_SAMPLES = [
+    ("--train-samples 7 --global-batch-size 8", "length"),
+    ("--train-samples 0", "length"),
+    ("--train-samples 3 --global-batch-size 8 --rampup-batch-size 4 4 16", "length"),
+    ("--train-samples 4 --global-batch-size 8 --rampup-batch-size 4 4 16", ""),
+    ("--train-samples 80 --lr-warmup-samples 80", "warmup-length"),
+    ("--train-samples 80 --lr-decay-samples 40 --lr-warmup-samples 40", "warmup-length"),
+    ("--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 0", "wsd-tail"),
+    ("--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 81", "wsd-tail"),
+    ("--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 80", ""),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), BY_SAMPLES)
+def test_lengths_in_samples(words, expected):
+    base = [word for word in SMALL if word not in ("--train-iters", "10")]
+    try:
+        parse_config([*base, *words.split()])
+        broken = []
+    except ConfigurationError as error:
+        broken = [problem.rule for problem in error.problems]
+    assert broken == expected.split()
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    unit=st.sampled_from(["iters", "samples"]),
+    length=st.integers(0, 9),
+    decay=st.none() | st.integers(0, 9),
+    warmup=st.integers(0, 9),
+    fraction=st.none() | st.sampled_from([0.0, 0.3, 0.99]),
+    tail=st.none() | st.integers(0, 9),
+    style=st.sampled_from(["constant", "linear", "WSD"]),
+)
+def test_the_rules_refuse_exactly_what_cannot_be_built(unit, length, decay, warmup, fraction, tail, style):
+    given_here = {f"train_{unit}": length, f"lr_warmup_{unit}": warmup, "lr_warmup_fraction": fraction}
+    given_here |= {f"lr_decay_{unit}": decay, f"lr_wsd_decay_{unit}": tail, "lr_decay_style": style}
+    given_here |= {"micro_batch_size": 2, "global_batch_size": 2, "lr": 1.0}
+    config = resolve(given_here, dict.fromkeys(given_here, "flag"), Machine())
+    ids = ("length", "schedule-length", "warmup-length", "wsd-tail")
+    refused = {problem.rule for problem in broken_rules(Situation(config)) if problem.rule in ids}
+    if unit == "samples" and length == 1:
+        assert "length" in refused  # a schedule, but no step
+        return
+    try:
+        build_schedule(
+            config.optimizer,
+            train_iters=config.training.train_iters,
+            train_samples=config.training.train_samples,
+            global_batch_size=2,
+        )
+        built = length > 0
+    except ScheduleError:
+        built = False
+    assert built == (not refused), refused
+
+
+def test_skipping_training_asks_nothing_of_the_schedule():
+    words = [w for w in SMALL if w not in ("--lr", "1e-3", "--train-iters", "10")]
+    left = "--skip-train --lr-decay-style WSD --lr-warmup-samples 5 --lr-decay-iters 3 --min-lr 1e-5"
+    config = parse_config([*words, *left.split()])
+    assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
+    assert config.origin["train_iters"] == config.origin["no_load_optim"] == "derived"
+    assert parse_config([*SMALL, "--train-iters", "0", "--skip-train"]).training.train_iters == 0
+
+
 def test_a_users_own_data_needs_no_corpus():
     words = [w for w in SMALL if w not in ("--mock-data", "--tokenizer-type", "ByteTokenizer")]
     assert parse_config(words, needs_data=False).data.data_path is None
@@ -171,10 +252,6 @@ def test_the_launchers_ranks_count():
 
 
 def test_deterministic_mode_on_gpus_names_the_variables():
-    from megatron.training.resolve import Machine, resolve
-    from megatron.training.rule_table import Situation
-    from megatron.training.rules import broken_rules
-
     config = resolve({"deterministic_mode": True}, {"deterministic_mode": "flag"}, Machine(has_gpu=True))
     wrong = Situation(config, env=LaunchEnv(world_size=2), has_gpu=True)
     told = [p.message for p in broken_rules(wrong) if p.rule == "deterministic-mode"]

@@ -19,6 +19,11 @@ def test_length_from_iterations_and_from_samples():
     assert (ramped.train_iters, ramped.train_samples) == (11, 70)
 
 
+def test_an_evaluation_of_its_own_has_no_length():
+    state = start("--skip-train")
+    assert (state.train_iters, state.train_samples, state.finished) == (0, 0, True)
+
+
 def test_state_survives_json_and_leaves_the_length_to_the_flags():
     state = start("--train-iters", "6")
     state.iteration, state.consumed_train_samples, state.num_floating_point_operations_so_far = 3, 24, 1e20

@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     ScheduleError,
     build_schedule,
     build_scheduler,
+    idle_scheduler,
     learning_rate,
     weight_decay,
 )
@@ -189,6 +190,8 @@ def test_a_changed_schedule_must_be_decided():
     ("flags", "message"),
     [
         ({"lr_warmup_iters": 100}, r"--lr-warmup-\* is 400 samples, the whole schedule 400"),
+        ({"train_iters": 0}, "the learning rate schedule is 0 samples long: set --lr-decay-iters"),
+        ({"lr_decay_iters": 0}, "the learning rate schedule is 0 samples long"),
         ({"lr_decay_style": "WSD"}, r"--lr-wsd-decay-\* is 0 samples"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, r"404 samples of a schedule of 400"),
         ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "--weight-decay-incr-style linear or cosine"),
@@ -197,6 +200,12 @@ def test_a_changed_schedule_must_be_decided():
 def test_impossible_schedules_name_the_flags(flags, message):
     with pytest.raises(ScheduleError, match=message):
         schedule(**flags)
+
+
+def test_an_idle_scheduler_needs_no_flags():
+    scheduler = idle_scheduler(groups())
+    assert scheduler.decoupled_lr is None
+    assert {group["weight_decay"] for group in scheduler.param_groups} == {0.0}
 
 
 def test_rates_are_finite_for_degenerate_lengths():
