@@ -158,7 +158,8 @@ def build_data_iterators(
             if dataset is not None and config.evaluation.eval_iters > 0
         ]
 
-    training = _Split("training", sizes.train, "--train-iters x --global-batch-size, or --train-samples")
+    trained_on = 0 if config.evaluation.skip_train else sizes.train
+    training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
     evaluations = "--eval-iters x --global-batch-size, for each evaluation"
     validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
     return DataIterators(
