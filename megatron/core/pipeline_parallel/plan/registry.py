@@ -1,0 +1,31 @@
+"""Schedules by name. A new schedule is a file with a generator and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatron.core.pipeline_parallel.plan.gpipe import gpipe
+from megatron.core.pipeline_parallel.plan.interleaved import interleaved
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
+from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
+from megatron.core.pipeline_parallel.plan.request import Request
+
+SCHEDULES: Mapping[str, Callable[[Request], Plan]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+}
+# Names that are known and not built yet, with their heading in docs/roadmap.md.
+PLANNED: Mapping[str, str] = dict.fromkeys(
+    ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zbv", "v-half", "v-min", "1f1b-v", "dualpipe-v", "gis"),
+    "zero-bubble schedules",
+)
+
+
+def build_plan(schedule: str, request: Request) -> Plan:
+    """The computations of a schedule, without transfers. Raises PlanError for what the schedule cannot do."""
+    if schedule in PLANNED:
+        raise PlanError(f"schedule {schedule} is planned, see docs/roadmap.md, '{PLANNED[schedule]}'")
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule {schedule!r} is unknown; there are {', '.join([*SCHEDULES, *PLANNED])}")
+    return SCHEDULES[schedule](request)

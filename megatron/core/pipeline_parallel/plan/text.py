@@ -1,0 +1,140 @@
+"""Plans as files: CSV and JSON with version and hash, and the CSV that torch.distributed.pipelining reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.pipeline_parallel.plan.ir import (
+    LAST_COMPUTE,
+    VERSION,
+    Kind,
+    Plan,
+    PlanError,
+    Row,
+    op_text,
+    parse_row,
+    plan_hash,
+    row_texts,
+)
+from megatron.core.pipeline_parallel.plan.placement import Placement
+
+_FIELDS = ("version", "schedule", "placement", "ranks", "chunks", "microbatches", "bitwise", "hash")
+# Torch's letters, by kind; "" where torch has none.
+_TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.REDUCE: "REDUCE_GRAD"} | {
+    kind: kind.name
+    for kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.UNSHARD, Kind.RESHARD)
+}
+_TORCH_NAMES = tuple(_TORCH.get(kind, "") for kind in Kind)
+
+
+def _header(plan: Plan) -> dict[str, str | int | bool]:
+    placement = plan.placement
+    values = (VERSION, plan.schedule, placement.kind, placement.num_ranks, placement.num_chunks)
+    return dict(zip(_FIELDS, (*values, plan.num_microbatches, plan.bitwise, plan_hash(plan)), strict=True))
+
+
+def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
+    """The plan of a file, its hash checked."""
+    if set(header) != set(_FIELDS):
+        raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header))}")
+    if str(header["version"]) != str(VERSION):
+        raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
+    if str(header["bitwise"]) not in ("True", "False"):
+        raise PlanError(f"bitwise is True or False, not {header['bitwise']!r}")
+    try:
+        placement = Placement(str(header["placement"]), int(header["ranks"]), int(header["chunks"]))
+        microbatches = int(header["microbatches"])
+    except ValueError as error:
+        raise PlanError(f"the plan's header is wrong: {error}") from None
+    plan = Plan(str(header["schedule"]), placement, microbatches, rows, str(header["bitwise"]) == "True")
+    if plan_hash(plan) != header["hash"]:
+        raise PlanError(
+            f"the plan's hash is {plan_hash(plan)}, its header says {header['hash']}: it was changed"
+        )
+    return plan
+
+
+def to_csv(plan: Plan) -> str:
+    """A first line of names and values, then one line of operations a rank."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([word for name, value in _header(plan).items() for word in (name, value)])
+    writer.writerows(row_texts(row) for row in plan.rows)
+    return out.getvalue()
+
+
+def from_csv(text: str) -> Plan:
+    """The plan that `to_csv` wrote. Raises PlanError for another version, another hash, or what is no plan."""
+    lines = list(csv.reader(io.StringIO(text)))
+    words = lines[0] if lines else []
+    if len(words) != 2 * len(_FIELDS):
+        raise PlanError(f"no plan: the first line gives {', '.join(_FIELDS)}, each with its value")
+    return _plan(dict(zip(words[::2], words[1::2], strict=True)), tuple(map(parse_row, lines[1:])))
+
+
+def to_json(plan: Plan) -> str:
+    """The header's fields and `ops`, one list of texts a rank."""
+    return json.dumps({**_header(plan), "ops": [row_texts(row) for row in plan.rows]}) + "\n"
+
+
+def from_json(text: str) -> Plan:
+    """The plan that `to_json` wrote. Raises PlanError as `from_csv` does."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"no plan: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("ops"), list):
+        raise PlanError("no plan: the JSON has no list of operations, `ops`")
+    rows = []
+    for row in content.pop("ops"):
+        if not isinstance(row, list) or not all(isinstance(op, str) for op in row):
+            raise PlanError(f"`ops` is one list of texts a rank, not {row!r}")
+        rows.append(parse_row(row))
+    return _plan(content, tuple(rows))
+
+
+def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:
+    """One line a rank in torch's letters (B is I there, BW is B), for torch's `_load_csv`.
+
+    transfers: torch's format `compute_comms`; without, `compute_only`. Raises PlanError for what torch cannot say.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in plan.rows:
+        kept = [op for op in row if transfers or op[0] <= LAST_COMPUTE]
+        for op in kept:
+            if not _TORCH_NAMES[op[0]] or op[3] or op[4] >= 0:
+                raise PlanError(f"{op_text(op)} cannot be said in torch's CSV")
+        # torch names neither peers nor messages: both follow from stage and microbatch
+        bare = [(*op[:6], -1, op[7] if op[0] <= LAST_COMPUTE else -1) for op in kept]
+        texts = row_texts(bare, _TORCH_NAMES)
+        writer.writerow(f"{text}OVERLAP_F_B" if text.startswith("(") else text for text in texts)
+    return out.getvalue()
+
+
+def from_torch_csv(text: str, placement: Placement) -> Plan:
+    """The computations of a torch CSV; empty cells (torch's idle slots) say nothing. Raises PlanError."""
+    letters = {"F": "F", "I": "B", "W": "W", "B": "BW"}
+    rows = []
+    for line in csv.reader(io.StringIO(text)):
+        cells = [cell.strip().removesuffix("OVERLAP_F_B") for cell in line if cell.strip()]
+        rows.append(parse_row([_translated(cell, letters) for cell in cells]))
+    if len(rows) != placement.num_ranks:
+        raise PlanError(f"{len(rows)} lines for {placement.num_ranks} ranks")
+    microbatches = 1 + max((op[2] for row in rows for op in row), default=-1)
+    return Plan("torch-csv", placement, microbatches, tuple(rows), bitwise=False)
+
+
+def _translated(cell: str, letters: Mapping[str, str]) -> str:
+    parts = cell.strip("()").split(";")
+    ours = []
+    for part in parts:
+        name = part.strip().strip("0123456789")
+        if name not in letters:
+            raise PlanError(f"{cell!r}: only computations (F, I, W, B) can be read from a torch CSV")
+        ours.append(part.strip().replace(name, letters[name]))
+    return f"({';'.join(ours)})" if cell.startswith("(") else ours[0]

@@ -1,0 +1,184 @@
+"""The one walk over a plan: when each operation starts and ends, or where the plan stops.
+
+Rows are fixed orders, so no event queue is needed: a rank goes on until its next operation waits for something, and
+whoever provides it wakes that rank. The times do not depend on the order in which ranks are advanced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    LAST_COMPUTE,
+    LAST_TRANSFER,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    B,
+    F,
+    Plan,
+    RawOp,
+    W,
+    is_overlapped,
+    op_text,
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """starts, ends: by rank, then by place in its row; a transfer's is the time at which it is posted.
+
+    done: (rank, place) of computations, overlapped pairs once, in an order that respects all dependencies.
+    stopped: rank -> (place, what it waits for), for the ranks that never finish.
+    """
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    done: list[tuple[int, int]]
+    stopped: dict[int, tuple[int, str]]
+
+
+def execute(plan: Plan, costs: CostModel, *, blocking_sends: bool = False) -> Timeline:
+    """Walk the plan. blocking_sends: a rank computes on only when its sends have met their receives (rendezvous)."""
+    walk = _Walk(plan, costs, blocking_sends)
+    ready = list(range(plan.placement.num_ranks))[::-1]
+    while ready:
+        walk.advance(ready.pop(), ready)
+    stopped = {
+        rank: (walk.place[rank], walk.describe(walk.blocked[rank]))
+        for rank, row in enumerate(plan.rows)
+        if walk.place[rank] < len(row)
+    }
+    return Timeline(walk.starts, walk.ends, walk.done, stopped)
+
+
+class _Walk:
+    """Inputs are numbered: direction (0 forward, 1 backward) x stage that needs it x microbatch."""
+
+    def __init__(self, plan: Plan, costs: CostModel, blocking_sends: bool) -> None:
+        num_ranks, self.total = plan.placement.num_ranks, plan.num_microbatches
+        self.rows, self.costs, self.blocking_sends = plan.rows, costs, blocking_sends
+        self.num_stages = plan.placement.num_stages
+        self.size = self.num_stages * self.total
+        self.durations = costs.durations()
+        ranks = plan.placement.ranks()
+        # Whether the step from a stage to the next one crosses ranks; the last stage's "next" is its own backward.
+        self.crosses = [a != b for a, b in itertools.pairwise(ranks)] + [False]
+        self.by_message = plan.has_transfers
+        # From the stage of a transfer to the number of the input that it carries.
+        self.offset = {SEND_F: self.total, RECV_F: 0, SEND_B: self.size - self.total, RECV_B: self.size}
+        self.sent = [-1.0] * (2 * self.size)  # when an input was handed over or sent
+        self.posted = [-1.0] * (2 * self.size)  # when its receive was posted
+        self.waiter: dict[int, int] = {}  # input -> rank; receive of an input, size*2 further -> rank
+        self.place = [0] * num_ranks
+        self.clock = [0.0] * num_ranks
+        self.blocked = [0] * num_ranks
+        self.unmet: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.starts: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.ends: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.done: list[tuple[int, int]] = []
+
+    def advance(self, rank: int, ready: list[int]) -> None:
+        """Run a rank until it waits or is through; ranks that it wakes are added to `ready`."""
+        row, place, clock = self.rows[rank], self.place[rank], self.clock[rank]
+        starts, ends, length = self.starts[rank], self.ends[rank], len(self.rows[rank])
+        while place < length:
+            op = row[place]
+            if op[0] > LAST_COMPUTE:
+                self._post(rank, op, clock, ready)
+                starts.append(clock)
+                ends.append(clock)
+                place += 1
+                continue
+            ops = (op, row[place + 1]) if op[7] >= 0 and is_overlapped(row, place) else (op,)
+            start = self._start(rank, ops, clock)
+            if start < 0:
+                break
+            clock = start
+            for one in ops:
+                clock += self.durations[one[0]][one[1]]
+            for one in ops:
+                starts.append(start)
+                ends.append(clock)
+                self._finish(one, clock, ready)
+            self.done.append((rank, place))
+            place += len(ops)
+        self.place[rank], self.clock[rank] = place, clock
+
+    def _start(self, rank: int, ops: tuple[RawOp, ...], clock: float) -> float:
+        """When the computations can start, or -1 after noting what the rank waits for."""
+        if self.blocking_sends and self.unmet[rank]:
+            for message in self.unmet[rank]:
+                if self.posted[message] < 0:
+                    return self._wait(rank, 2 * self.size + message)
+                clock = max(clock, self.posted[message])
+            self.unmet[rank].clear()
+        for op in ops:
+            kind, stage = op[0], op[1]
+            if kind == W or (kind == F and stage == 0):
+                continue
+            need = stage * self.total + op[2] + (0 if kind == F else self.size)
+            sent = self.sent[need]
+            if sent < 0:
+                return self._wait(rank, need)
+            if self.crosses[stage - 1 if kind == F else stage]:
+                sent = max(sent, self.posted[need]) + self.costs.comm
+            if sent > clock:
+                clock = sent
+        return clock
+
+    def _wait(self, rank: int, event: int) -> float:
+        self.waiter[event] = rank
+        self.blocked[rank] = event
+        return -1.0
+
+    def _finish(self, op: RawOp, end: float, ready: list[int]) -> None:
+        """Hand the result on, unless a send will."""
+        kind, stage = op[0], op[1]
+        if kind == F:
+            turn = stage + 1 == self.num_stages  # the loss: its own backward is next
+            target = stage * self.total + op[2] + (self.size if turn else self.total)
+            crosses = self.crosses[stage]
+        elif kind in (B, BW) and stage > 0:
+            target = (stage - 1) * self.total + op[2] + self.size
+            crosses = self.crosses[stage - 1]
+        else:
+            return
+        if not (crosses and self.by_message):
+            self._provide(self.sent, target, end, target, ready)
+
+    def _post(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> None:
+        """Post a transfer; the executor's other operations take no time of their own."""
+        kind = op[0]
+        if kind > LAST_TRANSFER:
+            return
+        target = op[1] * self.total + op[2] + self.offset[kind]
+        if kind not in (SEND_F, SEND_B):
+            self._provide(self.posted, target, clock, 2 * self.size + target, ready)
+            return
+        self._provide(self.sent, target, clock, target, ready)
+        if self.blocking_sends:
+            self.unmet[rank].append(target)
+
+    def _provide(self, times: list[float], target: int, time: float, event: int, ready: list[int]) -> None:
+        times[target] = time
+        rank = self.waiter.pop(event, -1)
+        if rank >= 0:
+            ready.append(rank)
+
+    def describe(self, event: int) -> str:
+        """What a stopped rank waits for, in words."""
+        is_receive, target = divmod(event, 2 * self.size)
+        backward, at = divmod(target, self.size)
+        stage, microbatch = divmod(at, self.total)
+        if is_receive:
+            return f"the receive {op_text((RECV_B if backward else RECV_F, stage, microbatch, 0, -1, -1, -1, -1))}"
+        if not backward:
+            return f"the output of {stage - 1}F{microbatch}"
+        if stage + 1 == self.num_stages:
+            return f"the output of {stage}F{microbatch}"
+        return f"the gradient from stage {stage + 1} of microbatch {microbatch}"

@@ -1,0 +1,256 @@
+"""Is a plan right? Run after every pass, and before a plan is executed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    LAST_COMPUTE,
+    LAST_TRANSFER,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    B,
+    F,
+    Kind,
+    Plan,
+    PlanError,
+    RawOp,
+    Row,
+    W,
+    is_overlapped,
+    op_text,
+)
+from megatron.core.pipeline_parallel.plan.timeline import execute
+
+_DONE_F, _DONE_B, _DONE_W = 1, 2, 4
+_PRODUCER = {SEND_F: F, SEND_B: B}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """peak_activation: by rank, in the cost model's unit. in_order: every stage's weight gradients are."""
+
+    peak_activation: tuple[float, ...]
+    in_order: bool
+
+
+def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True) -> Verified:
+    """Check that a plan computes everything exactly once, in an order that can run.
+
+    Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
+    F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
+    its consumer, alike at both ends and in one order a channel; no deadlock although sends block until they are met;
+    activations never negative; weight gradients of a stage in microbatch order, unless the plan is not bitwise.
+    deadlock: False leaves that check to a pass that walks the plan next.
+    Raises PlanError naming rank, place and operation.
+    """
+    costs = costs or CostModel.of_ranks(plan.placement)
+    check = _Check(plan)
+    if len(plan.rows) != plan.placement.num_ranks:
+        raise PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
+    for rank in range(len(plan.rows)):
+        check.row(rank)
+    check.all_computed()
+    check.all_matched()
+    if plan.bitwise and check.out_of_order:
+        raise PlanError(
+            f"{check.out_of_order}: weight gradients of a stage must be added in increasing microbatch order, or the"
+            " plan must say that it is not bitwise"
+        )
+    if deadlock:
+        _no_deadlock(plan, costs)
+    peaks = tuple(peak_activation(rank, row, costs) for rank, row in enumerate(plan.rows))
+    return Verified(peaks, not check.out_of_order)
+
+
+class _Check:
+    """One pass over all rows. Inputs are numbered: stage that needs it x microbatch, backward ones behind."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.total = plan, plan.num_microbatches
+        self.ranks = plan.placement.ranks()
+        self.size = len(self.ranks) * self.total
+        self.by_message = plan.has_transfers
+        self.state = bytearray(self.size)
+        self.sent = [-1] * (2 * self.size)
+        self.received = [-1] * (2 * self.size)
+        # (sender, receiver, kind of send) -> inputs in order, at each end
+        self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        self.last_weight = [-1] * len(self.ranks)
+        self.out_of_order = ""
+
+    def where(self, rank: int, place: int) -> str:
+        return f"rank {rank}, place {place}, {op_text(self.plan.rows[rank][place])}"
+
+    def row(self, rank: int) -> None:
+        """Check one rank's operations in order."""
+        row = self.plan.rows[rank]
+        mine = [one == rank for one in self.ranks]
+        for place, op in enumerate(row):
+            kind, stage, microbatch, part, first, _, _, pair = op
+            if kind > LAST_TRANSFER or part or first >= 0 or not 0 <= stage < len(mine) or not mine[stage]:
+                raise PlanError(f"{self.where(rank, place)}: {self._misplaced(op)}")
+            if not 0 <= microbatch < self.total:
+                raise PlanError(f"{self.where(rank, place)}: microbatches are 0 to {self.total - 1}")
+            if kind <= LAST_COMPUTE:
+                wrong = self._compute(rank, kind, stage, microbatch)
+                if pair >= 0 and not (is_overlapped(row, place) or (place and is_overlapped(row, place - 1))):
+                    wrong = "overlaps with nothing beside it"
+            elif kind in (SEND_F, SEND_B):
+                wrong = self._send(rank, op)
+            else:
+                wrong = self._receive(rank, op)
+            if wrong:
+                raise PlanError(f"{self.where(rank, place)}: {wrong}")
+            if kind in (W, BW):
+                if microbatch < self.last_weight[stage] and not self.out_of_order:
+                    self.out_of_order = self.where(rank, place)
+                self.last_weight[stage] = microbatch
+
+    @staticmethod
+    def _misplaced(op: RawOp) -> str:
+        if op[0] > LAST_TRANSFER:
+            return f"no rule for {Kind(op[0]).name} yet"
+        return "no rule for slices and units yet" if op[3] or op[4] >= 0 else "the stage is not on this rank"
+
+    def _compute(self, rank: int, kind: int, stage: int, microbatch: int) -> str:
+        """What is wrong with a computation, or nothing."""
+        at = stage * self.total + microbatch
+        state = self.state[at]
+        if kind == F:
+            if state & _DONE_F:
+                return "is there twice"
+            self.state[at] = state | _DONE_F
+            return self._input(rank, at, stage - 1) if stage else ""
+        gives = _DONE_B if kind == B else _DONE_W if kind == W else _DONE_B | _DONE_W
+        if state & gives:
+            return "is there twice"
+        if not state & _DONE_F:
+            return f"comes before {stage}F{microbatch}"
+        if kind == W and not state & _DONE_B:
+            return f"comes before {stage}B{microbatch}"
+        self.state[at] = state | gives
+        if kind == W or stage + 1 == len(self.ranks):
+            return ""
+        return self._input(rank, at + self.size, stage + 1)
+
+    def _input(self, rank: int, need: int, source: int) -> str:
+        missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
+        return f"has no receive before it for its input from stage {source}" if missing else ""
+
+    def _send(self, rank: int, op: RawOp) -> str:
+        kind, stage, microbatch, peer, pair = op[0], op[1], op[2], op[6], op[7]
+        target = stage + 1 if kind == SEND_F else stage - 1
+        if not 0 <= target < len(self.ranks) or self.ranks[target] == rank:
+            return "no other rank needs this"
+        if peer != self.ranks[target]:
+            return f"stage {target} is on rank {self.ranks[target]}, not {peer}"
+        at = stage * self.total + microbatch
+        if not self.state[at] & (_DONE_F if kind == SEND_F else _DONE_B):
+            return f"comes before {stage}{Kind(_PRODUCER[kind]).name}{microbatch}"
+        need = target * self.total + microbatch + (0 if kind == SEND_F else self.size)
+        return self._note(self.sent, self.sends[rank, peer, kind], need, pair)
+
+    def _receive(self, rank: int, op: RawOp) -> str:
+        kind, stage, microbatch, peer, pair = op[0], op[1], op[2], op[6], op[7]
+        source = stage - 1 if kind == RECV_F else stage + 1
+        if not 0 <= source < len(self.ranks) or self.ranks[source] == rank:
+            return "this comes from no other rank"
+        if peer != self.ranks[source]:
+            return f"stage {source} is on rank {self.ranks[source]}, not {peer}"
+        need = stage * self.total + microbatch + (0 if kind == RECV_F else self.size)
+        channel = (peer, rank, SEND_F if kind == RECV_F else SEND_B)
+        return self._note(self.received, self.receives[channel], need, pair)
+
+    @staticmethod
+    def _note(pairs: list[int], channel: list[int], need: int, pair: int) -> str:
+        if pairs[need] >= 0:
+            return "is there twice"
+        if pair < 0:
+            return "has no message number"
+        pairs[need] = pair
+        channel.append(need)
+        return ""
+
+    def all_computed(self) -> None:
+        """Nothing is missing."""
+        complete = _DONE_F | _DONE_B | _DONE_W
+        if self.state.count(complete) == self.size:
+            return
+        at = next(at for at, state in enumerate(self.state) if state != complete)
+        stage, microbatch = divmod(at, self.total)
+        absent = [
+            name for name, bit in (("F", _DONE_F), ("B", _DONE_B), ("W", _DONE_W)) if not self.state[at] & bit
+        ]
+        names = " and ".join(f"{stage}{name}{microbatch}" for name in absent)
+        raise PlanError(f"rank {self.ranks[stage]}: {names} is missing")
+
+    def all_matched(self) -> None:
+        """Every send has its receive, with one number of its own, in one order at both ends of a channel."""
+        if self.sent != self.received:
+            need = next(need for need in range(2 * self.size) if self.sent[need] != self.received[need])
+            backward, at = divmod(need, self.size)
+            stage, microbatch = divmod(at, self.total)
+            name, source = ("B", stage + 1) if backward else ("F", stage - 1)
+            send, receive = f"{source}SEND_{name}{microbatch}", f"{stage}RECV_{name}{microbatch}"
+            if self.sent[need] < 0:
+                raise PlanError(
+                    f"rank {self.ranks[stage]}: {receive} has no {send} on rank {self.ranks[source]}"
+                )
+            if self.received[need] < 0:
+                raise PlanError(
+                    f"rank {self.ranks[source]}: {send} has no {receive} on rank {self.ranks[stage]}"
+                )
+            raise PlanError(
+                f"{send} is message {self.sent[need]} and {receive} is message {self.received[need]}"
+            )
+        numbers = [pair for pair in self.sent if pair >= 0]
+        if len(numbers) != len(set(numbers)):
+            raise PlanError("two messages have the same number")
+        for channel, sent in self.sends.items():
+            received = self.receives[channel]
+            if sent != received:
+                sender, receiver, kind = channel
+                place = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
+                one, other = sent[place] % self.total, received[place] % self.total
+                raise PlanError(
+                    f"message {place} of {Kind(kind).name} from rank {sender} to rank {receiver} is of microbatch {one}"
+                    f" where it is sent and of microbatch {other} where it is received"
+                )
+
+
+def _no_deadlock(plan: Plan, costs: CostModel) -> None:
+    stopped = execute(plan, costs, blocking_sends=True).stopped
+    if stopped:
+        words = [
+            f"rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
+            for rank, (place, what) in stopped.items()
+        ]
+        more = f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""
+        raise PlanError("deadlock: " + "; ".join(words[:4]) + more)
+
+
+def peak_activation(rank: int, row: Row, costs: CostModel) -> float:
+    """The most that a rank's activations take: F takes them at its start, B and W (or BW) free them at their ends."""
+    held = peak = 0.0
+    kept = costs.memory_after_b
+    for place, op in enumerate(row):
+        kind = op[0]
+        if kind > LAST_COMPUTE:
+            continue
+        size = costs.activation[op[1]]
+        if kind == F:
+            held += size
+            peak = max(peak, held)
+        else:
+            held -= size if kind == BW else size * (1 - kept) if kind == B else size * kept
+            if held < -1e-6:
+                raise PlanError(
+                    f"rank {rank}, place {place}, {op_text(op)}: frees more activation than is held"
+                )
+    return round(peak, 9)

@@ -1,0 +1,122 @@
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.text import from_csv
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"
+SMALL = ("--schedule", "1f1b", "--stages", 3, "--microbatches", 4)
+
+
+def run(*words):
+    return subprocess.run([sys.executable, str(TOOL), *map(str, words)], capture_output=True, text=True)
+
+
+def output(*words):
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_json_fields_and_figures():
+    result = json.loads(output(*SMALL, "--format", "json"))
+    seconds = result.pop("solve_seconds")
+    assert 0 < seconds < 60
+    assert result == {
+        "schedule": "1f1b",
+        "stages": 3,
+        "microbatches": 4,
+        "makespan": 18,
+        "bubble_time": 6,
+        "bubble_rate": pytest.approx(2 / 6),
+        "peak_activation": [3, 2, 1],
+        "order": [
+            "0F0 0F1 0F2 0BW0 0F3 0BW1 0BW2 0BW3".split(),
+            "1F0 1F1 1BW0 1F2 1BW1 1F3 1BW2 1BW3".split(),
+            "2F0 2BW0 2F1 2BW1 2F2 2BW2 2F3 2BW3".split(),
+        ],
+        "p2p_messages": 16,
+        "p2p_bytes": 16,
+    }
+
+
+def test_costs_a_stage_and_memory():
+    words = (
+        "--time-f",
+        1,
+        2,
+        1,
+        "--time-b",
+        1.5,
+        "--time-w",
+        0.5,
+        "--time-comm",
+        0.25,
+        "--memory-after-b",
+        0.5,
+    )
+    result = json.loads(output(*SMALL, *words, "--format", "json"))
+    # the middle stage is busy from 1.25 on: 4 x (2 + 2), and waits once for the way to the last stage and back
+    assert result["bubble_time"] == pytest.approx(result["makespan"] - 16)
+    assert json.loads(output(*SMALL, "--memory-limit", 3, "--format", "json"))["makespan"] == 18
+    refused = run(*SMALL, "--memory-limit", 2.5)
+    assert refused.returncode == 2
+    assert "1f1b needs 3 activations on stage 0, more than --memory-limit 2.5" in refused.stderr
+
+
+def test_other_formats():
+    assert from_csv(output(*SMALL, "--format", "csv")).has_transfers
+    assert output(*SMALL, "--format", "torch-csv").splitlines()[2] == "2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3"
+    ET.fromstring(output(*SMALL, "--format", "svg"))
+    assert json.loads(output(*SMALL, "--format", "trace"))["traceEvents"]
+    assert output(*SMALL).startswith(
+        "1f1b: 3 stages x 1 chunks, 4 microbatches, makespan 18, bubble 6 (33.33%)"
+    )
+
+
+def test_the_same_words_give_the_same_plan():
+    words = ("--schedule", "interleaved", "--stages", 2, "--microbatches", 3, "--format", "csv")
+    first, second = output(*words), output(*words)
+    assert first == second
+    assert plan_hash(from_csv(first)) in first
+    assert from_csv(first).placement.num_chunks == 2
+    assert from_csv(output(*words, "--chunks", 3)).placement.num_chunks == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--schedule", "zbv", "--stages", 2, "--microbatches", 2),
+            "docs/roadmap.md, 'zero-bubble schedules'",
+        ),
+        (("--schedule", "zb-h1", "--stages", 2, "--microbatches", 2), "zero-bubble schedules"),
+        (("--schedule", "2f2b", "--stages", 2, "--microbatches", 2), "unknown; there are gpipe, 1f1b"),
+        (("--schedule", "interleaved", "--stages", 4, "--microbatches", 3), "group size, 4, of microbatches"),
+        (("--schedule", "gpipe", "--stages", 0, "--microbatches", 3), "ranks must be at least 1, not 0"),
+        ((*SMALL, "--time-f", 1, 2), "time of F: 2 numbers for 3 stages"),
+        ((*SMALL, "--time-w", -1), "at least 0"),
+        ((*SMALL, "--format", "png"), "invalid choice"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words, message):
+    done = run(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not done.stdout
+
+
+def test_it_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    (tmp_path / "numpy.py").write_text("raise ImportError('no numpy here')")
+    code = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(TOOL), *map(str, SMALL)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,137 @@
+"""Plan, time and draw a pipeline schedule, without torch.
+
+python tools/show_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --format text
+
+Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, PlanError, row_texts
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.registry import PLANNED, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.render import to_svg, to_text, to_trace
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
+
+
+def to_json(simulation: Simulation, solve_seconds: float) -> str:
+    """The figures and each rank's order of computations."""
+    plan = simulation.plan
+    content = {
+        "schedule": plan.schedule,
+        "stages": plan.placement.num_ranks,
+        "microbatches": plan.num_microbatches,
+        "makespan": simulation.makespan,
+        "bubble_time": simulation.bubble_time,
+        "bubble_rate": simulation.bubble_rate,
+        "peak_activation": list(simulation.peak_activation),
+        "order": [row_texts([op for op in row if op[0] <= LAST_COMPUTE]) for row in plan.rows],
+        "p2p_messages": simulation.num_messages,
+        "p2p_bytes": simulation.num_messages,  # each carries one boundary tensor
+        "solve_seconds": solve_seconds,
+    }
+    return json.dumps(content) + "\n"
+
+
+FORMATS: Mapping[str, Callable[[Simulation, float], str]] = {
+    "text": lambda simulation, _: to_text(simulation),
+    "json": to_json,
+    "csv": lambda simulation, _: to_csv(simulation.plan),
+    "torch-csv": lambda simulation, _: to_torch_csv(simulation.plan),
+    "svg": lambda simulation, _: to_svg(simulation),
+    "trace": lambda simulation, _: to_trace(simulation),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="show_schedule.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = f"{', '.join(SCHEDULES)}; planned: {', '.join(PLANNED)}"
+    made.add_argument("--schedule", required=True, metavar="NAME", help=names)
+    made.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline ranks")
+    made.add_argument("--microbatches", required=True, type=int, metavar="M")
+    made.add_argument("--chunks", type=int, metavar="V", help="chunks a stage; default: the schedule's")
+    for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
+        made.add_argument(
+            f"--time-{name}",
+            type=float,
+            nargs="+",
+            default=[1.0],
+            metavar="T",
+            help=f"time of a whole stage's {what}: one number, or one a stage (default 1)",
+        )
+    made.add_argument(
+        "--time-comm", type=float, default=0.0, metavar="T", help="latency of a transfer (default 0)"
+    )
+    made.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="A",
+        help="most activation of a stage, in units of one microbatch's whole-stage activation",
+    )
+    made.add_argument(
+        "--memory-after-b",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share of an activation still held between B and W (default 1)",
+    )
+    made.add_argument("--format", choices=list(FORMATS), default="text")
+    return made
+
+
+def run(args: argparse.Namespace) -> str:
+    """What to print. Raises PlanError for what cannot be planned or does not fit."""
+    begin = time.perf_counter()
+    plan = build_plan(args.schedule, Request(args.stages, args.microbatches, args.chunks))
+    costs = CostModel.of_ranks(
+        plan.placement,
+        time_f=args.time_f,
+        time_b=args.time_b,
+        time_w=args.time_w,
+        comm=args.time_comm,
+        memory_after_b=args.memory_after_b,
+    )
+    plan = lower(plan, costs)
+    solve_seconds = time.perf_counter() - begin
+    simulation = simulate(plan, costs)
+    peak = max(simulation.peak_activation)
+    if args.memory_limit is not None and peak > args.memory_limit + 1e-9:
+        stage = simulation.peak_activation.index(peak)
+        raise PlanError(
+            f"{args.schedule} needs {peak:g} activations on stage {stage}, "
+            f"more than --memory-limit {args.memory_limit:g}"
+        )
+    return FORMATS[args.format](simulation, solve_seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0, or 2 for what cannot be planned."""
+    args = parser().parse_args(argv)
+    try:
+        print(run(args), end="")
+    except PlanError as error:
+        print(f"show_schedule.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
