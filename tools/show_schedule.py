@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -55,6 +56,11 @@ FORMATS: Mapping[str, Callable[[Simulation, float], str]] = {
 }
 
 
+def numbers(text: str) -> list[float]:
+    """`1.5` or `1,2,1`."""
+    return [float(word) for word in text.split(",")]
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
@@ -71,11 +77,11 @@ def parser() -> argparse.ArgumentParser:
     for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
         made.add_argument(
             f"--time-{name}",
-            type=float,
+            type=numbers,
             nargs="+",
-            default=[1.0],
+            default=[[1.0]],
             metavar="T",
-            help=f"time of a whole stage's {what}: one number, or one a stage (default 1)",
+            help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
         )
     made.add_argument(
         "--time-comm", type=float, default=0.0, metavar="T", help="latency of a transfer (default 0)"
@@ -103,9 +109,9 @@ def run(args: argparse.Namespace) -> str:
     plan = build_plan(args.schedule, Request(args.stages, args.microbatches, args.chunks))
     costs = CostModel.of_ranks(
         plan.placement,
-        time_f=args.time_f,
-        time_b=args.time_b,
-        time_w=args.time_w,
+        time_f=[*chain.from_iterable(args.time_f)],
+        time_b=[*chain.from_iterable(args.time_b)],
+        time_w=[*chain.from_iterable(args.time_w)],
         comm=args.time_comm,
         memory_after_b=args.memory_after_b,
     )

@@ -63,6 +63,8 @@ def test_costs_a_stage_and_memory():
     result = json.loads(output(*SMALL, *words, "--format", "json"))
     # the middle stage is busy from 1.25 on: 4 x (2 + 2), and waits once for the way to the last stage and back
     assert result["bubble_time"] == pytest.approx(result["makespan"] - 16)
+    commas = json.loads(output(*SMALL, "--time-f", "1,2,1", *words[4:], "--format", "json"))
+    assert {**commas, "solve_seconds": 0} == {**result, "solve_seconds": 0}
     assert json.loads(output(*SMALL, "--memory-limit", 3, "--format", "json"))["makespan"] == 18
     refused = run(*SMALL, "--memory-limit", 2.5)
     assert refused.returncode == 2
@@ -101,6 +103,7 @@ def test_the_same_words_give_the_same_plan():
         (("--schedule", "gpipe", "--stages", 0, "--microbatches", 3), "ranks must be at least 1, not 0"),
         ((*SMALL, "--time-f", 1, 2), "time of F: 2 numbers for 3 stages"),
         ((*SMALL, "--time-w", -1), "at least 0"),
+        ((*SMALL, "--time-w", "1,x"), "--time-w: invalid"),
         ((*SMALL, "--format", "png"), "invalid choice"),
     ],
 )

@@ -14,13 +14,12 @@ def interleaved(request: Request) -> Plan:
 
     The order is made for whole groups, and the microbatches that do not exist are dropped: made straight for a
     last group shorter than the pipeline it could deadlock, while a subset of a valid order cannot.
-    Raises PlanError for fewer microbatches than a group, groups smaller than the pipeline, a single chunk.
+    With one chunk this is the order of 1F1B.
+    Raises PlanError for fewer microbatches than a group and for groups smaller than the pipeline.
     """
     num_ranks, total = request.num_ranks, request.num_microbatches
     chunks = DEFAULT_CHUNKS if request.num_chunks is None else request.num_chunks
     group = num_ranks if request.group_size is None else request.group_size
-    if chunks < 2:
-        raise PlanError("interleaved needs at least 2 chunks a stage; with 1 chunk use 1f1b")
     if group < num_ranks:
         raise PlanError(f"groups of {group} microbatches are smaller than the pipeline of {num_ranks} stages")
     if total < group:
@@ -43,7 +42,10 @@ def _row(
     chunks, num_ranks = placement.num_chunks, placement.num_ranks
     forwards = [compute(F, chunk * num_ranks + rank, m) for chunk, m in turns]
     backwards = [compute(BW, (chunks - 1 - chunk) * num_ranks + rank, m) for chunk, m in turns]
-    ahead = min((num_ranks - 1 - rank) * 2 + (chunks - 1) * group, len(turns))
+    # With several chunks a rank runs twice as far ahead, so that the way of a microbatch from the last rank back to
+    # the first one is covered by other forwards.
+    distance = (num_ranks - 1 - rank) * (2 if chunks > 1 else 1)
+    ahead = min(distance + (chunks - 1) * group, len(turns))
     row = forwards[:ahead]
     for pair in zip(forwards[ahead:], backwards, strict=False):
         row += pair

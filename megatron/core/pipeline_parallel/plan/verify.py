@@ -49,6 +49,8 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     Raises PlanError naming rank, place and operation.
     """
     costs = costs or CostModel.of_ranks(plan.placement)
+    if plan.num_microbatches < 1:
+        raise PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
     check = _Check(plan)
     if len(plan.rows) != plan.placement.num_ranks:
         raise PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")

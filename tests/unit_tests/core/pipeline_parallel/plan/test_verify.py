@@ -177,6 +177,11 @@ def test_v_placement_hands_over_without_a_message():
         verify(broken)
 
 
+def test_a_plan_of_nothing_is_refused():
+    with pytest.raises(PlanError, match="at least 1 microbatch, not 0"):
+        verify(Plan("x", Placement("linear", 1), 0, ((),)))
+
+
 def test_rows_are_one_a_rank():
     plan = plan_of("0F0 0BW0")
     with pytest.raises(PlanError, match="2 rows for 1 ranks"):
