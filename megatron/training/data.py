@@ -124,52 +124,63 @@ def build_data_iterators(
         session.print_rank_0(line)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.datasets_done_line("GPT"))
-
-    def loader(dataset: Any, split: _Split, consumed: int) -> Any:
-        order = "single" if split.whole else config.data.dataloader_type or "single"
-        if order == "single" and not split.whole and dataset is not None:
-            _check_length(len(dataset), split)
-        try:
-            return build_data_loader(
-                dataset,
-                consumed_samples=consumed,
-                micro_batch_size=config.training.micro_batch_size,
-                dp_rank=session.ps.dp_rank,
-                dp_size=session.ps.dp_size,
-                dataloader_type=order,
-                data_sharding=config.data.data_sharding,
-                num_workers=config.data.num_workers,
-                pin_memory=session.device.kind == "cuda",
-            )
-        except DataError as error:
-            raise DataError(f"{split.name} data: {error}") from None
-
-    def evaluation_sets(datasets: Any, split: _Split, consumed: int) -> list[EvaluationSet]:
-        several = isinstance(datasets, list)
-        return [
-            EvaluationSet(
-                name=str(index) if several else "",
-                batches=loader(dataset, split, 0)
-                if split.whole
-                else _guarded(loader(dataset, split, consumed), split),
-                whole=split.whole,
-            )
-            for index, dataset in enumerate(datasets if several else [datasets])
-            if dataset is not None and config.evaluation.eval_iters > 0
-        ]
-
+    loaders = _Loaders(session)
     trained_on = 0 if config.evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
     evaluations = "--eval-iters x --global-batch-size, for each evaluation"
     validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
     return DataIterators(
         train=StepBatches(
-            _guarded(loader(train, training, consumed_train_samples), training), fetch=_Fetch(session)
+            _guarded(loaders.loader(train, training, consumed_train_samples), training), fetch=_Fetch(session)
         ),
-        valid=evaluation_sets(valid, validation, consumed_valid_samples),
-        test=evaluation_sets(test, _Split("test", sizes.test, evaluations), 0),
+        valid=loaders.evaluation_sets(valid, validation, consumed_valid_samples),
+        test=loaders.evaluation_sets(test, _Split("test", sizes.test, evaluations), 0),
         description=train.description() if isinstance(train, GPTDataset | BlendedDataset) else None,
     )
+
+
+class _Loaders:
+    """Makes this rank's loaders, by the flags of the run."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._config = session.config
+
+    def loader(self, dataset: Any, split: _Split, consumed_samples: int) -> Any:
+        """Microbatches from position `consumed_samples` on. Raises DataError naming the split."""
+        data, ps = self._config.data, self._session.ps
+        order = "single" if split.whole else data.dataloader_type or "single"
+        if order == "single" and not split.whole and dataset is not None:
+            _check_length(len(dataset), split)
+        try:
+            return build_data_loader(
+                dataset,
+                consumed_samples=consumed_samples,
+                micro_batch_size=self._config.training.micro_batch_size,
+                dp_rank=ps.dp_rank,
+                dp_size=ps.dp_size,
+                dataloader_type=order,
+                data_sharding=data.data_sharding,
+                num_workers=data.num_workers,
+                pin_memory=self._session.device.kind == "cuda",
+            )
+        except DataError as error:
+            raise DataError(f"{split.name} data: {error}") from None
+
+    def evaluation_sets(self, datasets: Any, split: _Split, consumed_samples: int) -> list[EvaluationSet]:
+        """One set, or several with `--multiple-validation-sets`; none where no evaluation is asked for."""
+        several = isinstance(datasets, list)
+        return [
+            EvaluationSet(
+                name=str(index) if several else "",
+                batches=self.loader(dataset, split, 0)
+                if split.whole
+                else _guarded(self.loader(dataset, split, consumed_samples), split),
+                whole=split.whole,
+            )
+            for index, dataset in enumerate(datasets if several else [datasets])
+            if dataset is not None and self._config.evaluation.eval_iters > 0
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
