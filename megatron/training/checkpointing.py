@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Log, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.parallel_state import ParallelState
+from megatron.training import metrics
 from megatron.training.rng_state import rng_state, set_rng_state
 from megatron.training.training_config import CheckpointConfig
 
@@ -78,10 +79,9 @@ class Checkpointer:
         return self._async.in_flight
 
     @property
-    def place(self) -> str:
-        """Megatron's `[ t 1/T, p 1/P ]`."""
+    def place(self) -> metrics.ModelParallelPlace:
         ps = self._ps
-        return f"[ t {ps.tp_rank + 1}/{ps.tp_size}, p {ps.pp_rank + 1}/{ps.pp_size} ]"
+        return metrics.ModelParallelPlace(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
 
     def save(
         self,
@@ -102,7 +102,7 @@ class Checkpointer:
         assert root is not None, "save without --save"
         pieces = list(model_pieces) + ([] if self._config.no_save_optim else list(optimizer_pieces))
         per_rank = {} if self._config.no_save_rng else {"rng": rng_state(self._ps.device)}
-        self._say(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
+        self._say(metrics.saving_line(iteration, root, "torch_dist"))
         retain = self._config.save_retain_interval
         if self._config.async_save:
             earlier = self._async.in_flight
@@ -175,7 +175,7 @@ class Checkpointer:
             self._load_rng(found)
         self._note_versions(found)
         iteration = 0 if flags.finetune else found.iteration
-        self._say(f"  successfully loaded checkpoint from {flags.load} {self.place} at iteration {iteration}")
+        self._say(metrics.loaded_line(iteration, flags.load, self.place))
         return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
 
     def _load_rng(self, found: Found) -> None:
@@ -199,8 +199,7 @@ class Checkpointer:
             )
 
     def _saved(self, iteration: int) -> None:
-        root = self._config.save
-        self._say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {self.place}")
+        self._say(metrics.saved_line(iteration, str(self._config.save), self.place))
 
     def _say(self, line: str) -> None:
         if self._ps.rank == 0:

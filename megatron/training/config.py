@@ -172,20 +172,6 @@ class Config:
         o = self.optimizer
         return "float64" if o.fp64 else "bfloat16" if o.bf16 else "float16" if o.fp16 else "float32"
 
-    @property
-    def main_params_dtype(self) -> str:
-        """dtype of the weights that the optimizer steps: "float64" with --fp64, else "float32"."""
-        return "float64" if self.optimizer.fp64 else "float32"
-
-    @property
-    def grad_dtype(self) -> str:
-        """dtype in which gradients are accumulated and reduced."""
-        if self.params_dtype == "bfloat16" and self.ddp.grad_reduce_in_bf16:
-            return "bfloat16"
-        if self.params_dtype == "float16" and not self.ddp.accumulate_allreduce_grads_in_fp32:
-            return "float16"
-        return self.main_params_dtype
-
     def batch_schedule(self) -> BatchSchedule:
         """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
         t = self.training

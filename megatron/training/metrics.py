@@ -114,11 +114,6 @@ def iteration_scalars(record: IterationRecord, *, tokens_per_s: float | None = N
     }
 
 
-def should_log(iteration: int, log_interval: int, *, first_iteration_of_run: int) -> bool:
-    """Every `log_interval` iterations, and once after the first iteration of a run whatever the interval."""
-    return iteration % log_interval == 0 or iteration == first_iteration_of_run
-
-
 class IntervalTotals:
     """Sums between two iteration lines.
 

@@ -134,11 +134,6 @@ def test_scalars_have_megatrons_tags():
     assert memory == {"mem-allocated-bytes": 1, "mem-max-allocated-bytes": 2, "mem-reserved-bytes": 3}
 
 
-def test_first_iteration_of_a_run_logs_whatever_the_interval():
-    logged = [i for i in range(8, 31) if metrics.should_log(i, 10, first_iteration_of_run=8)]
-    assert logged == [8, 10, 20, 30]
-
-
 def test_interval_loss_is_mean_over_non_skipped_iterations():
     totals = IntervalTotals()
     totals.add_iteration({"lm loss": (30.0, 10)}, tokens=16)

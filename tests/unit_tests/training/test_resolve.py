@@ -142,16 +142,10 @@ def test_skipping_training_loads_weights_only():
 
 
 def test_dtypes():
-    def dtypes(**values):
-        config = resolved(**values)
-        return config.params_dtype, config.main_params_dtype, config.grad_dtype
-
-    assert dtypes() == ("float32", "float32", "float32")
-    assert dtypes(bf16=True) == ("bfloat16", "float32", "float32")
-    assert dtypes(bf16=True, grad_reduce_in_bf16=True) == ("bfloat16", "float32", "bfloat16")
-    assert dtypes(fp16=True) == ("float16", "float32", "float16")
-    assert dtypes(fp16=True, accumulate_allreduce_grads_in_fp32=True) == ("float16", "float32", "float32")
-    assert dtypes(fp64=True) == ("float64", "float64", "float64")
+    assert resolved().params_dtype == "float32"
+    assert resolved(bf16=True).params_dtype == "bfloat16"
+    assert resolved(fp16=True).params_dtype == "float16"
+    assert resolved(fp64=True).params_dtype == "float64"
 
 
 def test_total_iterations_of_samples_with_a_ramp():
