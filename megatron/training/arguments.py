@@ -169,7 +169,7 @@ def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Conf
     )
     if not line.complete:
         return config, line.problems
-    misread = {flag for problem in line.problems for flag in problem.flags}
+    misread = {flag for problem in line.problems for flag in (*problem.flags, *problem.meant)}
     broken = [problem for problem in broken_rules(situation) if not _follows(problem, misread)]
     return config, line.problems + broken
 

@@ -198,7 +198,10 @@ def render_json(report: Report) -> str:
             "per_rank": report.parameters.per_rank,
             "why": report.parameters.why,
         },
-        "problems": [dataclasses.asdict(problem) for problem in report.problems],
+        "problems": [
+            {"rule": p.rule, "flags": list(p.flags), "message": p.message, "fix": p.fix}
+            for p in report.problems
+        ],
         "warnings": list(report.warnings),
         "notes": list(config.notes),
         "not_found": list(report.not_found),

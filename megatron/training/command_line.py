@@ -327,7 +327,7 @@ def _unknown_problems(words: Sequence[str], spelled: tuple[str, ...]) -> list[Pr
             flag = word.partition("=")[0]
             close = closest_flags(flag, tuple(f for f in spelled if f.startswith("--")))
             fix = f"did you mean {', '.join(close)}?" if close else "see docs/flags.md for every known flag"
-            problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix))
+            problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix, tuple(close)))
         elif stray:
             problems.append(
                 Problem("stray-word", (), f"{word!r} belongs to no flag", "put it behind its flag")

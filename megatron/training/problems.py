@@ -8,12 +8,13 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One broken rule: its id, the flags concerned, what is wrong, what to do."""
+    """One broken rule: its id, the flags concerned, what is wrong, what to do. meant: flags probably meant."""
 
     rule: str
     flags: tuple[str, ...]
     message: str
     fix: str
+    meant: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"[{self.rule}] {self.message}\n    fix: {self.fix}"

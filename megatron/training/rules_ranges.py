@@ -36,6 +36,15 @@ def _at_least(name: str, least: float) -> None:
     rule(f"range-{name.replace('_', '-')}", spelled(name), f"give {least} or more")(too_small)
 
 
+def _at_most(name: str, most: float) -> None:
+    def too_large(s: Situation) -> str | None:
+        value = s.value(name)
+        # Not `value > most`, which would let NaN pass.
+        return None if value is None or value <= most else f"{spelled(name)} {value}: must be at most {most}"
+
+    rule(f"limit-{name.replace('_', '-')}", spelled(name), f"give {most} or less")(too_large)
+
+
 def _share(name: str) -> None:
     """Values in [0, 1)."""
 
@@ -82,3 +91,8 @@ for _name in _FROM_ZERO.split():
 _SHARES = "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum"
 for _name in _SHARES.split():
     _share(_name)
+_MOST_COUNT = 2**40  # samples, iterations, tokens: beyond any run, and far from the end of 64 bits
+for _name in "train_iters train_samples lr_decay_iters lr_decay_samples eval_iters seq_length".split():
+    _at_most(_name, _MOST_COUNT)
+_at_most("seed", 2**32 - 2**20)  # NumPy's generators take 32 bits; stages add to the seed
+_at_most("mid_level_dataset_surplus", 1)

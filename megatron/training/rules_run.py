@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -148,6 +149,32 @@ def _save_writable(s: Situation) -> str | None:
         if os.access(standing, os.W_OK | os.X_OK)
         else f"--save {s.value('save')}: {standing} is not writable"
     )
+
+
+@rule("outputs", "--metrics-file --tensorboard-dir", "name a file of metrics (or a new one), and a folder")
+def _outputs(s: Situation) -> str | None:
+    if s.check_only:
+        return None
+    problems = []
+    folder, file = s.value("tensorboard_dir"), s.value("metrics_file")
+    if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+        problems.append(f"--tensorboard-dir {folder} is no folder")
+    if file is not None and Path(file).exists() and not _is_metrics_file(Path(file)):
+        problems.append(f"--metrics-file {file} is there and is no file of metrics")
+    return "; ".join(problems) or None
+
+
+def _is_metrics_file(path: Path) -> bool:
+    """Empty, or its first line is a record: a file that this program may move aside and write again."""
+    if not path.is_file():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+    try:
+        record = json.loads(first) if first else {"iteration": 0}
+    except ValueError:
+        return False
+    return isinstance(record, dict) and "iteration" in record
 
 
 @rule(

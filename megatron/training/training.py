@@ -37,12 +37,14 @@ from megatron.training.problems import ConfigurationError
 from megatron.training.session import Session, initialize, record_directory
 from megatron.training.signals import SignalHandler
 from megatron.training.startup_check import StartupMismatchError
+from megatron.training.writers import OutputPathError
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     ConfigurationError: ExitStatus.CONFIGURATION,
     LaunchEnvError: ExitStatus.CONFIGURATION,
     StartupMismatchError: ExitStatus.CONFIGURATION,
     MissingPackageError: ExitStatus.CONFIGURATION,
+    OutputPathError: ExitStatus.CONFIGURATION,
     ScheduleError: ExitStatus.CONFIGURATION,
     CheckpointError: ExitStatus.CHECKPOINT,
     OptimizerStateError: ExitStatus.CHECKPOINT,

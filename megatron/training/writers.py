@@ -258,6 +258,10 @@ def untracked_tags(log: LoggingConfig) -> frozenset[str]:
     return frozenset(tags)
 
 
+class OutputPathError(ValueError):
+    """A place that the flags name cannot be written."""
+
+
 def metrics_path(config: Config) -> Path:
     """--metrics-file, else metrics.jsonl in --save, else in the working directory."""
     if config.logging.metrics_file is not None:
@@ -268,10 +272,19 @@ def metrics_path(config: Config) -> Path:
 def open_writers(config: Config, *, enabled: bool, resumed_iteration: int) -> Writers:
     """The writers of a run. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
 
-    Raises MissingPackageError (a ValueError) naming the pip line, OSError when the metrics file cannot be written.
+    Raises MissingPackageError naming the pip line, and OutputPathError, both ValueErrors.
     """
     if not enabled:
         return Writers()
+    try:
+        return _open(config, resumed_iteration)
+    except OSError as error:
+        raise OutputPathError(
+            f"{error.filename}: {error.strerror}: name other places in --save, --metrics-file, --tensorboard-dir"
+        ) from error
+
+
+def _open(config: Config, resumed_iteration: int) -> Writers:
     log = config.logging
     values = {**config.flat(), **config.extra}
     trackers: list[Tracker] = []

@@ -281,3 +281,37 @@ def test_problems_are_printed_numbered_with_their_fix():
         "  2. [b] y",
         "    fix: mend y",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (("--seed", str(2**32)), "limit-seed"),
+        (("--train-iters", str(10**22)), "limit-train-iters"),
+        (("--mid-level-dataset-surplus", "2"), "limit-mid-level-dataset-surplus"),
+    ],
+)
+def test_numbers_beyond_any_run(words, rule):
+    with pytest.raises(ConfigurationError) as caught:
+        parse_config([*SMALL, *words])
+    assert rule in {problem.rule for problem in caught.value.problems}
+
+
+def test_places_of_output_that_hold_something_else(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "precious.txt").write_text("mine\n")
+    (tmp_path / "old.jsonl").write_text('{"iteration": 1}\n')
+    words = [*SMALL, "--metrics-file"]
+    for name in ("folder", "precious.txt"):
+        with pytest.raises(ConfigurationError, match="no file of metrics"):
+            parse_config([*words, str(tmp_path / name)])
+    with pytest.raises(ConfigurationError, match="no folder"):
+        parse_config([*SMALL, "--tensorboard-dir", str(tmp_path / "precious.txt")])
+    parse_config([*words, str(tmp_path / "old.jsonl"), "--tensorboard-dir", str(tmp_path / "folder")])
+
+
+def test_a_misspelt_flag_is_one_problem():
+    words = ["--hiden-size" if word == "--hidden-size" else word for word in SMALL]
+    with pytest.raises(ConfigurationError) as caught:
+        parse_config(words)
+    assert [problem.rule for problem in caught.value.problems] == ["unknown-flag"]
