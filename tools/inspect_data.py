@@ -1,14 +1,12 @@
 """Show what a run will train on: lengths of the splits and digests of their first samples; or check a corpus.
 
     python tools/inspect_data.py --data-path data/web_text_document --seq-length 1024 --samples 4
-    python tools/inspect_data.py --data-path 0.7 data/a 0.3 data/b --seq-length 1024 --sizes 1000,100,10
-    --json
+    python tools/inspect_data.py --data-path 0.7 data/a 0.3 data/b --seq-length 1024 --sizes 1000,100,10 --json
     python tools/inspect_data.py --data-path data/web_text_document --verify
 
-Samples come from the code that training reads them with. Digests are SHA-256 over little-endian int64
-(tokens, labels, position ids) and float32 (loss mask), so two machines or two versions can be compared.
-Nothing is written unless
---data-cache-path is given. Exit status: 0 done, 2 wrong arguments, 4 bad data.
+Samples come from the code that training reads them with. Digests are SHA-256 over little-endian int64 (tokens, labels,
+position ids) and float32 (loss mask), so two machines or two versions can be compared. Nothing is written unless
+--data-cache-path is given. Exit status: 0 done, 2 wrong arguments, 4 what is named as data (corpora, blends, splits).
 """
 
 from __future__ import annotations
@@ -113,6 +111,22 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--split divides the corpora of --data-path; with per-split paths leave it out")
     if args.samples < 0:
         parser.error(f"--samples {args.samples}: must not be negative")
+    _check_ranges(parser, args)
+
+
+def _check_ranges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Numbers that no corpus can mean."""
+    sizes = [size for size in args.sizes or () if size is not None]
+    for flag, value, least, most in (
+        ("--seed", args.seed, 0, 2**32 - 1),
+        ("--seq-length", args.seq_length, 1, 2**40),
+        ("--vocab-size", args.vocab_size, 1, 2**31),
+        ("--eod", args.eod, 0, 2**31),
+        *(("--sizes", size, 0, 2**40) for size in sizes),
+        ("--mid-level-dataset-surplus", args.mid_level_dataset_surplus, 0, 1),
+    ):
+        if value is not None and not least <= value <= most:
+            parser.error(f"{flag} {value}: must be from {least} to {most}")
 
 
 def named_corpora(args: argparse.Namespace) -> dict[str, Any]:

@@ -147,3 +147,14 @@ def test_refusals(corpus):
     empty = run("--data-path", corpus, "--seq-length", 4, "--split", "9990,1,9")
     assert empty.returncode == 4
     assert "--split" in empty.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--seed -1", f"--seed {10**22}", f"--sizes {10**20},1,1", f"--seq-length {10**20}", "--eod -3"],
+)
+def test_numbers_that_no_corpus_can_mean_are_wrong_arguments(words):
+    flags = ["--data-path", "nowhere", "--seq-length", "8", *words.split()]
+    done = subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "must be from" in done.stderr
