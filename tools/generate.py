@@ -47,6 +47,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError for a device that is no device, holds no values or is not there."""
+    try:
+        if torch.empty(0, device=device).is_meta:
+            raise ValueError(f"--device {device}: holds no values: give cpu or cuda")
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without it
+        raise ValueError(f"--device {device}: cannot be used: {str(error).splitlines()[0]}") from error
+
+
 def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTModel, Config]:
     """The trained model and its whole configuration. Raises CheckpointError."""
     values, load = load_for_inference(directory, ckpt_step)
@@ -87,6 +96,7 @@ def run(args: argparse.Namespace) -> None:
         top_p=args.top_p,
         seed=args.seed,
     )
+    check_device(args.device)
     model, config = load_model(args.load, args.ckpt_step, args.device)
     tokenizer = load_tokenizer(config.tokenizer)
     prompt = tokenizer.tokenize(args.prompt)

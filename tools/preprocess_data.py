@@ -14,7 +14,9 @@ the same for any number of workers. Exit status: 0 done, 2 wrong arguments, 4 ba
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
+import os
 import sys
 import time
 from pathlib import Path
@@ -97,6 +99,25 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--json-keys: a key with / cannot be part of a file's name")
 
 
+def check_output(job: Job) -> None:
+    """Raises OSError, before any work, for an output prefix that cannot be written to."""
+    folder = Path(job.output_prefix).parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    for path in (f"{job.corpus_prefix(key)}{ending}" for key in job.keys for ending in (".bin", ".idx")):
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+
+
+def os_error_text(error: OSError, output_prefix: str) -> str:
+    """What to print; an error that names no file is one of writing, such as a full disk."""
+    path = os.fspath(error.filename) if isinstance(error.filename, str) else output_prefix
+    is_output = path.startswith(output_prefix) or Path(path) in Path(output_prefix).parents
+    return f"{'--output-prefix ' if is_output else ''}{path}: {error.strerror or error}"
+
+
 def report(job: Job, done: Statistics, seconds: float) -> None:
     for key in job.keys:
         print(f"{job.corpus_prefix(key)}.bin, .idx")
@@ -120,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         job = make_job(args)
         if len(job.keys) > 1 and any(source.format != "jsonl" for source in job.sources):
             parser.error("--json-keys: several keys need JSON lines; text has none")
+        check_output(job)
         with Progress("tokenizing", args.log_interval) as progress:
             done = run_job(job, progress.update)
     except (TokenizerError, MissingPackageError) as error:
@@ -128,6 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_DATA
+    except OSError as error:
+        print(f"error: {os_error_text(error, args.output_prefix)}", file=sys.stderr)
+        return EXIT_CONFIGURATION
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.training.metrics_file import read_metrics
 from megatron.training.report import write_report
 
 
@@ -29,8 +30,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     title = args.title or f"Training report: {metrics.resolve().parent.name}"
+    target = args.out or metrics.with_name("report.html")
     try:
-        out = write_report(metrics, args.out or metrics.with_name("report.html"), title=title)
+        if next(read_metrics(metrics), None) is None:
+            raise ValueError(f"{metrics} holds no record: nothing to report on")
+        if target.is_dir():
+            raise ValueError(f"--out {target}: is a directory: give a file")
+        out = write_report(metrics, target, title=title)
+    except OSError as error:
+        print(f"report.py: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2

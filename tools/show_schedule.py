@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ from megatron.core.pipeline_parallel.plan.render import to_svg, to_text, to_trac
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
+
+SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
 
 
 def to_json(simulation: Simulation, solve_seconds: float) -> str:
@@ -43,7 +46,7 @@ def to_json(simulation: Simulation, solve_seconds: float) -> str:
         "p2p_bytes": simulation.num_messages,  # each carries one boundary tensor
         "solve_seconds": solve_seconds,
     }
-    return json.dumps(content) + "\n"
+    return json.dumps(content, allow_nan=False) + "\n"
 
 
 FORMATS: Mapping[str, Callable[[Simulation, float], str]] = {
@@ -57,8 +60,19 @@ FORMATS: Mapping[str, Callable[[Simulation, float], str]] = {
 
 
 def numbers(text: str) -> list[float]:
-    """`1.5` or `1,2,1`."""
-    return [float(word) for word in text.split(",")]
+    """`1.5` or `1,2,1`, each finite and above 0."""
+    values = [float(word) for word in text.split(",")]
+    if not all(0 < value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: must be finite and above 0")
+    return values
+
+
+def at_least_0(text: str) -> float:
+    """A finite number, 0 or more."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,17 +98,17 @@ def parser() -> argparse.ArgumentParser:
             help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
         )
     made.add_argument(
-        "--time-comm", type=float, default=0.0, metavar="T", help="latency of a transfer (default 0)"
+        "--time-comm", type=at_least_0, default=0.0, metavar="T", help="latency of a transfer (default 0)"
     )
     made.add_argument(
         "--memory-limit",
-        type=float,
+        type=at_least_0,
         metavar="A",
         help="most activation of a stage, in units of one microbatch's whole-stage activation",
     )
     made.add_argument(
         "--memory-after-b",
-        type=float,
+        type=at_least_0,
         default=1.0,
         metavar="SHARE",
         help="share of an activation still held between B and W (default 1)",
@@ -118,6 +132,12 @@ def run(args: argparse.Namespace) -> str:
     plan = lower(plan, costs)
     solve_seconds = time.perf_counter() - begin
     simulation = simulate(plan, costs)
+    # Beyond these a float's range leaves no room to scale times to columns, pixels or microseconds.
+    if not SHORTEST_MAKESPAN <= simulation.makespan <= LONGEST_MAKESPAN:
+        raise PlanError(
+            f"makespan {simulation.makespan:g} is outside {SHORTEST_MAKESPAN:g} to {LONGEST_MAKESPAN:g}: "
+            "give --time-f, --time-b, --time-w and --time-comm in another unit"
+        )
     peak = max(simulation.peak_activation)
     if args.memory_limit is not None and peak > args.memory_limit + 1e-9:
         stage = simulation.peak_activation.index(peak)

@@ -82,6 +82,11 @@ def test_loaded_weights_are_the_saved_ones(tool, trained):
     [
         (("--load", "/nowhere", "--prompt", "x"), 3, "no checkpoint in /nowhere"),
         (("--load", "/nowhere", "--prompt", "x", "--top-p", "2"), 2, "--top-p 2.0"),
+        (("--load", "/nowhere", "--prompt", "x", "--top-p", "nan"), 2, "--top-p nan"),
+        (("--load", "/nowhere", "--prompt", "x", "--temperature", "nan"), 2, "--temperature nan"),
+        (("--load", "/nowhere", "--prompt", "x", "--temperature", "inf"), 2, "--temperature inf"),
+        (("--load", "/nowhere", "--prompt", "x", "--device", "bogus"), 2, "--device bogus: cannot be used"),
+        (("--load", "/nowhere", "--prompt", "x", "--device", "meta"), 2, "--device meta: holds no values"),
     ],
 )
 def test_errors_name_the_flag_or_folder(tool, monkeypatch, capsys, words, status, message):

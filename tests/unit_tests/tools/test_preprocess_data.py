@@ -217,6 +217,25 @@ def test_exit_statuses(tmp_path):
     assert "Traceback" not in missing.stderr
 
 
+def test_output_that_cannot_be_written(tmp_path):
+    good = tmp_path / "in.jsonl"
+    good.write_text('{"text": "a"}\n')
+    for ending in ("bin", "idx"):
+        (tmp_path / f"{ending}_text_document.{ending}").mkdir()
+    (tmp_path / "locked.lock").mkdir()  # only seen when it is opened
+    for prefix, path, why in (
+        (good / "o", good, "Not a directory"),
+        (good / "deep" / "o", good, "Not a directory"),
+        (tmp_path / "bin", tmp_path / "bin_text_document.bin", "Is a directory"),
+        (tmp_path / "idx", tmp_path / "idx_text_document.idx", "Is a directory"),
+        (tmp_path / "locked", tmp_path / "locked.lock", "Is a directory"),
+    ):
+        done = run("--input", good, "--output-prefix", prefix, *BYTES)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"error: --output-prefix {path}: {why}" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"1 2 \xff")
     done = run("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "o", *BYTES)

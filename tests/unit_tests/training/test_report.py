@@ -148,3 +148,22 @@ def test_tool(tmp_path, tool, capsys):
     metrics.write_text("nonsense\n{}\n")
     assert tool.main([str(metrics)]) == 2
     assert "line 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "not a record\n", '{"iteration": 1'])
+def test_tool_refuses_a_file_without_a_record(tmp_path, tool, capsys, content):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(content)
+    assert tool.main([str(metrics)]) == 2
+    assert f"{metrics} holds no record" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [metrics]
+
+
+def test_tool_names_the_output_it_cannot_write(tmp_path, tool, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"iteration": 1, "time": 1.0, "lm loss": 2.0}\n')
+    assert tool.main([str(metrics), "--out", str(metrics / "x.html")]) == 2
+    assert f"report.py: {metrics}: File exists" in capsys.readouterr().err
+    assert tool.main([str(metrics), "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path}: is a directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [metrics]

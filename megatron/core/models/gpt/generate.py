@@ -24,8 +24,8 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
-            raise ValueError(f"--temperature {self.temperature}: must be 0 (greedy) or more")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature {self.temperature}: must be 0 (greedy) or more, and finite")
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k}: must be 0 (all ids) or more")
         if not 0.0 < self.top_p <= 1.0:

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
 _TRACE_UNIT_US = 1000.0  # one unit of time in a trace
+_MAX_COLUMNS = 2000  # of the bar of a rank in text
 
 
 def summary(simulation: Simulation) -> str:
@@ -33,7 +34,11 @@ def summary(simulation: Simulation) -> str:
 
 
 def to_text(simulation: Simulation) -> str:
-    """A row a rank; the width of an operation is its time, dots are idle time, idle and peak stand behind."""
+    """A row a rank; the width of an operation is its time, dots are idle time, idle and peak stand behind.
+
+    A bar has at most 2000 columns: where that is too few for every label, labels are cut and the shortest
+    operations may not show.
+    """
     plan = simulation.plan
     bars = [_bars(simulation, rank) for rank in range(len(plan.rows))]
     # Columns for one unit of time, so that every label fits and a column is left between two.
@@ -41,6 +46,8 @@ def to_text(simulation: Simulation) -> str:
         ((len(label) + 1) / (end - start) for row in bars for start, end, _, label in row if end > start),
         default=1.0,
     )
+    if simulation.makespan * scale > _MAX_COLUMNS:
+        scale = _MAX_COLUMNS / simulation.makespan
     width = round(simulation.makespan * scale)
     lines = [summary(simulation)]
     name_width = len(str(len(plan.rows) - 1))
@@ -107,7 +114,7 @@ def to_trace(simulation: Simulation) -> str:
             events.append(_slice(rank, 0, label, Kind(simulation.plan.rows[rank][place][0]).name, start, end))
         events += _memory(simulation, rank)
     events += _transfers(simulation)
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n"
 
 
 def _bars(simulation: Simulation, rank: int) -> list[tuple[float, float, int, str]]:
