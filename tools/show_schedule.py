@@ -60,10 +60,10 @@ FORMATS: Mapping[str, Callable[[Simulation, float], str]] = {
 
 
 def numbers(text: str) -> list[float]:
-    """`1.5` or `1,2,1`, each finite and above 0."""
+    """`1.5` or `1,2,1`, each finite, 0 or more (T_W = 0 is a case of interest)."""
     values = [float(word) for word in text.split(",")]
-    if not all(0 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: must be finite and above 0")
+    if not all(0 <= value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
     return values
 
 

@@ -81,9 +81,9 @@ def test_other_formats():
     )
 
 
-def test_text_is_at_most_2000_columns_wide():
+def test_text_has_a_largest_width():
     lines = output(*SMALL, "--time-f", 1e-9, "--time-b", 1000).splitlines()[1:]
-    assert [len(line.split("|")[1]) for line in lines] == [2000] * 3
+    assert [len(line.split("|")[1]) for line in lines] == [20_000] * 3
     assert "0BW0" in lines[0]
 
 
@@ -108,10 +108,10 @@ def test_the_same_words_give_the_same_plan():
         (("--schedule", "interleaved", "--stages", 4, "--microbatches", 3), "group size, 4, of microbatches"),
         (("--schedule", "gpipe", "--stages", 0, "--microbatches", 3), "ranks must be at least 1, not 0"),
         ((*SMALL, "--time-f", 1, 2), "time of F: 2 numbers for 3 stages"),
-        ((*SMALL, "--time-w", -1), "--time-w: -1: must be finite and above 0"),
-        ((*SMALL, "--time-f", "1,0,1"), "--time-f: 1,0,1: must be finite and above 0"),
-        ((*SMALL, "--time-b", "nan"), "--time-b: nan: must be finite and above 0"),
-        ((*SMALL, "--time-b", "inf"), "--time-b: inf: must be finite and above 0"),
+        ((*SMALL, "--time-w", -1), "--time-w: -1: must be finite and at least 0"),
+        ((*SMALL, "--time-f", "1,-1,1"), "--time-f: 1,-1,1: must be finite and at least 0"),
+        ((*SMALL, "--time-b", "nan"), "--time-b: nan: must be finite and at least 0"),
+        ((*SMALL, "--time-b", "inf"), "--time-b: inf: must be finite and at least 0"),
         ((*SMALL, "--time-comm", "inf"), "--time-comm: inf: must be finite and at least 0"),
         ((*SMALL, "--memory-limit", "nan"), "--memory-limit: nan: must be finite and at least 0"),
         ((*SMALL, "--memory-limit", -1), "--memory-limit: -1: must be finite and at least 0"),

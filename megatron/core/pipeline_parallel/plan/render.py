@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
 _TRACE_UNIT_US = 1000.0  # one unit of time in a trace
-_MAX_COLUMNS = 2000  # of the bar of a rank in text
+_MAX_COLUMNS = 20_000  # of the bar of a rank in text
 
 
 def summary(simulation: Simulation) -> str:
@@ -36,7 +36,7 @@ def summary(simulation: Simulation) -> str:
 def to_text(simulation: Simulation) -> str:
     """A row a rank; the width of an operation is its time, dots are idle time, idle and peak stand behind.
 
-    A bar has at most 2000 columns: where that is too few for every label, labels are cut and the shortest
+    A bar has at most 20,000 columns: where that is too few for every label, labels are cut and the shortest
     operations may not show.
     """
     plan = simulation.plan
