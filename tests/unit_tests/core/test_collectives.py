@@ -156,9 +156,10 @@ def short_ps(ctx, timeout_s):
 def test_dead_peer_is_a_peer_lost_error_naming_op_group_and_rank():
     def body(ctx):
         ps = short_ps(ctx, 20)
-        if ctx.rank == 1:
-            os._exit(9)
         x = torch.ones(1000)
+        if ctx.rank == 1:
+            collectives.all_reduce(x, ps.dp_reduce_group)  # both ranks have made their groups
+            os._exit(9)
         try:
             for _ in range(100):
                 collectives.all_reduce(x, ps.dp_reduce_group)
