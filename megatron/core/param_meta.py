@@ -8,9 +8,10 @@ A model built from our layers carries `param_meta: dict[name, ParamMeta]`, keyed
 from __future__ import annotations
 
 import dataclasses
+import math
 from enum import Enum
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class InitKind(Enum):
@@ -30,10 +31,43 @@ class GradRoute(Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Region:
+    """A rectangle of this rank's part of a parameter.
+
+    local: its first element in the local tensor; offset: in the global one; an index a dim.
+    copies: so many consecutive tensor parallel ranks (an aligned block of them) hold this rectangle.
+    partial: each copy has computed a part of the gradient only; the sum over the copies is whole.
+    """
+
+    local: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    copies: int = 1
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.local) == len(self.offset) == len(self.shape), self
+        assert self.copies > 1 or not self.partial, f"{self}: a part of a gradient without others"
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The rectangle in a tensor of the local shape."""
+        for dim, (start, size) in enumerate(zip(self.local, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class ParamMeta:
     """One parameter.
 
     global_shape: shape of the whole tensor over all ranks.
+    regions: what of it this rank holds; () for all of it, held by no other tensor parallel rank.
+    shared: another pipeline stage holds this parameter too (tied embeddings); each has the gradient of its own use,
+        which are added over the group `embedding`.
     uses: the sink keys under which gradient contributions arrive. One key for most; tied embeddings have
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
     decay: weight decay applies. embedding_or_output: `--decoupled-lr` applies.
@@ -49,6 +83,22 @@ class ParamMeta:
     decay: bool = True
     embedding_or_output: bool = False
     layer: int | None = None
+    regions: tuple[Region, ...] = ()
+    shared: bool = False
+
+    @property
+    def parts(self) -> tuple[Region, ...]:
+        """The regions; the whole parameter where none are given."""
+        start = (0,) * len(self.global_shape)
+        return self.regions or (Region(start, start, self.global_shape),)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's tensor."""
+        return tuple(
+            max(part.local[dim] + part.shape[dim] for part in self.parts)
+            for dim in range(len(self.global_shape))
+        )
 
     @property
     def grad_keys(self) -> tuple[str, ...]:

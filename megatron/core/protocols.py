@@ -1,20 +1,32 @@
-"""The joint of the house: what models, engines and pipelines know of each other.
+"""The joint of the house: what models, engines, pipelines and optimizers know of each other.
 
 Models report weight gradients to a `WeightGradSink` that is a constructor argument of each layer; engines listen
-to the sink. Neither imports the other.
+to the sink. A pipeline's executor drives `Stage`s (models) and a `GradSync` (data parallel engine); whoever decides
+on a step drives a `Stepper` (optimizer). None of them imports another.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+
+
+class Operand(Protocol):
+    """An input of a linear layer that this rank holds a part of: whole only once it has been gathered."""
+
+    def whole(self) -> Tensor:
+        """[tokens..., in]; communicates (tp) at the first call, unless the gather is under way."""
 
 
 class WeightGradSink(Protocol):
     """Where layers put what their weight gradients are made of."""
 
-    def put(self, key: str, x: Tensor | None, dy: Tensor) -> None:
+    @property
+    def deferring(self) -> bool:
+        """Whether `put` only files what it is given, so that gathering an operand ahead would be early."""
+
+    def put(self, key: str, x: Tensor | Operand | None, dy: Tensor) -> None:
         """One contribution to the gradient filed under `key` (see `ParamMeta.grad_keys`).
 
         x floating [tokens..., in], dy [tokens..., out]: a matrix, gradient dy^T x.
@@ -30,3 +42,68 @@ class GradListener(Protocol):
     """An engine that reduces gradients hears of every finished contribution."""
 
     def grad_ready(self, key: str, microbatch: int) -> None: ...
+
+
+class Work(Protocol):
+    """Something under way; `wait` returns once its result can be used."""
+
+    def wait(self) -> None: ...
+
+
+class Stage(Protocol):
+    """One chunk of the model in one pipeline stage. Microbatches are numbered within the step."""
+
+    def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+        """F. hidden: from the stage before, None where this one begins the model. The output to hand on, None where
+        the loss was computed. Keeps what the backward needs, not the output itself."""
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """BW: gradient of the output (None after the loss) -> of the input (None at the model's beginning)."""
+
+    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """B: as `backward`, weight gradients filed for later."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B filed."""
+
+
+class GradSync(Protocol):
+    """A data parallel engine seen from a pipeline. chunk: local number of a model chunk. unit: a part of it that is
+    gathered and reduced together, None for all of it."""
+
+    def unshard(self, chunk: int, unit: int | None = None) -> Work:
+        """Begin to make the weights whole; communicates over data parallel ranks."""
+
+    def wait(self, chunk: int, unit: int | None = None) -> None:
+        """Return once the weights are whole."""
+
+    def reshard(self, chunk: int, unit: int | None = None) -> None:
+        """Free what `unshard` gathered."""
+
+    def microbatch_done(self, chunk: int, microbatch: int) -> None:
+        """All gradients of a chunk for this microbatch (W or BW) are accumulated."""
+
+    def reduce(self, chunk: int, unit: int | None = None, *, last: bool) -> Work:
+        """Begin to sum gradients over data parallel ranks. last: nothing will be added to them in this step."""
+
+    def finish(self) -> None:
+        """After the step's last operation: gradients are complete and the same on all ranks that share them."""
+
+
+class Stepper(Protocol):
+    """An optimizer whose step can be decided on, and undone."""
+
+    def local_state(self) -> Any:
+        """This rank's part of what a step is decided on: squared sums and finiteness of its gradients."""
+
+    def step(self, coefficient: float) -> None:
+        """Update the weights with gradients times `coefficient`."""
+
+    def snapshot(self) -> None:
+        """Keep weights and optimizer state as they are."""
+
+    def rollback(self) -> None:
+        """Put back what `snapshot` kept, bit for bit."""
+
+    def commit(self) -> None:
+        """Forget what `snapshot` kept."""
