@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron.core.pipeline_parallel.plan.registry import PLANNED
+
 
 @dataclasses.dataclass(frozen=True)
 class FlagList:
@@ -21,8 +23,6 @@ class FlagList:
     many: str = ""
 
 
-TENSOR_PARALLEL = "roadmap: tensor and sequence parallel"
-PIPELINES = "roadmap: pipelines"
 ZERO_BUBBLE = "roadmap: zero-bubble schedules"
 CUSTOM_FSDP = "roadmap: custom FSDP"
 CONTEXT_PARALLEL = "roadmap: context parallel"
@@ -43,18 +43,9 @@ RELIABILITY = "roadmap: reliability"
 
 # Fields of which only some values are supported: the values, and why.
 FIELD_LIMITS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_model_parallel_size": ((1,), TENSOR_PARALLEL),
-    "pipeline_model_parallel_size": ((1,), PIPELINES),
     "context_parallel_size": ((1,), CONTEXT_PARALLEL),
     "expert_model_parallel_size": ((1,), MOE),
     "expert_tensor_parallel_size": ((None, 1), MOE),
-    "num_layers_per_virtual_pipeline_stage": ((None,), PIPELINES),
-    "num_virtual_stages_per_pipeline_rank": ((None, 1), PIPELINES),
-    "pipeline_model_parallel_layout": ((None,), PIPELINES),
-    "decoder_first_pipeline_num_layers": ((None,), PIPELINES),
-    "decoder_last_pipeline_num_layers": ((None,), PIPELINES),
-    "account_for_embedding_in_pipeline_split": ((False,), PIPELINES),
-    "account_for_loss_in_pipeline_split": ((False,), PIPELINES),
     "use_distributed_optimizer": ((False,), CUSTOM_FSDP),
     "data_parallel_sharding_strategy": (("no_shard",), CUSTOM_FSDP),
     "overlap_param_gather": ((False,), CUSTOM_FSDP),
@@ -90,6 +81,7 @@ KNOWN_CHOICES: dict[str, dict[str, str]] = {
         ),
         DATA_VARIANTS,
     ),
+    "pipeline_schedule": {name: f"roadmap: {heading}" for name, heading in PLANNED.items()},
 }
 
 INERT: tuple[FlagList, ...] = (
@@ -125,6 +117,7 @@ INERT: tuple[FlagList, ...] = (
         "--no-align-grad-reduce "
         "--no-align-param-gather --enable-gloo-process-groups --disable-gloo-process-groups "
         "--no-scatter-gather-tensors-in-pipeline --contiguous-grad-buffer "
+        "--overlap-p2p-communication-warmup-flush --use-ring-exchange-p2p "
         "--use-contiguous-buffers-in-local-ddp",
         values="--ddp-pad-buckets-for-high-nccl-busbw --local-rank",
         many="--high-priority-stream-groups",
@@ -161,21 +154,33 @@ INERT: tuple[FlagList, ...] = (
 
 UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
-        TENSOR_PARALLEL,
-        switches="--tp-comm-overlap --distribute-saved-activations --tp-comm-bulk-dgrad --tp-comm-bulk-wgrad "
+        TRANSFORMER_ENGINE,
+        switches="--tp-comm-overlap --tp-comm-bulk-dgrad --tp-comm-bulk-wgrad "
         "--disable-tp-comm-overlap-ag --disable-tp-comm-bulk-dgrad "
         "--disable-tp-comm-bulk-wgrad --tp-comm-overlap-rs-dgrad --tp-comm-split-ag --tp-comm-split-rs",
-        values="--tp-comm-overlap-cfg --tp-comm-bootstrap-backend --tensor-parallel-num-weight-shards=1",
+        values="--tp-comm-overlap-cfg --tp-comm-bootstrap-backend",
     ),
     FlagList(
-        PIPELINES,
-        switches="--defer-embedding-wgrad-compute --use-ring-exchange-p2p "
-        "--overlap-p2p-communication-warmup-flush "
-        "--allow-padding-num-layers --standalone-embedding-stage ",
-        values="--microbatch-group-size-per-virtual-pipeline-stage --microbatch-group-size-per-vp-stage "
-        "--wgrad-deferral-limit=0 --encoder-pipeline-model-parallel-size=0 "
-        "--encoder-tensor-model-parallel-size=0 --pipeline-model-parallel-split-rank --log-pipeline-timeline "
-        "",
+        "tensor parallel ranks each hold one part of a weight",
+        values="--tensor-parallel-num-weight-shards=1",
+    ),
+    FlagList(
+        "use --sequence-parallel, which splits saved activations over tensor parallel ranks",
+        switches="--distribute-saved-activations",
+    ),
+    FlagList(
+        ZERO_BUBBLE,
+        switches="--defer-embedding-wgrad-compute",
+        values="--wgrad-deferral-limit=0",
+    ),
+    FlagList(
+        "use --pipeline-model-parallel-layout with E in a stage of its own, as in E|t*4|t*4L",
+        switches="--standalone-embedding-stage",
+    ),
+    FlagList(
+        "models with an encoder are not built: GPT has decoder layers only",
+        values="--encoder-pipeline-model-parallel-size=0 --encoder-tensor-model-parallel-size=0 "
+        "--pipeline-model-parallel-split-rank",
     ),
     FlagList(
         ZERO_BUBBLE,
@@ -186,7 +191,6 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         "--zero-bubble-v-schedule-mem-setup "
         "--zero-bubble-adaptive-memory-limit-percentile --zero-bubble-pipeline-timers-start-iter "
         "--zero-bubble-pipeline-timers-end-iter --interleave-group-size=0 --num-seq-splits=1 "
-        "--pipeline-schedule "
         "--pipeline-schedule-file --pipeline-memory-limit --post-validation-rollback --post-validation-after",
     ),
     FlagList(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.models.gpt.stage_layers import StageLayersError, num_chunks
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
@@ -101,6 +102,7 @@ class _Resolver:
     def run(self) -> None:
         self.ranks()
         self.model()
+        self.pipeline()
         self.precision()
         self.batch_and_length()
         self.evaluation_only()
@@ -154,6 +156,18 @@ class _Resolver:
             return
         for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
             self.derive(name, getattr(resolved, name))
+
+    def pipeline(self) -> None:
+        """The schedule, and the size of microbatch groups, follow from the number of chunks."""
+        v = self.values
+        parallel = Config.from_flat(v).parallel
+        try:
+            interleaved = num_chunks(parallel, v["num_layers"]) > 1
+        except (StageLayersError, TypeError):
+            return  # a rule tells
+        self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
+        if interleaved:
+            self.fill("microbatch_group_size_per_vp_stage", parallel.pipeline_model_parallel_size)
 
     def precision(self) -> None:
         v = self.values

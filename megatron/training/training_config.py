@@ -125,6 +125,11 @@ class LoggingConfig:
         derived="metrics.jsonl in --save, else in the working directory",
         ours=True,
     )
+    log_pipeline_timeline: str | None = arg(
+        None,
+        "folder for the start and end of every operation of the pipeline, one JSONL file a rank",
+        ours=True,
+    )
     progress: Literal["auto", "off"] = arg(
         "auto", "progress with the time left; auto: when rank 0 writes to a terminal", ours=True
     )

@@ -1,110 +1,273 @@
-"""How many layers each pipeline rank holds, by Megatron's flags (floor 0)."""
+"""Which layers each stage of the pipeline holds, by Megatron's flags (floor 0).
+
+Stages are global: with interleaving, stage chunk * PP + rank is a rank's chunk (the looped placement). Layers are
+numbered along the stages, and none is ever dropped: what does not come out even is an error that names the flags.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megatron.core.list_expression import expand_layout
+from megatron.core.list_expression import ListExpressionError, expand_layout
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.plan.placement import Placement
+
+LAYOUT = "--pipeline-model-parallel-layout"
+_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_PADDING = "--allow-padding-num-layers"
 
 
 class StageLayersError(ValueError):
     """Layers that do not divide over stages and chunks as the flags ask."""
 
 
+@dataclass(frozen=True)
+class StageSpec:
+    """What one global stage holds: layers by their global numbers from 0, the embedding, the head with the loss."""
+
+    layers: tuple[int, ...]
+    embedding: bool
+    loss: bool
+
+
+def split_stages(config: ModelParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
+    """The stages in order, PP x chunks of them. Raises StageLayersError, which names the flags and a fix.
+
+    The embedding is on the first and the loss on the last stage. A stage is without layers only where a layout
+    string says so, or where padding took its one layer.
+    """
+    if num_layers < 1:
+        raise StageLayersError(f"--num-layers {num_layers}: must be at least 1")
+    if config.pipeline_model_parallel_size < 1:
+        raise StageLayersError(
+            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}: must be at least 1"
+        )
+    by_layout = config.pipeline_model_parallel_layout is not None
+    counts = _by_layout(config, num_layers) if by_layout else _by_numbers(config, num_layers)
+    ranks = config.pipeline_model_parallel_size
+    if ranks == 1 and len(counts) > 1:
+        raise StageLayersError(
+            f"{len(counts)} chunks of the model with --pipeline-model-parallel-size 1: interleaving needs at least 2 "
+            f"ranks; raise it, or leave {LAYOUT if by_layout else f'{_PER_CHUNK} / {_CHUNKS}'} out"
+        )
+    specs, first = [], 0
+    for stage, count in enumerate(counts):
+        layers = tuple(range(first, first + count))
+        specs.append(StageSpec(layers, embedding=stage == 0, loss=stage == len(counts) - 1))
+        first += count
+    held = [layer for spec in specs for layer in spec.layers]
+    assert held == list(range(num_layers)), f"stages hold layers {held}, the model has {num_layers}"
+    return tuple(specs)
+
+
+def num_chunks(config: ModelParallelConfig, num_layers: int) -> int:
+    """Model chunks on each pipeline rank; more than one is interleaving. Raises StageLayersError."""
+    return len(split_stages(config, num_layers)) // config.pipeline_model_parallel_size
+
+
 def layers_of_ranks(config: ModelParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers on each pipeline rank, all chunks together. Raises StageLayersError or ListExpressionError."""
-    stages = config.pipeline_model_parallel_size
-    if stages < 1:
-        raise StageLayersError(f"--pipeline-model-parallel-size {stages}: must be at least 1")
-    if config.pipeline_model_parallel_layout is not None:
-        return _by_layout(config, num_layers, stages)
-    ways = [
-        flag
-        for flag, value in (
-            ("--num-layers-per-virtual-pipeline-stage", config.num_layers_per_virtual_pipeline_stage),
-            ("--num-virtual-stages-per-pipeline-rank", config.num_virtual_stages_per_pipeline_rank),
-        )
-        if value is not None
+    """Layers on each pipeline rank, all chunks together. Raises StageLayersError."""
+    ranks = config.pipeline_model_parallel_size
+    counts = [len(spec.layers) for spec in split_stages(config, num_layers)]
+    return tuple(sum(counts[rank::ranks]) for rank in range(ranks))
+
+
+def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[str]:
+    """For the log: what each stage holds and on which pipeline rank; one line where all hold equally many layers."""
+    assert len(specs) == placement.num_stages, f"{len(specs)} stages, {placement} has {placement.num_stages}"
+    counts = {len(spec.layers) for spec in specs}
+    if len(counts) > 1:
+        return [
+            f" > stage {stage} on pipeline rank {placement.rank_of(stage)}: {_contents(spec)}"
+            for stage, spec in enumerate(specs)
+        ]
+    each = _plural(counts.pop(), "layer")
+    if len(specs) == 1:
+        return [f" > pipeline: 1 stage of {each}"]
+    chunks = f", {placement.num_chunks} on each of {placement.num_ranks} pipeline ranks"
+    return [
+        f" > pipeline: {len(specs)} stages of {each}{chunks if placement.num_chunks > 1 else ''}; embedding on stage "
+        f"0, loss on stage {len(specs) - 1}"
     ]
-    if len(ways) > 1:
-        raise StageLayersError(f"{' and '.join(ways)} exclude each other")
-    uneven = (config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers)
-    counted = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
-    if uneven != (None, None) and any(counted):
-        raise StageLayersError(
-            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split "
-            "exclude each "
-            "other"
-        )
-    layers = (
-        _uneven(num_layers, stages, uneven) if uneven != (None, None) else _even(num_layers, stages, counted)
-    )
-    _check_chunks(config, layers)
-    return layers
 
 
-def _even(num_layers: int, stages: int, counted: tuple[bool, bool]) -> tuple[int, ...]:
-    slots = num_layers + sum(counted)
-    if slots % stages:
-        extra = f" + {sum(counted)} for embedding and loss" if any(counted) else ""
-        raise StageLayersError(
-            f"--num-layers {num_layers}{extra} is not divisible by {stages} pipeline stages"
-        )
-    layers = [slots // stages] * stages
-    layers[0] -= counted[0]
-    layers[-1] -= counted[1]
-    return tuple(layers)
+def _contents(spec: StageSpec) -> str:
+    layers = "no layers"
+    if spec.layers:
+        first, last = spec.layers[0], spec.layers[-1]
+        layers = f"layer {first}" if first == last else f"layers {first}-{last}"
+    return ", ".join(["embedding"] * spec.embedding + [layers] + ["loss"] * spec.loss)
 
 
-def _uneven(num_layers: int, stages: int, ends: tuple[int | None, int | None]) -> tuple[int, ...]:
-    first, last = ends
-    between = stages - sum(end is not None for end in ends)
-    left = num_layers - sum(end for end in ends if end is not None)
-    if between < 0 or left < 0 or (left if between == 0 else left % between):
-        raise StageLayersError(
-            f"--num-layers {num_layers} with {first} on the first and {last} on the last stage leaves "
-            f"{left} layers for {between} stages"
-        )
-    middle = [left // between] * between if between else []
-    head = [first] if first is not None else []
-    tail = [last] if last is not None else []
-    return tuple(head + middle + tail)
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _check_chunks(config: ModelParallelConfig, layers: tuple[int, ...]) -> None:
+def _excluding(given: dict[str, object]) -> None:
+    """Refuse flags of which more than one asks for something."""
+    flags = [flag for flag, value in given.items() if value not in (None, False)]
+    if len(flags) > 1:
+        raise StageLayersError(f"{' and '.join(flags)} exclude each other; keep one of them")
+
+
+def _end_flags(config: ModelParallelConfig) -> dict[str, int | None]:
+    return {
+        "--decoder-first-pipeline-num-layers": config.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": config.decoder_last_pipeline_num_layers,
+    }
+
+
+def _counted_flags(config: ModelParallelConfig) -> dict[str, bool]:
+    return {
+        "--account-for-embedding-in-pipeline-split": config.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": config.account_for_loss_in_pipeline_split,
+    }
+
+
+def _by_numbers(config: ModelParallelConfig, num_layers: int) -> list[int]:
+    """Layers of each stage from the flags that are numbers and switches."""
     per_chunk, chunks = (
         config.num_layers_per_virtual_pipeline_stage,
         config.num_virtual_stages_per_pipeline_rank,
     )
-    if (per_chunk is not None or (chunks or 1) > 1) and len(layers) < 2:
-        raise StageLayersError("interleaving needs at least 2 pipeline stages")
-    divisor = per_chunk if per_chunk is not None else chunks
-    if divisor is not None and (divisor < 1 or layers[len(layers) // 2] % divisor):
-        unit = "layers of one chunk" if per_chunk is not None else "chunks"
+    _excluding({_PER_CHUNK: per_chunk, _CHUNKS: chunks})
+    for flag, value in ((_PER_CHUNK, per_chunk), (_CHUNKS, chunks)):
+        if value is not None and value < 1:
+            raise StageLayersError(f"{flag} {value}: must be at least 1")
+    ends, counted = _end_flags(config), _counted_flags(config)
+    given_ends = [flag for flag, value in ends.items() if value is not None]
+    if not given_ends:
+        return _even(config, num_layers)
+    for flag in given_ends:
+        for other in [
+            *(name for name, on in counted.items() if on),
+            *[_PADDING] * config.allow_padding_num_layers,
+        ]:
+            _excluding({flag: True, other: True})
+    if per_chunk is not None:
         raise StageLayersError(
-            f"{layers[len(layers) // 2]} layers of a stage do not divide by {divisor} ({unit})"
+            f"{' and '.join(given_ends)} with {_PER_CHUNK}: stages of different sizes have no one size of chunk; "
+            f"use {_CHUNKS}"
+        )
+    return _uneven_ends(config, num_layers)
+
+
+def _even(config: ModelParallelConfig, num_layers: int) -> list[int]:
+    """Equal stages; the embedding and the loss may count as a layer, missing layers may be padded."""
+    ranks, per_chunk = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
+    counted = _counted_flags(config)
+    slots = num_layers + sum(counted.values())
+    told = " + ".join([f"--num-layers {num_layers}", *(f"1 ({flag})" for flag, on in counted.items() if on)])
+    chunks = config.num_virtual_stages_per_pipeline_rank or 1
+    if per_chunk is not None:
+        on_rank = -(-slots // ranks)
+        if on_rank % per_chunk or (slots % ranks and not config.allow_padding_num_layers):
+            raise StageLayersError(
+                f"{told} over {ranks} pipeline ranks is not a multiple of {_PER_CHUNK} {per_chunk}; choose layers "
+                f"that {ranks} x {per_chunk} divides, or use {LAYOUT}"
+            )
+        chunks = on_rank // per_chunk
+    stages = ranks * chunks
+    missing = -slots % stages
+    if missing and not config.allow_padding_num_layers:
+        raise StageLayersError(
+            f"{told} is not divisible by {_stages_text(ranks, chunks)}; choose another number, or pass {_PADDING}, "
+            f"{' / '.join(_end_flags(config))} or {LAYOUT}"
+        )
+    counts = [(slots + missing) // stages] * stages
+    counts[0] -= counted["--account-for-embedding-in-pipeline-split"]
+    counts[-1] -= counted["--account-for-loss-in-pipeline-split"]
+    padded = [stages - 1, *range(stages - 1)][:missing]
+    for stage in padded:
+        counts[stage] -= 1
+    allowed = {stage for stage in padded if counts[stage] == 0 and (slots + missing) // stages == 1}
+    _refuse_empty(counts, allowed, ", ".join([told, *[_PADDING] * config.allow_padding_num_layers]), ranks)
+    return counts
+
+
+def _uneven_ends(config: ModelParallelConfig, num_layers: int) -> list[int]:
+    """Given layers on the first and last rank, the rest spread evenly; each rank's layers spread over its chunks."""
+    ranks, chunks = config.pipeline_model_parallel_size, config.num_virtual_stages_per_pipeline_rank or 1
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    told = " ".join(f"{flag} {value}" for flag, value in _end_flags(config).items() if value is not None)
+    given = [end for end in (first, last) if end is not None]
+    between, left = ranks - len(given), num_layers - sum(given)
+    if any(end < 1 for end in given):
+        raise StageLayersError(f"{told}: must be at least 1; a stage without layers takes {LAYOUT}")
+    if between < 0:
+        raise StageLayersError(f"{told} with {ranks} pipeline rank: one rank is both; give one of the two")
+    if left < 0 or (left if between == 0 else left % between):
+        raise StageLayersError(
+            f"--num-layers {num_layers} with {told} leaves {left} layers for {between} pipeline ranks; choose numbers "
+            f"that come out even, or use {LAYOUT}"
+        )
+    middle = [left // between] * between if between else []
+    on_ranks = [first] * (first is not None) + middle + [last] * (last is not None)
+    counts_of_ranks = [count for count in on_ranks if count is not None]
+    uneven = next((rank for rank, count in enumerate(counts_of_ranks) if count % chunks), None)
+    if uneven is not None:
+        raise StageLayersError(
+            f"--num-layers {num_layers} with {told} puts {counts_of_ranks[uneven]} layers on pipeline rank {uneven}, "
+            f"which {_CHUNKS} {chunks} does not divide; choose numbers that it divides, or use {LAYOUT}"
+        )
+    counts = [count // chunks for count in counts_of_ranks] * chunks
+    _refuse_empty(counts, set(), f"--num-layers {num_layers} with {told}", ranks)
+    return counts
+
+
+def _stages_text(ranks: int, chunks: int) -> str:
+    if chunks == 1:
+        return f"--pipeline-model-parallel-size {ranks}"
+    return f"{ranks} pipeline ranks x {chunks} chunks"
+
+
+def _refuse_empty(counts: list[int], allowed: set[int], told: str, ranks: int) -> None:
+    empty = [stage for stage, count in enumerate(counts) if count < 1 and stage not in allowed]
+    if empty:
+        which = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty[:8]))}"
+        raise StageLayersError(
+            f"{told} over {_stages_text(ranks, len(counts) // ranks)} leaves {which} without layers; use fewer stages, "
+            f"or ask for an empty stage with {LAYOUT}"
         )
 
 
-def _by_layout(config: ModelParallelConfig, num_layers: int, stages: int) -> tuple[int, ...]:
-    layout = expand_layout(config.pipeline_model_parallel_layout or "")
-    others = (
-        config.num_layers_per_virtual_pipeline_stage,
-        config.num_virtual_stages_per_pipeline_rank,
-        config.decoder_first_pipeline_num_layers,
-        config.decoder_last_pipeline_num_layers,
-    )
-    if any(other is not None for other in others):
-        raise StageLayersError("--pipeline-model-parallel-layout excludes the other flags that split layers")
-    symbols = Counter("".join(layout))
-    if symbols["t"] != num_layers or symbols["E"] != 1 or symbols["L"] != 1:
+def _by_layout(config: ModelParallelConfig, num_layers: int) -> list[int]:
+    """Layers of each stage from a layout string; stages may be empty there."""
+    numbers: dict[str, object] = {
+        _PER_CHUNK: config.num_layers_per_virtual_pipeline_stage,
+        _CHUNKS: config.num_virtual_stages_per_pipeline_rank,
+        **_end_flags(config),
+        **_counted_flags(config),
+        _PADDING: config.allow_padding_num_layers,
+    }
+    for flag, value in numbers.items():
+        _excluding({LAYOUT: True, flag: value})
+    try:
+        layout = expand_layout(config.pipeline_model_parallel_layout or "")
+    except ListExpressionError as error:
+        raise StageLayersError(f"{LAYOUT}: {error}; expected something like Et*2|(tt|)*5t|tL") from None
+    symbols, shown = "".join(layout), config.pipeline_model_parallel_layout
+    if "m" in symbols:
         raise StageLayersError(
-            f"--pipeline-model-parallel-layout holds {symbols['t']} layers, {symbols['E']} embeddings and "
-            f"{symbols['L']} losses; expected {num_layers}, 1 and 1"
+            f"{LAYOUT} {shown}: m (a block of multi-token prediction) is not supported yet, see docs/roadmap.md, "
+            "'multi-token prediction'; leave it out"
         )
-    if len(layout) % stages:
+    layers, ranks = symbols.count("t"), config.pipeline_model_parallel_size
+    if layers != num_layers:
         raise StageLayersError(
-            f"--pipeline-model-parallel-layout has {len(layout)} stages, no multiple of {stages} ranks"
+            f"{LAYOUT} {shown} holds {layers} layers, --num-layers asks for {num_layers}; make them agree"
         )
-    return tuple(sum(stage.count("t") for stage in layout[rank::stages]) for rank in range(stages))
+    if symbols.count("E") != 1 or symbols.count("L") != 1 or symbols[0] != "E" or symbols[-1] != "L":
+        raise StageLayersError(f"{LAYOUT} {shown}: write E once, at its start, and L once, at its end")
+    if not layout[0].startswith("E") or not layout[-1].endswith("L"):
+        raise StageLayersError(
+            f"{LAYOUT} {shown}: E belongs to the first stage and L to the last; drop outer '|'"
+        )
+    if len(layout) % ranks:
+        raise StageLayersError(
+            f"{LAYOUT} {shown} has {len(layout)} stages, no multiple of --pipeline-model-parallel-size {ranks}; "
+            "change the number of '|'"
+        )
+    return [stage.count("t") for stage in layout]
