@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,40 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Group
+from megatron.core.peer_loss import PEER_LOST_STATUS, PeerLostError, peer_loss_named
 
-PEER_LOST_STATUS = 6  # the exit status of a rank that lost a peer (docs: exit statuses)
+__all__ = ["PEER_LOST_STATUS", "PeerLostError"]  # told here, raised here
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _all_gather_flat = dist.all_gather_single if _TORCH >= (2, 13) else dist.all_gather_into_tensor
 _reduce_scatter_flat = dist.reduce_scatter_single if _TORCH >= (2, 13) else dist.reduce_scatter_tensor
-# What backends say when a peer is gone or silent, as against a call with wrong shapes or types.
-_LOST = re.compile(
-    r"connection|timed? ?out|peer|socket|broken pipe|remote process|monitoredBarrier|aborted", re.IGNORECASE
-)
-
-
-class PeerLostError(RuntimeError):
-    """A peer died or stayed silent for longer than the timeout: this rank cannot go on (exit status 6)."""
-
-    status = PEER_LOST_STATUS
-
-    def __init__(self, op: str, group: Group, elapsed_s: float, detail: str) -> None:
-        self.op = op
-        self.purpose = group.purpose
-        self.rank = group.ranks[group.rank]
-        self.elapsed_s = elapsed_s
-        super().__init__(
-            f"rank {self.rank}: lost a peer in {op} over group {group.purpose!r} (ranks "
-            f"{_abridged(group.ranks)}) after {elapsed_s:.1f} s: {detail}"
-        )
 
 
 class Pending:
     """A collective under way. `wait()` completes it (once; later calls do nothing).
 
-    buffers: tensors in use until then. finish: what is left to do once the data has arrived.
+    buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
+    rank of the other end, of a point to point message.
     """
 
     def __init__(
@@ -63,18 +44,20 @@ class Pending:
         work: dist.Work | None,
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
+        peer: int | None = None,
     ) -> None:
         self._op = op
         self._group = group
         self._work = work
         self._buffers = buffers
         self._finish = finish
+        self._peer = peer
         self._started = time.monotonic()
 
     def wait(self) -> None:
         if self._work is not None:
             work, self._work = self._work, None
-            with _peer_loss_named(self._op, self._group, self._started):
+            with _peer_loss_named(self._op, self._group, self._started, self._peer):
                 work.wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -198,6 +181,47 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool =
     )
 
 
+def send_receive(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
+) -> tuple[list[Pending], list[Pending]]:
+    """Start one batch of point to point messages; a `Pending` for each send and for each receive.
+
+    A message is (contiguous tensor, the other end's place in the group). Returns at once: whoever reads a
+    received tensor waits for it first, and a sent tensor is not written before its send was waited for. gloo
+    never buffers: a send ends only once its receive is posted. Between two ranks, messages of one direction
+    arrive in the order in which they were started, whichever batch they were in; one end may batch what the
+    other does not. Groups of different purposes are independent of each other.
+
+    On NCCL a batch is one operation: all its messages have to arrive before any of its `wait()`s lets the
+    current stream go on. Raises PeerLostError, which names the other end.
+    """
+    messages = [*sends, *receives]
+    if not messages:
+        return [], []
+    names = ["send"] * len(sends) + ["receive"] * len(receives)
+    operations = []
+    for name, (tensor, place) in zip(names, messages, strict=True):
+        assert 0 <= place < group.size, f"place {place} of {group.size} in {group.purpose!r}"
+        assert place != group.rank, f"{name} of rank {group.ranks[place]} to itself in {group.purpose!r}"
+        assert tensor.is_contiguous(), f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+        call = dist.isend if name == "send" else dist.irecv
+        operations.append(dist.P2POp(call, tensor, group=group.process_group, group_peer=place))
+        _observe_message(name, group, place)
+    peers = [group.ranks[place] for _, place in messages]
+    started = time.monotonic()
+    only = peers[0] if len(set(peers)) == 1 else None
+    with _peer_loss_named("send_receive", group, started, only):
+        works = dist.batch_isend_irecv(operations)
+    if len(works) == 1:  # NCCL: one work for the batch; each `wait()` makes its own stream wait for it
+        works = works * len(messages)
+    assert len(works) == len(messages), f"{len(works)} works for {len(messages)} messages"
+    pending = [
+        Pending(name, group, work, (tensor,), peer=peer)
+        for name, work, (tensor, _), peer in zip(names, works, messages, peers, strict=True)
+    ]
+    return pending[: len(sends)], pending[len(sends) :]
+
+
 def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Every rank's bytes, in group order. For small host data: lengths first, then padded to the longest."""
     if group.size == 1:
@@ -278,33 +302,23 @@ def _observe(op: str, group: Group) -> None:
         group.observer(op, group.purpose, group.ranks)
 
 
+def _observe_message(op: str, group: Group, place: int) -> None:
+    """Told of the pair and direction, not of the whole group: its two ends then count the same messages."""
+    if group.observer is not None:
+        ends = (group.ranks[group.rank], group.ranks[place])
+        source, target = ends if op == "send" else ends[::-1]
+        group.observer(op, f"{group.purpose} {source}->{target}", tuple(sorted(ends)))
+
+
 def _done(op: str, group: Group) -> Pending:
     return Pending(op, group, None)
 
 
-@contextlib.contextmanager
-def _peer_loss_named(op: str, group: Group, started: float) -> Iterator[None]:
-    """PeerLostError where a peer is to blame; any other error (a wrong shape or type is our own) passes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
-            raise
-        elapsed_s = time.monotonic() - started
-        raise PeerLostError(op, group, elapsed_s, _first_line(str(error))) from error
-
-
-def _first_line(text: str) -> str:
-    """The message without the C++ stack, and without the source positions some backends put in front."""
-    line = text.strip().splitlines()[0] if text.strip() else "no message"
-    line = line.partition(" This is typically caused by ")[0]  # gloo's advice to itself
-    return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
-
-
-def _abridged(ranks: tuple[int, ...]) -> str:
-    if len(ranks) <= 16:
-        return str(list(ranks))
-    return f"[{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}], {len(ranks)} in all"
+def _peer_loss_named(
+    op: str, group: Group, started: float, peer: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    me = group.ranks[group.rank]
+    return peer_loss_named(op, group.purpose, group.ranks, me, started=started, peer=peer)
 
 
 def _host_data_device(group: Group) -> torch.device:

@@ -1,8 +1,8 @@
 """Who this rank is and whom it talks to: one frozen `ParallelState`, built once, passed first as `ps`.
 
-The only module that makes process groups. A group belongs to a *purpose* (a row of `PURPOSES`): two purposes
-over the same ranks have separate communicators, because one communicator runs its collectives one after the
-other.
+The only module that makes process groups. A group belongs to a *purpose* (a row of `rank_groups.PURPOSES`): two
+purposes over the same ranks have separate communicators, because one communicator runs its collectives one
+after the other.
 
 Size and rank along an axis (`ps.dp_size`, `ps.dp_rank`) are those of the grid; rank r of the world is
 `grid.coordinates(r)`.
@@ -15,37 +15,17 @@ import datetime
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device, current_device
-from megatron.core.rank_grid import AXES, RankGrid
+from megatron.core.peer_loss import peer_loss_named
+from megatron.core.rank_grid import RankGrid
+from megatron.core.rank_groups import PURPOSES, Purpose, check_instances, own_ranks, rank_lists
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
-
-
-@dataclasses.dataclass(frozen=True)
-class Purpose:
-    """One row of the table of groups.
-
-    axes: ranks that differ only along these are one group. transport: "device" talks over the device's own
-    backend, "host" over gloo whatever the device is (small host data, barriers that can name the missing
-    rank).
-    """
-
-    name: str
-    axes: str
-    transport: Literal["device", "host"] = "device"
-
-
-WORLD_AXES = "-".join(AXES)
-PURPOSES = (
-    Purpose("world", WORLD_AXES),  # losses, flags that all ranks must agree on
-    Purpose("control", WORLD_AXES, transport="host"),  # JSON, barriers, checkpoints' plans
-    Purpose("dp", "dp"),  # sums over the ranks that see different samples
-    Purpose("dp_reduce", "dp"),  # gradients, on a communicator of their own
-)
 
 
 Observer = Callable[[str, str, tuple[int, ...]], None]  # (operation, purpose, ranks)
@@ -104,6 +84,46 @@ class ParallelState:
     def dp_reduce_group(self) -> Group:
         return self.group("dp_reduce")
 
+    @property
+    def dp_gather_group(self) -> Group:
+        return self.group("dp_gather")
+
+    @property
+    def dp_inner_group(self) -> Group:
+        """One distributed optimizer instance; the dp group itself when there is one instance."""
+        return self.group("dp_inner")
+
+    @property
+    def dp_outer_group(self) -> Group:
+        """The same shard in every distributed optimizer instance."""
+        return self.group("dp_outer")
+
+    @property
+    def tp_group(self) -> Group:
+        return self.group("tp")
+
+    @property
+    def mp_group(self) -> Group:
+        """All ranks that together hold one copy of the model."""
+        return self.group("mp")
+
+    @property
+    def pp_group(self) -> Group:
+        return self.group("pp")
+
+    @property
+    def pp_forward_group(self) -> Group:
+        return self.group("pp_forward")
+
+    @property
+    def pp_backward_group(self) -> Group:
+        return self.group("pp_backward")
+
+    @property
+    def embedding_group(self) -> Group:
+        """The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone."""
+        return self.group("embedding")
+
     @functools.cached_property
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place along every axis."""
@@ -141,6 +161,27 @@ class ParallelState:
     def pp_size(self) -> int:
         return self.grid.pp
 
+    def device_mesh(self, *purposes: str) -> DeviceMesh:
+        """A torch DeviceMesh over groups that exist already, for interoperation: `ps.device_mesh("dp", "tp")`.
+
+        One dim a purpose, named after it, slowest first: axes ("pp", "dp", "tp"), or ("dp_outer", "dp_inner")
+        for hybrid sharding. Ranks along axes that are not named have meshes of their own. Makes no
+        communicator, so a group of one cannot be a dim: leave it out. Communicates nothing.
+        """
+        groups = [self.group(purpose) for purpose in purposes]
+        handles = [group.process_group for group in groups if group.process_group is not None]
+        alone = [group.purpose for group in groups if group.size == 1]
+        assert groups, "a mesh over no purpose"
+        assert not alone, f"mesh over {purposes}: {alone} have one rank and no communicator"
+        # Distances along the axes add up: this is what a grid is.
+        ranks = torch.tensor(self.rank)
+        for group in groups:
+            ranks = ranks.unsqueeze(-1) + (torch.tensor(group.ranks) - self.rank)
+        assert ranks.unique().numel() == ranks.numel(), f"{purposes} are not independent: {ranks.tolist()}"
+        if len(groups) == 1:
+            return DeviceMesh.from_group(handles[0], self.device.kind, mesh_dim_names=purposes)
+        return DeviceMesh.from_group(handles, self.device.kind, ranks, mesh_dim_names=purposes)
+
     @property
     def is_first_rank(self) -> bool:
         return self.rank == 0
@@ -166,20 +207,25 @@ def init_process_group(
     A world of one meets nobody: its store is a local one. init_method "env://" is what torchrun sets up.
     backend: the device's own by default. attempt: the launcher's restarts so far; each meets under a prefix
     of its own, because the addresses that a dead attempt left in a shared store make the next one hang.
+
+    Raises PeerLostError when a rank does not come within the timeout or dies meanwhile.
     """
     if world_size == 1:
         return dist.HashStore()
-    found, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
+    everyone = tuple(range(world_size))
+    with peer_loss_named("rendezvous", "default", everyone, rank):
+        found, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
     found.set_timeout(timeout)
     store = dist.PrefixStore(f"attempt{attempt}", found)
-    dist.init_process_group(
-        backend or device.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device.torch_device if device.kind == "cuda" else None,
-    )
+    with peer_loss_named("init_process_group", "default", everyone, rank):
+        dist.init_process_group(
+            backend or device.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device.torch_device if device.kind == "cuda" else None,
+        )
     return store
 
 
@@ -190,7 +236,8 @@ def destroy_process_group(ps: ParallelState) -> None:
     active exception"). Not for a rank that leaves because of an error: it just exits.
     """
     if ps.world_size > 1:
-        dist.barrier()
+        with peer_loss_named("leaving the world", "default", tuple(range(ps.world_size)), ps.rank):
+            dist.barrier()
         dist.destroy_process_group()
 
 
@@ -199,20 +246,38 @@ def make_parallel_state(
     device: Device,
     timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     observer: Observer | None = None,
+    *,
+    num_distributed_optimizer_instances: int = 1,
 ) -> ParallelState:
     """Make every group of `PURPOSES`; the default process group must exist (`init_process_group`).
 
+    num_distributed_optimizer_instances: into so many parts dp is divided (dp_inner, dp_outer).
+
     timeout: after which a collective gives up on a silent peer. observer: told of every collective, for a
     watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same
-    grid.
+    arguments. Raises RankGridError when the instances do not divide dp, PeerLostError naming the purpose whose
+    group was being made.
     """
+    check_instances(grid, num_distributed_optimizer_instances)
     if grid.world_size == 1:
         return single_process(device, grid=grid, timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
-    groups = {
-        purpose.name: _make_group(purpose, grid, device, rank, timeout, observer) for purpose in PURPOSES
-    }
+    groups: dict[str, Group] = {}
+    for purpose in PURPOSES:
+        if purpose.part == "inner" and num_distributed_optimizer_instances == 1:
+            groups[purpose.name] = dataclasses.replace(groups["dp"], purpose=purpose.name)
+            continue
+        ranks = own_ranks(purpose, grid, rank, num_distributed_optimizer_instances)
+        everyone = functools.partial(rank_lists, purpose, grid, num_distributed_optimizer_instances)
+        backend = _backend(purpose, device)
+        if observer is not None and len(ranks) > 1:
+            observer("new_group", purpose.name, ranks)
+        with peer_loss_named("new_group", purpose.name, ranks, rank):
+            process_group = _make_communicator(purpose, ranks, everyone, backend, timeout)
+        groups[purpose.name] = Group(
+            purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout, observer
+        )
     return ParallelState(rank, world_size, grid, device, timeout, MappingProxyType(groups))
 
 
@@ -237,23 +302,30 @@ def _backend(purpose: Purpose, device: Device) -> str:
     return "gloo" if purpose.transport == "host" else device.backend
 
 
-def _make_group(
+def _make_communicator(
     purpose: Purpose,
-    grid: RankGrid,
-    device: Device,
-    rank: int,
+    own: tuple[int, ...],
+    everyone: Callable[[], tuple[tuple[int, ...], ...]],
+    backend: str,
     timeout: datetime.timedelta,
-    observer: Observer | None,
-) -> Group:
-    """torch wants every rank of the world to call new_group for every list, its own or not, in one order."""
-    backend = _backend(purpose, device)
-    mine: Group | None = None
-    for ranks in grid.groups(purpose.axes):
-        process_group = None
+) -> dist.ProcessGroup | None:
+    """This rank's communicator for a purpose, None when it is alone.
+
+    gloo's is made by its members alone: as the lists of a purpose partition the world and every rank goes
+    through the purposes in one order, nobody waits in a circle. NCCL's is split off the world's, in which
+    every rank takes part for every list, its own or not.
+    """
+    if backend == "gloo":
+        if len(own) == 1:
+            return None
+        return dist.new_group(
+            list(own), timeout, backend, use_local_synchronization=True, group_desc=purpose.name
+        )
+    mine: dist.ProcessGroup | None = None
+    for ranks in everyone():
         if len(ranks) > 1:
-            process_group = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name)
-        if rank in ranks:
-            index = ranks.index(rank)
-            mine = Group(purpose.name, ranks, index, backend, process_group, device, timeout, observer)
-    assert mine is not None, f"rank {rank} is in no group of {purpose.name}: {grid.groups(purpose.axes)}"
+            made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name)
+            mine = made if ranks == own else mine
+    if mine is not None and purpose.point_to_point:
+        dist.barrier(mine)  # NCCL: all ranks of a communicator must take part in its first use
     return mine

@@ -1,0 +1,98 @@
+"""Which ranks talk to each other, for each purpose: the table `PURPOSES` and the rank lists it means (floor 0).
+
+Every list is computed from the grid alone, so the groups of 16,384 ranks can be looked at without starting any;
+`parallel_state` makes the communicators. The lists of one purpose partition the world: a rank with nobody to
+talk to for that purpose is a list of its own, and gets no communicator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from megatron.core.rank_grid import AXES, RankGrid, RankGridError
+
+WORLD_AXES = "-".join(AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Purpose:
+    """One row of the table of groups.
+
+    axes: ranks that differ only along these are one group. part: which of them. "ends": the first and the last
+    along the axis (those between are alone). "inner": runs of neighbours along the axis, one for each
+    distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
+    talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
+    that can name the missing rank). point_to_point: its ranks talk in pairs, not all together.
+    """
+
+    name: str
+    axes: str
+    part: Literal["all", "ends", "inner", "outer"] = "all"
+    transport: Literal["device", "host"] = "device"
+    point_to_point: bool = False
+
+
+PURPOSES = (
+    Purpose("world", WORLD_AXES),  # losses, flags that all ranks must agree on
+    Purpose("control", WORLD_AXES, transport="host"),  # JSON, barriers, checkpoints' plans
+    Purpose("dp", "dp"),  # sums over the ranks that see different samples
+    Purpose("dp_reduce", "dp"),  # gradients, on a communicator of their own
+    Purpose("dp_gather", "dp"),  # parameters, which may be gathered while gradients are reduced
+    Purpose("dp_inner", "dp", part="inner"),  # one distributed optimizer instance
+    Purpose("dp_outer", "dp", part="outer"),  # the same shard in every instance
+    Purpose("tp", "tp"),  # activations inside a layer
+    Purpose("mp", "tp-pp"),  # all that together hold one copy of the model: norms, counts
+    Purpose("pp", "pp"),  # collectives over the stages
+    Purpose("pp_forward", "pp", point_to_point=True),  # activations, to later stages
+    Purpose("pp_backward", "pp", point_to_point=True),  # gradients, to earlier stages
+    Purpose("embedding", "pp", part="ends"),  # tied embeddings on the first and the last stage's ranks
+)
+# Of the grid of experts (`rank_grid.expert_grid`); made once a model has experts.
+EXPERT_PURPOSES = (
+    Purpose("ep", "ep"),  # tokens to their experts and back
+    Purpose("etp", "tp"),  # activations inside an expert
+    Purpose("expert_dp", "dp"),  # gradients of experts
+)
+
+
+def check_instances(grid: RankGrid, instances: int) -> None:
+    """Raises RankGridError when `instances` does not divide the data parallel size."""
+    if instances < 1 or grid.dp % instances:
+        raise RankGridError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the data parallel size "
+            f"{grid.dp}; choose one of {[n for n in range(1, grid.dp + 1) if grid.dp % n == 0]}"
+        )
+
+
+def rank_lists(purpose: Purpose, grid: RankGrid, instances: int = 1) -> tuple[tuple[int, ...], ...]:
+    """All groups of a purpose. instances: --num-distributed-optimizer-instances.
+
+    Raises RankGridError when instances do not divide dp.
+    """
+    check_instances(grid, instances)
+    along = grid.groups(purpose.axes)
+    if purpose.part == "all":
+        return along
+    return tuple(part for ranks in along for part in _parts(purpose, ranks, instances))
+
+
+def own_ranks(purpose: Purpose, grid: RankGrid, rank: int, instances: int = 1) -> tuple[int, ...]:
+    """The group of `rank`: what `rank_lists` holds for it, without computing the others'."""
+    check_instances(grid, instances)
+    ranks = grid.group(purpose.axes, rank)
+    if purpose.part == "all":
+        return ranks
+    return next(part for part in _parts(purpose, ranks, instances) if rank in part)
+
+
+def _parts(purpose: Purpose, ranks: tuple[int, ...], instances: int) -> list[tuple[int, ...]]:
+    """What the ranks along an axis, in their order, divide into."""
+    if purpose.part == "ends":
+        if len(ranks) == 1:
+            return [ranks]
+        return [(ranks[0], ranks[-1]), *((rank,) for rank in ranks[1:-1])]
+    size = len(ranks) // instances
+    if purpose.part == "inner":
+        return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    return [ranks[place::size] for place in range(size)]
