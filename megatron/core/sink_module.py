@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.param_meta import GradRoute, InitKind, ParamMeta
+from megatron.core.param_meta import GradRoute, InitKind, ParamMeta, Region
 from megatron.core.protocols import WeightGradSink
+from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class LayerFactory:
     """What every layer of one model is built with.
 
     sink: where gradients go. dtype, device: of the parameters. init_std: of ordinary weights; residual_std:
-    of the weights that write into the residual stream.
+    of the weights that write into the residual stream. tensor: the ranks that share each layer.
     """
 
     sink: WeightGradSink
@@ -25,6 +26,7 @@ class LayerFactory:
     device: torch.device
     init_std: float = 0.02
     residual_std: float = 0.02
+    tensor: TensorParallel = ALONE
 
 
 class SinkModule(nn.Module):
@@ -34,6 +36,7 @@ class SinkModule(nn.Module):
         super().__init__()
         self.name = name
         self.sink = factory.sink
+        self.tensor = factory.tensor
         self.meta: dict[str, ParamMeta] = {}
         self._factory = factory
 
@@ -46,16 +49,19 @@ class SinkModule(nn.Module):
         local: str,
         shape: tuple[int, ...],
         *,
+        regions: tuple[Region, ...] = (),
         init: InitKind,
         route: GradRoute,
         init_std: float = 0.0,
         layer: int | None = None,
         **facts: Any,
     ) -> nn.Parameter:
-        """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay."""
-        parameter = nn.Parameter(torch.empty(shape, dtype=self._factory.dtype, device=self._factory.device))
+        """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay.
+
+        shape: of the whole. regions: what of it this rank holds, () for all of it; the tensor is as large as they are.
+        """
         name = self.key(local)
-        self.meta[name] = ParamMeta(
+        meta = ParamMeta(
             name=name,
             global_shape=shape,
             init=init,
@@ -63,9 +69,12 @@ class SinkModule(nn.Module):
             route=route,
             decay=len(shape) > 1,
             layer=layer,
+            regions=regions,
             **facts,
         )
-        return parameter
+        self.meta[name] = meta
+        factory = self._factory
+        return nn.Parameter(torch.empty(meta.local_shape, dtype=factory.dtype, device=factory.device))
 
 
 def collect_param_meta(module: nn.Module) -> dict[str, ParamMeta]:

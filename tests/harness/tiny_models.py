@@ -3,6 +3,8 @@
 import torch
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.param_meta import ParamMeta
+from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.reference_gpt import ReferenceConfig, ReferenceGPT
 
@@ -67,15 +69,74 @@ def tiny_config(**flags) -> TransformerConfig:
 
 def tiny_model(*, seed: int = 7, params_dtype: torch.dtype = torch.float64, **flags) -> GPTModel:
     """Our model with gradient buffers of its own, biases and norms moved off their symmetric start."""
-    model = GPTModel(tiny_config(**flags), padded_vocab_size=VOCAB, seed=seed, params_dtype=params_dtype)
+    return tiny_stage(tiny_config(**flags), seed=seed, params_dtype=params_dtype)
+
+
+def tiny_stage(
+    config: TransformerConfig,
+    *,
+    seed: int = 7,
+    params_dtype: torch.dtype = torch.float64,
+    tensor: TensorParallel | None = None,
+    **stage,
+) -> GPTModel:
+    """A part of that model: its weights are those of `tiny_model`'s, wherever they are (stage: see GPTModel)."""
+    whole = GPTModel(config, padded_vocab_size=VOCAB, seed=seed, device="meta")
     generator = torch.Generator().manual_seed(seed)
+    noise = {
+        name: torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(
+            0, 0.1, generator=generator
+        )
+        for name, parameter in whole.named_parameters()
+        if parameter.dim() == 1
+    }
+    model = GPTModel(
+        config, padded_vocab_size=VOCAB, seed=seed, params_dtype=params_dtype, tensor=tensor, **stage
+    )
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(0, 0.1, generator=generator)
-                parameter.add_(noise)
+        for name, parameter in model.named_parameters():
+            for part in model.param_meta[name].parts if name in noise else ():
+                part.view(parameter).add_(noise[name].narrow(0, part.offset[0], part.shape[0]))
     model.bind_new_grads()
     return model
+
+
+Parts = dict[str, tuple[ParamMeta, torch.Tensor]]  # a rank's tensors, with the facts about them
+
+
+def parts_of(model: GPTModel, tensors: dict[str, torch.Tensor]) -> Parts:
+    """Tensors of the model's local shapes by parameter name, ready to be joined by `join_parts`."""
+    return {name: (model.param_meta[name], tensor.detach().clone()) for name, tensor in tensors.items()}
+
+
+def join_parts(ranks: list[Parts], *, gradients: bool) -> dict[str, torch.Tensor]:
+    """The whole tensors from every tensor parallel rank's parts, as an engine would see them.
+
+    Each element is held by exactly as many ranks as its region says. Partial gradients are added, other copies are
+    the same bit for bit.
+    """
+    joined = {}
+    for name, (meta, tensor) in ranks[0].items():
+        whole = torch.zeros(meta.global_shape, dtype=tensor.dtype)
+        holders = torch.zeros(meta.global_shape, dtype=torch.int64)
+        copies = torch.zeros(meta.global_shape, dtype=torch.int64)
+        for parts in ranks:
+            meta, tensor = parts[name]
+            assert tuple(tensor.shape) == meta.local_shape, name
+            for part in meta.parts:
+                place = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=True))
+                value = part.view(tensor)
+                if gradients and part.partial:
+                    whole[place] += value
+                elif holders[place].any():
+                    assert torch.equal(whole[place], value), f"{name}: copies differ"
+                else:
+                    whole[place] = value
+                holders[place] += 1
+                copies[place] = part.copies
+        assert torch.equal(holders, copies), f"{name}: copies {copies.unique()}, held by {holders.unique()}"
+        joined[name] = whole
+    return joined
 
 
 def reference_config(c: TransformerConfig) -> ReferenceConfig:

@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.collectives import all_reduce
+from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
+
 
 class _CrossEntropy(torch.autograd.Function):
     """One buffer of [tokens, v] holds logits, then probabilities, then the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        work_dtype = torch.promote_types(logits.dtype, torch.float32)
         # The logits of a lower precision are copied; those of the working precision are consumed.
-        probabilities = logits.detach().to(work_dtype)
+        probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.unsqueeze(-1)
         label_logit = probabilities.gather(-1, labels)
         highest = probabilities.amax(-1, keepdim=True)
@@ -35,11 +37,45 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient.to(ctx.logits_dtype), None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log likelihood of each token, in fp32 (fp64 for fp64 logits).
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """As above with [tokens, v/tp] on each rank: the highest logit, then sum and label's logit, go over tp."""
 
-    logits [..., v] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
-    pass with their gradient. labels [...] int64 -> losses [...].
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tensor: TensorParallel) -> Tensor:
+        probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        columns = logits.shape[-1]
+        labels = (labels - tensor.rank * columns).unsqueeze(-1)
+        held = (labels >= 0) & (labels < columns)
+        labels = labels.clamp(0, columns - 1)
+        highest = probabilities.amax(-1, keepdim=True)
+        all_reduce(highest, tensor.peers, "max")
+        label_logit = probabilities.gather(-1, labels).masked_fill_(~held, 0.0)
+        probabilities.sub_(highest).exp_()
+        sums = torch.stack((probabilities.sum(-1, keepdim=True), label_logit))
+        all_reduce(sums, tensor.peers)
+        exp_sum, label_logit = sums
+        probabilities.div_(exp_sum)
+        ctx.save_for_backward(probabilities, labels, held)
+        ctx.logits_dtype = logits.dtype
+        return (exp_sum.log() + highest - label_logit).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        gradient, labels, held = ctx.saved_tensors
+        gradient.scatter_add_(-1, labels, held.to(gradient.dtype).neg_())
+        gradient.mul_(grads[0].unsqueeze(-1))
+        return gradient.to(ctx.logits_dtype), None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tensor: TensorParallel = ALONE) -> Tensor:
+    """Negative log likelihood of each token, in fp32 (fp64 for fp64 logits), the same on every tp rank.
+
+    logits [..., v/tp] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
+    pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. Communicates over tp.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels)
+    losses: Tensor
+    if tensor.size == 1:
+        losses = _CrossEntropy.apply(logits, labels)
+    else:
+        losses = _ShardedCrossEntropy.apply(logits, labels, tensor)
     return losses

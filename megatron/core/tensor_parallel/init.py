@@ -35,8 +35,21 @@ def _blocks(meta: ParamMeta, seed: int, row_start: int, rows: int) -> Iterator[t
         yield first, end, values[first - block * ROW_BLOCK : end - block * ROW_BLOCK]
 
 
+def fill(tensor: Tensor, meta: ParamMeta, seed: int) -> None:
+    """Fills `tensor`, this rank's part of a parameter (`ParamMeta.regions`), with initial values."""
+    assert tuple(tensor.shape) == meta.local_shape, (
+        f"{meta.name}: {tuple(tensor.shape)} != {meta.local_shape}"
+    )
+    for part in meta.parts:
+        row_start, col_start = (*part.offset, 0, 0)[:2]
+        assert not any(part.offset[2:]), f"{meta.name}: cut along a dim after the second: {part}"
+        fill_rectangle(part.view(tensor), meta, seed, row_start, col_start * math.prod(meta.global_shape[2:]))
+
+
 @torch.no_grad()
-def fill(tensor: Tensor, meta: ParamMeta, seed: int, row_start: int = 0, col_start: int = 0) -> None:
+def fill_rectangle(
+    tensor: Tensor, meta: ParamMeta, seed: int, row_start: int = 0, col_start: int = 0
+) -> None:
     """Fills `tensor`, the rectangle of a parameter that begins at (row_start, col_start), with initial values.
 
     tensor: [rows, columns], or of the parameter's own number of dims when it holds whole rows; any float
@@ -61,12 +74,12 @@ def fill(tensor: Tensor, meta: ParamMeta, seed: int, row_start: int = 0, col_sta
 
 
 class WeightStore(Protocol):
-    """Whatever holds the weights that the optimizer steps, whole (the flat buffer of an engine)."""
+    """Whatever holds the weights that the optimizer steps (the flat buffer of an engine)."""
 
     def main_weight(self, name: str) -> Tensor: ...
 
 
 def init_parameters(store: WeightStore, param_meta: Mapping[str, ParamMeta], seed: int) -> None:
-    """Fills every parameter in a store of whole parameters."""
+    """Fills every parameter in a store of this rank's parts."""
     for name, meta in param_meta.items():
         fill(store.main_weight(name), meta, seed)

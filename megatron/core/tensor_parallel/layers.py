@@ -1,24 +1,72 @@
-"""Linear and embedding layers on the sink, under Megatron's names.
-
-One process holds whole matrices: nothing here communicates.
-"""
+"""Linear and embedding layers on the sink, under Megatron's names, each holding its rank's part of the parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron.core.param_meta import LOOKUP, GradRoute, InitKind
+from megatron.core.param_meta import LOOKUP, GradRoute, InitKind, Region
 from megatron.core.protocols import WeightGradSink
 from megatron.core.sink_module import LayerFactory, SinkModule
-from megatron.core.tensor_parallel.linear import Activation, linear
+from megatron.core.tensor_parallel.linear import Activation, column_linear, row_linear
+from megatron.core.tensor_parallel.mappings import (
+    TensorParallel,
+    gather_sequence,
+    sequence_slice,
+    sum_ranks,
+)
+from megatron.core.tensor_parallel.shards import Band, band_regions, even_bands, whole_region
 
 
 class _ParallelLinear(SinkModule):
-    """A linear layer, weight [out, in] and maybe bias [out]."""
+    """A linear layer, weight [out, in] and maybe bias [out] of the whole; what is held is a part of them."""
+
+    bias: nn.Parameter | None
+
+    def _make_parameters(
+        self,
+        shape: tuple[int, int],
+        *,
+        regions: tuple[Region, ...],
+        bias_regions: tuple[Region, ...],
+        init_std: float,
+        bias: bool,
+        layer: int | None,
+        embedding_or_output: bool = False,
+    ) -> None:
+        self.weight = self.new_parameter(
+            "weight",
+            shape,
+            regions=regions,
+            init=InitKind.NORMAL,
+            init_std=init_std,
+            route=GradRoute.WEIGHT,
+            layer=layer,
+            embedding_or_output=embedding_or_output,
+        )
+        self.bias = None
+        if bias:
+            self.bias = self.new_parameter(
+                "bias",
+                shape[:1],
+                regions=bias_regions,
+                init=InitKind.ZEROS,
+                route=GradRoute.WEIGHT,
+                layer=layer,
+            )
+        self._bias_key = self.key("bias") if bias else None
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Linear layer whose output features are sharded: QKV, first MLP matrix, output layer.
+
+    [s, ..., in] (sequence parallel: [s/tp, ..., in]) -> [s, ..., this rank's features]. bands: the rows of the
+    weight that this rank holds, in its own order; an even share by default. Communicates over tp.
+    """
 
     def __init__(
         self,
@@ -31,27 +79,66 @@ class _ParallelLinear(SinkModule):
         bias: bool,
         layer: int | None = None,
         embedding_or_output: bool = False,
+        bands: Sequence[Band] | None = None,
     ) -> None:
         super().__init__(name, factory)
-        self.weight = self.new_parameter(
-            "weight",
-            (out_features, in_features),
-            init=InitKind.NORMAL,
+        if bands is None:
+            bands = even_bands(out_features, self.tensor)
+        shape = (out_features, in_features)
+        self._make_parameters(
+            shape,
+            regions=band_regions(shape, bands, 0, self.tensor),
+            bias_regions=band_regions(shape[:1], bands, 0, self.tensor),
             init_std=init_std,
-            route=GradRoute.WEIGHT,
+            bias=bias,
             layer=layer,
             embedding_or_output=embedding_or_output,
         )
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = self.new_parameter(
-                "bias", (out_features,), init=InitKind.ZEROS, route=GradRoute.WEIGHT, layer=layer
-            )
-        self._bias_key = self.key("bias") if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(
+            x,
+            self.weight,
+            self.bias,
+            sink=self.sink,
+            key=self.key("weight"),
+            bias_key=self._bias_key,
+            tensor=self.tensor,
+        )
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Linear layer whose input features are sharded: attention projection, second MLP matrix.
+
+    [s, ..., in/tp] -> [s, ..., out] (sequence parallel: [s/tp, ..., out]). Every rank holds the bias, which is
+    added once, after the sum over ranks. Communicates over tp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        factory: LayerFactory,
+        init_std: float,
+        bias: bool,
+        layer: int | None = None,
+    ) -> None:
+        super().__init__(name, factory)
+        shape = (out_features, in_features)
+        self._make_parameters(
+            shape,
+            regions=band_regions(shape, even_bands(in_features, self.tensor), 1, self.tensor),
+            bias_regions=whole_region(shape[:1], self.tensor, partial=False),
+            init_std=init_std,
+            bias=bias,
+            layer=layer,
+        )
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        """[..., in] -> [..., out], of activation(x) where one is given."""
-        return linear(
+        """Of activation(x) where one is given."""
+        return row_linear(
             x,
             self.weight,
             self.bias,
@@ -59,15 +146,8 @@ class _ParallelLinear(SinkModule):
             key=self.key("weight"),
             bias_key=self._bias_key,
             activation=activation,
+            tensor=self.tensor,
         )
-
-
-class ColumnParallelLinear(_ParallelLinear):
-    """Linear layer whose output features are the ones to shard: QKV, first MLP matrix, output layer."""
-
-
-class RowParallelLinear(_ParallelLinear):
-    """Linear layer whose input features are the ones to shard: attention projection, second MLP matrix."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -84,10 +164,42 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-class VocabParallelEmbedding(SinkModule):
-    """A table of rows looked up by id, weight [rows, h]: words, and learned positions.
+class _ShardedLookup(torch.autograd.Function):
+    """Rows that this rank does not hold count as zeros and get no gradient.
 
-    tied: the matrix is also the output layer's; the lookup's gradient then arrives under its own key.
+    Ids outside are wrapped onto held rows, where zeros are added for them: shapes then do not depend on the
+    data, which would cost a host-device sync, and no single row gets all the zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, tensor: TensorParallel, sink: WeightGradSink, key: str
+    ) -> Tensor:
+        held, outside = local_ids(ids, weight.shape[0], tensor)
+        ctx.save_for_backward(held, outside)
+        ctx.tensor, ctx.sink, ctx.key = tensor, sink, key
+        rows = F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
+        return sum_ranks(rows, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
+        held, outside = ctx.saved_tensors
+        dy = gather_sequence(grads[0], ctx.tensor)
+        ctx.sink.put(ctx.key, held, dy.masked_fill(outside.unsqueeze(-1), 0.0))
+        return None, None, None, None, None
+
+
+def local_ids(ids: Tensor, rows: int, tensor: TensorParallel) -> tuple[Tensor, Tensor]:
+    """(ids as rows of this rank's `rows`, those it does not hold wrapped; bool: it does not hold this id)."""
+    relative = ids - tensor.rank * rows
+    return relative.remainder(rows), (relative < 0) | (relative >= rows)
+
+
+class VocabParallelEmbedding(SinkModule):
+    """A table of rows looked up by id, weight [rows, h], its rows sharded: words.
+
+    two_uses: the matrix is also this model's output layer; the lookup's gradient then arrives under its own key.
+    shared: another pipeline stage has its own copy of the matrix, for its own use.
     """
 
     def __init__(
@@ -98,22 +210,55 @@ class VocabParallelEmbedding(SinkModule):
         name: str,
         factory: LayerFactory,
         init_std: float,
-        tied: bool = False,
+        two_uses: bool = False,
+        shared: bool = False,
     ) -> None:
         super().__init__(name, factory)
         key = self.key("weight")
-        self._lookup_key = key + LOOKUP if tied else key
+        self._lookup_key = key + LOOKUP if two_uses else key
+        shape = (rows, hidden_size)
         self.weight = self.new_parameter(
             "weight",
-            (rows, hidden_size),
+            shape,
+            regions=band_regions(shape, even_bands(rows, self.tensor), 0, self.tensor),
             init=InitKind.NORMAL,
             init_std=init_std,
             route=GradRoute.WEIGHT,
             embedding_or_output=True,
-            uses=(key, self._lookup_key) if tied else (),
+            uses=(key, self._lookup_key) if two_uses else (),
+            shared=shared,
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [s, b] integer -> [s, b, h]."""
-        rows: Tensor = _Lookup.apply(ids, self.weight, self.sink, self._lookup_key)
+        """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
+        rows: Tensor
+        if self.tensor.size == 1:
+            rows = _Lookup.apply(ids, self.weight, self.sink, self._lookup_key)
+        else:
+            rows = _ShardedLookup.apply(ids, self.weight, self.tensor, self.sink, self._lookup_key)
+        return rows
+
+
+class PositionEmbedding(SinkModule):
+    """Learned positions, weight [rows, h], whole on every rank; each looks up the positions of its own tokens."""
+
+    def __init__(
+        self, rows: int, hidden_size: int, *, name: str, factory: LayerFactory, init_std: float
+    ) -> None:
+        super().__init__(name, factory)
+        shape = (rows, hidden_size)
+        self.weight = self.new_parameter(
+            "weight",
+            shape,
+            regions=whole_region(shape, self.tensor, partial=self.tensor.sequence_parallel),
+            init=InitKind.NORMAL,
+            init_std=init_std,
+            route=GradRoute.WEIGHT,
+            embedding_or_output=True,
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
+        ids = sequence_slice(ids, self.tensor)
+        rows: Tensor = _Lookup.apply(ids, self.weight, self.sink, self.key("weight"))
         return rows

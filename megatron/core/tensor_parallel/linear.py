@@ -1,9 +1,14 @@
-"""The matrix product of the framework: input gradient by autograd, weight gradient through the sink.
+"""The matrix products of the framework: input gradient by autograd, weight gradient through the sink.
 
 [Note: B and W] The backward of a linear layer is two independent products. dx = dy W is what the layer
-before waits for; dW = dy^T x is what nobody waits for. The function below returns the first and hands (x,
+before waits for; dW = dy^T x is what nobody waits for. The functions below return the first and hand (x,
 dy) to the sink, which computes the second at once or keeps it for later. The weight itself gets no gradient
 from autograd: `.grad` stays None.
+
+[Note: B's communication behind W] A column layer's dx is a sum over tensor parallel ranks. Its reduction begins
+before the sink is called and is waited for afterwards, so that it runs beside the weight GEMM. Under sequence
+parallel x was kept in parts: it is gathered beside the GEMM of dx, unless the sink defers the weight gradient; then
+the sink keeps the part and gathers in W.
 """
 
 from __future__ import annotations
@@ -15,6 +20,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron.core.protocols import WeightGradSink
+from megatron.core.tensor_parallel.mappings import (
+    ALONE,
+    SequenceShard,
+    TensorParallel,
+    gather_sequence,
+    start_sum,
+    sum_ranks,
+)
 
 
 class Activation(Protocol):
@@ -27,7 +40,45 @@ class Activation(Protocol):
         ...
 
 
-class _Linear(torch.autograd.Function):
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: WeightGradSink,
+        key: str,
+        bias_key: str | None,
+        tensor: TensorParallel,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink, ctx.key, ctx.bias_key, ctx.tensor = sink, key, bias_key, tensor
+        return F.linear(gather_sequence(x, tensor), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        operand: Tensor | SequenceShard = x
+        if ctx.tensor.sequence_parallel and needs_weight:
+            operand = SequenceShard(x, ctx.tensor)
+            if not ctx.sink.deferring:
+                operand.start()
+        dx = pending = None
+        if needs_x:
+            dx, pending = start_sum(linear_dgrad(dy, weight), ctx.tensor)
+        if needs_weight:
+            ctx.sink.put(ctx.key, operand, dy)
+        if ctx.bias_key is not None and needs_bias:
+            ctx.sink.put(ctx.bias_key, None, dy)
+        if pending is not None:
+            pending.wait()
+        return dx, None, None, None, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -38,14 +89,20 @@ class _Linear(torch.autograd.Function):
         key: str,
         bias_key: str | None,
         activation: Activation | None,
+        tensor: TensorParallel,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink, ctx.key, ctx.bias_key, ctx.activation = sink, key, bias_key, activation
-        return F.linear(x if activation is None else activation.forward(x), weight, bias)
+        ctx.sink, ctx.key, ctx.bias_key = sink, key, bias_key
+        ctx.activation, ctx.tensor = activation, tensor
+        active = x if activation is None else activation.forward(x)
+        if tensor.size == 1:
+            return F.linear(active, weight, bias)
+        total = sum_ranks(F.linear(active, weight), tensor)
+        return total if bias is None else total.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
+        dy = gather_sequence(grads[0], ctx.tensor)
         x, weight = ctx.saved_tensors
         activation = ctx.activation
         dx = linear_dgrad(dy, weight) if ctx.needs_input_grad[0] else None
@@ -55,7 +112,7 @@ class _Linear(torch.autograd.Function):
             ctx.sink.put(ctx.bias_key, None, dy)
         if dx is not None and activation is not None:
             dx = activation.backward(x, dx)
-        return dx, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
 
 
 def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
@@ -63,7 +120,26 @@ def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     return dy.matmul(weight)
 
 
-def linear(
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    sink: WeightGradSink,
+    key: str,
+    bias_key: str | None = None,
+    tensor: TensorParallel = ALONE,
+) -> Tensor:
+    """x W^T + b over this rank's output features: x [s, ..., in], weight [out/tp, in] -> [s, ..., out/tp].
+
+    Under sequence parallel x is [s/tp, ..., in]. Communicates over tp: gathers x (sequence parallel only), and
+    in the backward pass adds the input's gradient.
+    """
+    out: Tensor = _ColumnLinear.apply(x, weight, bias, sink, key, bias_key, tensor)
+    return out
+
+
+def row_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -72,11 +148,14 @@ def linear(
     key: str,
     bias_key: str | None = None,
     activation: Activation | None = None,
+    tensor: TensorParallel = ALONE,
 ) -> Tensor:
-    """activation(x) W^T + b: x [..., in], weight [out, in] -> [..., out].
+    """activation(x) W^T + b over this rank's input features: x [s, ..., in/tp], weight [out, in/tp] -> [s, ..., out].
 
-    With an activation only its input is kept; the output is computed again for the weight gradient (less
-    than 1 % of the layer's time, a quarter of its memory).
+    Under sequence parallel the result is [s/tp, ..., out]. Communicates over tp: adds the products of all ranks
+    before the bias, and in the backward pass gathers dy (sequence parallel only), so that every rank has the whole
+    gradient of the bias. With an activation only its input is kept; the output is computed again for the weight
+    gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    out: Tensor = _Linear.apply(x, weight, bias, sink, key, bias_key, activation)
+    out: Tensor = _RowLinear.apply(x, weight, bias, sink, key, bias_key, activation, tensor)
     return out

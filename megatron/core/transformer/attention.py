@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from megatron.core.module import ModelContext
 from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.shards import Band
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.norm import Norm
@@ -17,10 +19,34 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
 
 
+def qkv_bands(heads: int, groups: int, head_dim: int, tensor: TensorParallel) -> tuple[Band, ...]:
+    """The rows of `linear_qkv` that this rank holds: heads/tp query heads, and the keys and values they look at.
+
+    Rows of the whole are grouped by KV group: the group's query heads, its key head, its value head. With at least
+    as many groups as ranks a rank holds whole groups. With fewer, tp/groups consecutive ranks share a group: each
+    holds its own query heads of it and a copy of its key and value rows.
+    """
+    per_group = heads // groups
+    group_rows = (per_group + 2) * head_dim
+    if groups % tensor.size == 0:
+        rows = groups // tensor.size * group_rows
+        return (Band(tensor.rank * rows, rows),)
+    assert tensor.size % groups == 0, f"{groups} query groups over {tensor.size} ranks"
+    copies = tensor.size // groups
+    group, place = divmod(tensor.rank, copies)
+    query_rows = per_group // copies * head_dim
+    start = group * group_rows
+    return (
+        Band(start + place * query_rows, query_rows),
+        Band(start + per_group * head_dim, 2 * head_dim, copies),
+    )
+
+
 class SelfAttention(nn.Module):
     """[s, b, h] -> [s, b, h].
 
-    Rows of `linear_qkv` are grouped by KV group: the group's query heads, its key head, its value head.
+    Rows of `linear_qkv` are grouped by KV group: the group's query heads, its key head, its value head. Each tensor
+    parallel rank attends with its own query heads (`qkv_bands`). Communicates over tp.
     """
 
     def __init__(
@@ -35,29 +61,27 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.context = context
-        self.groups = config.num_query_groups
-        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        tensor = factory.tensor
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        self.groups = max(groups // tensor.size, 1)  # of this rank
+        self.heads_per_group = heads // tensor.size // self.groups
         self.head_dim = config.kv_channels
         self.interleaved = config.rotary_interleaved
-        heads = config.num_attention_heads
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            (heads + 2 * self.groups) * self.head_dim,
+            (heads + 2 * groups) * self.head_dim,
             name=f"{name}.linear_qkv",
             factory=factory,
             init_std=factory.init_std,
             bias=config.add_bias_linear or config.add_qkv_bias,
             layer=layer,
+            bands=qkv_bands(heads, groups, self.head_dim, tensor),
         )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
-            self.q_layernorm = Norm(
-                config, self.head_dim, name=f"{name}.q_layernorm", factory=factory, layer=layer
-            )
-            self.k_layernorm = Norm(
-                config, self.head_dim, name=f"{name}.k_layernorm", factory=factory, layer=layer
-            )
-        self.core_attention = CoreAttention(config, context, layer)
+            self.q_layernorm = self._head_norm(config, f"{name}.q_layernorm", factory)
+            self.k_layernorm = self._head_norm(config, f"{name}.k_layernorm", factory)
+        self.core_attention = CoreAttention(config, context, layer, tensor.shard_rank)
         self.linear_proj = RowParallelLinear(
             heads * self.head_dim,
             config.hidden_size,
@@ -70,6 +94,9 @@ class SelfAttention(nn.Module):
         self.recompute_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
+
+    def _head_norm(self, config: TransformerConfig, name: str, factory: LayerFactory) -> Norm:
+        return Norm(config, self.head_dim, name=name, factory=factory, layer=self.layer, over_heads=True)
 
     def forward(
         self,
@@ -91,9 +118,10 @@ class SelfAttention(nn.Module):
         return self.linear_proj(core)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, heads, d], keys and values [s, b, groups, d]."""
-        s, b, _ = x.shape
-        rows = self.linear_qkv(x).view(s, b, self.groups, self.heads_per_group + 2, self.head_dim)
+        """Queries [s, b, heads, d], keys and values [s, b, groups, d], of this rank."""
+        rows = self.linear_qkv(x)
+        s, b, _ = rows.shape
+        rows = rows.view(s, b, self.groups, self.heads_per_group + 2, self.head_dim)
         query, key, value = rows.split([self.heads_per_group, 1, 1], dim=3)
         query = query.reshape(s, b, self.groups * self.heads_per_group, self.head_dim)
         key, value = key.squeeze(3), value.squeeze(3)

@@ -17,14 +17,16 @@ class CoreAttention(nn.Module):
     """Attention proper of one layer; no parameters.
 
     query [s, b, heads, d], key and value [s_all, b, groups, d] -> [s, b, heads * d]. mask: bool, True = may
-    not be seen, broadcastable to [b, heads, s, s_all]; None = causal.
+    not be seen, broadcastable to [b, heads, s, s_all]; None = causal. tp_rank: where heads are sharded.
     """
 
-    def __init__(self, config: TransformerConfig, context: ModelContext, layer: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, context: ModelContext, layer: int, tp_rank: int | None = None
+    ) -> None:
         super().__init__()
         self.written_out = config.attention_backend in ("unfused", "local")
         self.dropout = config.attention_dropout
-        self.site = DropoutSite(context, layer, "attention")
+        self.site = DropoutSite(context, layer, "attention", tp_rank)
         self.scale = 1.0 / math.sqrt(config.kv_channels)
         # `--apply-query-key-layer-scaling` keeps fp16 products small and is undone in an fp32 softmax; fused
         # kernels hold scores in fp32 and need neither.

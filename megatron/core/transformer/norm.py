@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.core.param_meta import GradRoute, InitKind
 from megatron.core.protocols import WeightGradSink
 from megatron.core.sink_module import LayerFactory, SinkModule
+from megatron.core.tensor_parallel.shards import whole_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -101,6 +102,10 @@ class Norm(SinkModule):
 
     With `apply_layernorm_1p` the stored weight is the factor minus one. The input may be wider than the
     weights (an fp32 residual stream); the output has the weights' dtype.
+
+    Every tensor parallel rank holds all of it. over_heads: it norms attention heads, of which each rank has its
+    own; else the residual stream, of which each rank has its own tokens under sequence parallel only. Where ranks
+    see different rows, each has a part of the gradient.
     """
 
     def __init__(
@@ -111,13 +116,17 @@ class Norm(SinkModule):
         name: str,
         factory: LayerFactory,
         layer: int | None = None,
+        over_heads: bool = False,
     ) -> None:
         super().__init__(name, factory)
+        partial = self.tensor.size > 1 if over_heads else self.tensor.sequence_parallel
+        regions = whole_region((size,), self.tensor, partial=partial)
         self.eps = config.norm_epsilon
         self.offset = 1.0 if config.apply_layernorm_1p else 0.0
         self.weight = self.new_parameter(
             "weight",
             (size,),
+            regions=regions,
             init=InitKind.ZEROS if config.apply_layernorm_1p else InitKind.ONES,
             route=GradRoute.INPUT,
             layer=layer,
@@ -125,7 +134,7 @@ class Norm(SinkModule):
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = self.new_parameter(
-                "bias", (size,), init=InitKind.ZEROS, route=GradRoute.INPUT, layer=layer
+                "bias", (size,), regions=regions, init=InitKind.ZEROS, route=GradRoute.INPUT, layer=layer
             )
 
     def forward(self, x: Tensor) -> Tensor:

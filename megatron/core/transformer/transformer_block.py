@@ -34,7 +34,8 @@ def recompute_chunks(config: TransformerConfig, num_layers: int) -> list[tuple[i
 class TransformerBlock(nn.Module):
     """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends the model.
 
-    Layers are held under their global numbers, so parameter names are the same on every stage.
+    [s/tp, b, h] under sequence parallel. Layers are held under their global numbers, so parameter names are the same
+    on every stage. Without layers and norm the input itself is returned.
     """
 
     def __init__(

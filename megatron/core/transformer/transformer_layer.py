@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(nn.Module):
-    """[s, b, h] -> [s, b, h]; `layer` is the global number, from 0."""
+    """[s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]); `layer` is the global number, from 0."""
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class TransformerLayer(nn.Module):
             config, size, name=f"{name}.pre_mlp_layernorm", factory=factory, layer=layer
         )
         self.mlp = MLP(config, layer, name=f"{name}.mlp", factory=factory)
-        self.attention_site = DropoutSite(context, layer, "attention_output")
-        self.mlp_site = DropoutSite(context, layer, "mlp_output")
+        tp_rank = factory.tensor.sequence_rank
+        self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
+        self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
 
     def forward(
         self,

@@ -7,13 +7,17 @@ from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.sink_module import LayerFactory
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import PositionEmbedding, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
-    """tokens and position_ids [b, s] -> [s, b, h], in fp32 with `--fp32-residual-connection`."""
+    """tokens and position_ids [b, s] -> [s, b, h], in fp32 with `--fp32-residual-connection`.
+
+    Under sequence parallel [s/tp, b, h]. words_only: of a stage that ends the model without beginning it, and keeps
+    the matrix as its output layer. two_uses, shared: as in `VocabParallelEmbedding`. Communicates over tp.
+    """
 
     def __init__(
         self,
@@ -21,24 +25,27 @@ class LanguageModelEmbedding(nn.Module):
         context: ModelContext,
         *,
         padded_vocab_size: int,
-        tied: bool,
+        two_uses: bool,
+        shared: bool,
+        words_only: bool,
         name: str,
         factory: LayerFactory,
     ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
-        self.site = DropoutSite(context, -1, "embedding")
+        self.site = DropoutSite(context, -1, "embedding", factory.tensor.sequence_rank)
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size,
             config.hidden_size,
             name=f"{name}.word_embeddings",
             factory=factory,
             init_std=factory.init_std,
-            tied=tied,
+            two_uses=two_uses,
+            shared=shared,
         )
         self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = VocabParallelEmbedding(
+        if config.position_embedding_type == "learned_absolute" and not words_only:
+            self.position_embeddings = PositionEmbedding(
                 config.max_position_embeddings,
                 config.hidden_size,
                 name=f"{name}.position_embeddings",

@@ -15,7 +15,8 @@ from megatron.core.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import column_linear
+from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -28,10 +29,12 @@ class GPTModel(MegatronModule):
     config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout. device:
     torch's default device if not given; parameters are filled there, or left empty on the meta device for an
     engine to materialise and fill (`tensor_parallel.init`). layers: global numbers of the layers held here;
-    all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss.
-    sink: where gradients go instead of `context.grads` (a pipeline that defers weight gradients).
+    all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss. A stage
+    that does neither and has no layers hands on what it is given. sink: where gradients go instead of
+    `context.grads` (a pipeline that defers weight gradients). tensor: the ranks that share every layer, this one
+    alone by default; all of them must call the model alike, because its layers communicate over them (tp).
 
-    Raises ValueError where learned positions do not cover the sequence.
+    Raises ValueError where learned positions do not cover the sequence, or sizes do not divide over `tensor`.
     """
 
     def __init__(
@@ -46,9 +49,12 @@ class GPTModel(MegatronModule):
         post_process: bool = True,
         layers: Sequence[int] | None = None,
         sink: WeightGradSink | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
+        self.tensor = ALONE if tensor is None else tensor
         _check_positions(config)
+        _check_divisible(config, padded_vocab_size, self.tensor)
         self.config = config
         self.context = ModelContext(seed=seed)
         self.sink: WeightGradSink = self.context.grads if sink is None else sink
@@ -61,7 +67,10 @@ class GPTModel(MegatronModule):
             device=torch.get_default_device() if device is None else torch.device(device),
             init_std=config.init_method_std,
             residual_std=config.init_method_std / math.sqrt(2 * config.num_layers),
+            tensor=self.tensor,
         )
+        self.dtype, self.device = factory.dtype, factory.device
+        self._input: Tensor | None = None
         self._build(factory, range(config.num_layers) if layers is None else layers)
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         self.param_meta = collect_param_meta(self)
@@ -72,19 +81,20 @@ class GPTModel(MegatronModule):
     def _build(self, factory: LayerFactory, layers: Sequence[int]) -> None:
         config = self.config
         # A stage that ends the model without beginning it keeps its own copy of a tied matrix, under the
-        # same name.
+        # same name, and both stages have the gradient of their one use of it.
+        both_ends = self.pre_process and self.post_process
         self.embedding = None
         if self.pre_process or (self.post_process and self.tied):
             self.embedding = LanguageModelEmbedding(
                 config,
                 self.context,
                 padded_vocab_size=self.padded_vocab_size,
-                tied=self.tied,
+                two_uses=self.tied and both_ends,
+                shared=self.tied and not both_ends,
+                words_only=not self.pre_process,
                 name="embedding",
                 factory=factory,
             )
-            if not self.pre_process:
-                self.embedding.position_embeddings = None
         self.decoder = TransformerBlock(
             config, self.context, layers, name="decoder", factory=factory, final_norm=self.post_process
         )
@@ -100,55 +110,70 @@ class GPTModel(MegatronModule):
                 embedding_or_output=True,
             )
 
+    def set_input_tensor(self, hidden: Tensor | None) -> None:
+        """What the next `forward` of a stage that does not embed begins with, from the stage before: [s, b, h], or
+        under sequence parallel [s/tp, b, h]."""
+        self._input = hidden
+
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         *,
-        hidden: Tensor | None = None,
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
-        """Per-token losses [b, s] with labels, else logits [b, s, v]; a middle stage returns hidden states [s, b, h].
+        """Per-token losses [b, s] with labels, else logits [b, s, v]; whole on every tp rank.
 
-        tokens, position_ids, labels [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True = masked,
-        None = causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss` applies it.
-        hidden: [s, b, h] from the stage before, where this one does not embed.
+        A stage before the last returns hidden states [s, b, h], under sequence parallel [s/tp, b, h].
+        tokens, position_ids, labels [b, s] int64; tokens where the stage embeds. attention_mask: bool [b or 1, 1,
+        s, s], True = masked, None = causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss`
+        applies it.
         """
-        if self.pre_process:
-            assert self.embedding is not None
-            hidden = self.embedding(tokens, position_ids)
-        assert hidden is not None, "a stage without the embedding needs hidden states"
+        hidden = self._begin(tokens, position_ids)
         angles = None
         if self.rotary is not None:
             start = 0 if inference_cache is None else inference_cache.length
-            angles = self.rotary(start, hidden.shape[0], hidden)
+            sharded = self.tensor.size if self.tensor.sequence_parallel else 1
+            angles = self.rotary(start, hidden.shape[0] * sharded, hidden)
         hidden = self.decoder(hidden, attention_mask, angles, inference_cache)
         if not self.post_process:
             return hidden
-        logits = self._logits(hidden)  # [s, b, v]
+        logits = self._logits(hidden)  # [s, b, v/tp]
         if labels is None:
-            return logits.transpose(0, 1)
-        return vocab_parallel_cross_entropy(logits, labels.t()).t()
+            return gather_vocabulary(logits, self.tensor).transpose(0, 1)
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.tensor).t()
+
+    def _begin(self, tokens: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        if self.pre_process:
+            assert self.embedding is not None
+            assert tokens is not None, "a stage that embeds needs tokens"
+            embedded: Tensor = self.embedding(tokens, position_ids)
+            return embedded
+        hidden, self._input = self._input, None  # used once: the model keeps no activation alive
+        assert hidden is not None, "a stage without the embedding needs set_input_tensor before each forward"
+        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.output_layer is not None:
             return self.output_layer(hidden)
         assert self.embedding is not None
         words = self.embedding.word_embeddings
-        return linear(hidden, words.weight, sink=self.sink, key=words.key("weight"))
+        return column_linear(
+            hidden, words.weight, sink=self.sink, key=words.key("weight"), tensor=self.tensor
+        )
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gradient buffers of the model's own, one a sink key: for use without an engine."""
-        parameter = next(self.parameters())
-        shapes = {key: meta.global_shape for meta in self.param_meta.values() for key in meta.grad_keys}
-        self.context.grads.bind_new(shapes, dtype or parameter.dtype, parameter.device)
+        shapes = {key: meta.local_shape for meta in self.param_meta.values() for key in meta.grad_keys}
+        self.context.grads.bind_new(shapes, dtype or self.dtype, self.device)
         return self.context.grads.main_grads
 
     def summed_grads(self) -> dict[str, Tensor]:
-        """Gradient of each parameter, the uses of a tied one added up."""
+        """Gradient of this rank's part of each parameter, the uses of a tied one added up; regions whose gradient is
+        `partial` are not summed over ranks."""
         buffers = self.context.grads.main_grads
         grads: dict[str, Tensor] = {}
         for name, meta in self.param_meta.items():
@@ -163,4 +188,25 @@ def _check_positions(config: TransformerConfig) -> None:
         raise ValueError(
             f"--seq-length {config.seq_length} exceeds --max-position-embeddings "
             f"{config.max_position_embeddings}: the table of learned positions must cover the sequence"
+        )
+
+
+def _check_divisible(config: TransformerConfig, padded_vocab_size: int, tensor: TensorParallel) -> None:
+    size = tensor.size
+    flags = {
+        f"--num-attention-heads {config.num_attention_heads}": config.num_attention_heads,
+        f"--ffn-hidden-size {config.ffn_hidden_size}": config.ffn_hidden_size,
+        f"the padded vocabulary {padded_vocab_size} (--padded-vocab-size, --make-vocab-size-divisible-by)": (
+            padded_vocab_size
+        ),
+    }
+    if tensor.sequence_parallel:
+        flags[f"--seq-length {config.seq_length} with --sequence-parallel"] = config.seq_length
+    for flag, value in flags.items():
+        if value % size:
+            raise ValueError(f"{flag} must be a multiple of --tensor-model-parallel-size {size}")
+    groups = config.num_query_groups
+    if groups % size and size % groups:
+        raise ValueError(
+            f"--num-query-groups {groups} must be a multiple or a divisor of --tensor-model-parallel-size {size}"
         )

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from megatron.core.device import current_device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
+from megatron.core.parallel_state import DEFAULT_TIMEOUT, Group
 from megatron.core.param_meta import GradRoute, InitKind
+from megatron.core.tensor_parallel.mappings import TensorParallel
 from tests.harness.tiny_models import (
     GQA,
     ROPE,
@@ -96,16 +99,66 @@ def test_stages_compose_to_the_whole(tied):
     middle = first(tokens, positions)
     assert middle.shape == (SEQ, 3, 32)
     received = middle.detach().requires_grad_()
-    loss = last(tokens, positions, labels=labels, hidden=received).mean()
+    last.set_input_tensor(received)
+    loss = last(labels=labels).mean()
     loss.backward()
     middle.backward(received.grad)
     assert torch.equal(loss, expected)
-    split = {**last.context.grads.main_grads}
-    for key, grad in first.context.grads.main_grads.items():
-        split[key] = split[key] + grad if key in split else grad
-    assert set(split) == set(whole.context.grads.main_grads)
-    for key, grad in whole.context.grads.main_grads.items():
-        assert torch.equal(grad, split[key]), key
+    split = {**last.summed_grads()}
+    for name, grad in first.summed_grads().items():
+        split[name] = split[name] + grad if name in split else grad
+    assert set(split) == set(whole.summed_grads())
+    for name, grad in whole.summed_grads().items():
+        assert torch.equal(grad, split[name]), name
+    words = "embedding.word_embeddings.weight"
+    assert [words in stage.param_meta for stage in (first, last)] == [True, tied]
+    for stage in (whole, first, last):
+        for name, meta in stage.param_meta.items():
+            assert meta.shared == (tied and stage is not whole and name == words)
+            assert (len(meta.grad_keys) == 2) == (tied and stage is whole and name == words)
+
+
+def test_an_empty_stage_is_the_identity():
+    config = tiny_config(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    stage = GPTModel(
+        config, padded_vocab_size=VOCAB, seed=3, layers=[], pre_process=False, post_process=False
+    )
+    assert stage.bind_new_grads() == {}
+    hidden = torch.randn(SEQ, 3, 32)
+    stage.set_input_tensor(hidden)
+    assert stage() is hidden
+    with pytest.raises(AssertionError, match="set_input_tensor before each forward"):
+        stage()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"num_attention_heads": 6, "hidden_size": 36}, "--num-attention-heads 6 must be a multiple"),
+        ({"ffn_hidden_size": 66}, "--ffn-hidden-size 66 must be a multiple"),
+        ({"seq_length": 14}, "--seq-length 14 with --sequence-parallel must be a multiple"),
+        (
+            {
+                "num_attention_heads": 12,
+                "hidden_size": 48,
+                "group_query_attention": True,
+                "num_query_groups": 6,
+            },
+            "--num-query-groups 6 must be a multiple or a divisor of --tensor-model-parallel-size 4",
+        ),
+    ],
+)
+def test_what_does_not_divide_over_tensor_ranks_is_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        GPTModel(tiny_config(**flags), padded_vocab_size=VOCAB, seed=3, tensor=four_ranks())
+    with pytest.raises(ValueError, match=r"padded vocabulary 62 .*must be a multiple"):
+        GPTModel(tiny_config(), padded_vocab_size=62, seed=3, tensor=four_ranks())
+
+
+def four_ranks(rank=0):
+    """A tensor parallel group that nobody talks over."""
+    group = Group("tp", (0, 1, 2, 3), rank, "gloo", None, current_device(kind="cpu"), DEFAULT_TIMEOUT)
+    return TensorParallel(group, sequence_parallel=True)
 
 
 def test_gradients_add_up_over_microbatches():

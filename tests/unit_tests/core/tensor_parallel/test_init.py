@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.param_meta import InitKind, ParamMeta
-from megatron.core.tensor_parallel.init import ROW_BLOCK, fill, init_parameters
+from megatron.core.param_meta import InitKind, ParamMeta, Region
+from megatron.core.tensor_parallel.init import ROW_BLOCK, fill, fill_rectangle, init_parameters
 from tests.harness.tiny_models import VOCAB, tiny_config
 
 ROWS, COLUMNS = 300, 5
@@ -29,7 +29,7 @@ def test_any_rectangle_alone(data):
     c0 = data.draw(st.integers(0, COLUMNS))
     c1 = data.draw(st.integers(c0, COLUMNS))
     part = torch.empty(r1 - r0, c1 - c0)
-    fill(part, ParamMeta("a.weight", (ROWS, COLUMNS), init_std=0.5), 1, row_start=r0, col_start=c0)
+    fill_rectangle(part, ParamMeta("a.weight", (ROWS, COLUMNS), init_std=0.5), 1, row_start=r0, col_start=c0)
     assert torch.equal(part, whole()[r0:r1, c0:c1])
 
 
@@ -56,7 +56,21 @@ def test_zeros_and_ones():
 
 def test_outside_the_parameter_is_refused():
     with pytest.raises(AssertionError, match="rows 299"):
-        fill(torch.empty(2, COLUMNS), ParamMeta("a.weight", (ROWS, COLUMNS)), 1, row_start=299)
+        fill_rectangle(torch.empty(2, COLUMNS), ParamMeta("a.weight", (ROWS, COLUMNS)), 1, row_start=299)
+
+
+def test_a_part_of_several_regions():
+    """Two bands of rows, as the gate and up rows of a gated MLP."""
+    regions = (Region((0, 0), (140, 0), (20, COLUMNS)), Region((20, 0), (290, 0), (10, COLUMNS)))
+    part = torch.empty(30, COLUMNS)
+    fill(part, ParamMeta("a.weight", (ROWS, COLUMNS), init_std=0.5, regions=regions), 1)
+    assert torch.equal(part, torch.cat((whole()[140:160], whole()[290:300])))
+    columns = (Region((0, 0), (0, 3), (ROWS, 2)),)
+    part = torch.empty(ROWS, 2)
+    fill(part, ParamMeta("a.weight", (ROWS, COLUMNS), init_std=0.5, regions=columns), 1)
+    assert torch.equal(part, whole()[:, 3:])
+    with pytest.raises(AssertionError, match=r"a.weight: \(2, 2\) != "):
+        fill(torch.empty(2, 2), ParamMeta("a.weight", (ROWS, COLUMNS), regions=columns), 1)
 
 
 class ModelWeights:

@@ -1,16 +1,19 @@
 """Linear layers on the sink: dgrad by autograd, wgrad by the sink, separable."""
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.core.protocols import WeightGradSink
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import column_linear, row_linear
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import accumulate_wgrad
 
 
 class RecordingSink:
     """Keeps what is put, computes nothing: a deferring pipeline's view."""
+
+    deferring = True
 
     def __init__(self):
         self.puts = []
@@ -29,7 +32,8 @@ def make(bias=True):
     return x, weight, b
 
 
-def test_input_gradient_first_weight_gradient_later():
+@pytest.mark.parametrize("linear", [column_linear, row_linear])
+def test_input_gradient_first_weight_gradient_later(linear):
     x, weight, bias = make()
     sink: WeightGradSink = RecordingSink()
     out = linear(x, weight, bias, sink=sink, key="w", bias_key="b")
@@ -52,7 +56,7 @@ def test_input_gradient_first_weight_gradient_later():
 def test_activation_is_recomputed_not_kept():
     x, weight, _ = make(bias=False)
     sink = RecordingSink()
-    out = linear(x, weight, sink=sink, key="w", activation=GELU)
+    out = row_linear(x, weight, sink=sink, key="w", activation=GELU)
     kept = list(out.grad_fn.saved_tensors)
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), weight.data_ptr()}
     dy = torch.randn_like(out)
@@ -65,7 +69,8 @@ def test_activation_is_recomputed_not_kept():
     torch.testing.assert_close(grad, rw.grad, rtol=0, atol=1e-12)
 
 
-def test_frozen_weight_reports_nothing():
+@pytest.mark.parametrize("linear", [column_linear, row_linear])
+def test_frozen_weight_reports_nothing(linear):
     x, weight, bias = make()
     weight.requires_grad_(False)
     sink = RecordingSink()

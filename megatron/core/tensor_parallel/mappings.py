@@ -1,0 +1,160 @@
+"""The tensor parallel ranks as the layers of one model see them, and what is moved between those ranks.
+
+A tensor is *whole* (the same on every tensor parallel rank), *sharded* (`[s/tp, b, h]`: sequence parallel keeps the
+residual stream so) or *partial* (`{+tp}`: the sum over the ranks is what is meant).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megatron.core.parallel_state import Group, ParallelState
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that share every layer of a model.
+
+    group: None or of one rank for a model that no other rank shares. sequence_parallel: between the linear layers
+    the residual stream is split along the sequence; without others to split it with, it is not.
+    """
+
+    group: Group | None = None
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size == 1:
+            object.__setattr__(self, "sequence_parallel", False)
+
+    @classmethod
+    def of(cls, ps: ParallelState, sequence_parallel: bool) -> TensorParallel:
+        """This rank's tensor parallel group."""
+        return cls(ps.group("tp"), sequence_parallel)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def shard_rank(self) -> int | None:
+        """`tp_rank` of a dropout site on a tensor that is always sharded (attention heads)."""
+        return self.rank if self.size > 1 else None
+
+    @property
+    def sequence_rank(self) -> int | None:
+        """`tp_rank` of a dropout site on the residual stream, which is sharded under sequence parallel only."""
+        return self.rank if self.sequence_parallel else None
+
+    @property
+    def peers(self) -> Group:
+        """The group, where there is one to talk to."""
+        assert self.group is not None, "a single tensor parallel rank has no peers"
+        return self.group
+
+
+ALONE = TensorParallel()  # one rank holds every layer whole
+
+
+class SequenceShard:
+    """An `Operand`: this rank's part [s/tp, ...] of a tensor, gathered along the sequence when it is wanted whole."""
+
+    def __init__(self, shard: Tensor, tensor: TensorParallel) -> None:
+        self.shard = shard
+        self.tensor = tensor
+        self._whole: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        """Begin to gather; communicates over tp. A second call does nothing."""
+        if self._whole is None:
+            self._whole, self._pending = _start_gather(self.shard, self.tensor, async_op=True)
+
+    def whole(self) -> Tensor:
+        """[s, ...]; gathers now unless `start` was called."""
+        self.start()
+        assert self._whole is not None
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._whole
+
+
+def _start_gather(shard: Tensor, tensor: TensorParallel, *, async_op: bool) -> tuple[Tensor, Pending]:
+    whole = shard.new_empty(shard.shape[0] * tensor.size, *shard.shape[1:])
+    return whole, all_gather(whole, shard.contiguous(), tensor.peers, async_op=async_op)
+
+
+def gather_sequence(shard: Tensor, tensor: TensorParallel) -> Tensor:
+    """[s/tp, ...] -> [s, ...] under sequence parallel; else the tensor itself. Communicates over tp."""
+    if not tensor.sequence_parallel:
+        return shard
+    return _start_gather(shard, tensor, async_op=False)[0]
+
+
+def sequence_slice(whole: Tensor, tensor: TensorParallel) -> Tensor:
+    """This rank's part [s/tp, ...] of a whole tensor [s, ...] under sequence parallel; else the tensor itself."""
+    if not tensor.sequence_parallel:
+        return whole
+    _check_divisible(whole.shape[0], tensor)
+    return whole.chunk(tensor.size)[tensor.rank]
+
+
+def start_sum(partial: Tensor, tensor: TensorParallel) -> tuple[Tensor, Pending | None]:
+    """Begin to add [s, ...] over tp: the sum, in place, or under sequence parallel this rank's part of it [s/tp, ...].
+
+    The result holds once the pending collective (None without peers) has been waited for. `partial` is consumed.
+    """
+    if tensor.size == 1:
+        return partial, None
+    partial = partial.contiguous()
+    if not tensor.sequence_parallel:
+        return partial, all_reduce(partial, tensor.peers, async_op=True)
+    _check_divisible(partial.shape[0], tensor)
+    shard = partial.new_empty(partial.shape[0] // tensor.size, *partial.shape[1:])
+    return shard, reduce_scatter(shard, partial, tensor.peers, async_op=True)
+
+
+def sum_ranks(partial: Tensor, tensor: TensorParallel) -> Tensor:
+    """`start_sum`, waited for."""
+    total, pending = start_sum(partial, tensor)
+    if pending is not None:
+        pending.wait()
+    return total
+
+
+def _check_divisible(length: int, tensor: TensorParallel) -> None:
+    if length % tensor.size:
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be split over {tensor.size} tensor parallel ranks: with "
+            f"--sequence-parallel its length must be a multiple of --tensor-model-parallel-size"
+        )
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tensor: TensorParallel) -> Tensor:
+        ctx.tensor = tensor
+        parts = logits.new_empty(tensor.size, *logits.shape)
+        all_gather(parts, logits.contiguous(), tensor.peers)
+        return parts.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.tensor.size, -1)[ctx.tensor.rank], None
+
+
+def gather_vocabulary(logits: Tensor, tensor: TensorParallel) -> Tensor:
+    """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
+    if tensor.size == 1:
+        return logits
+    whole: Tensor = _GatherVocabulary.apply(logits, tensor)
+    return whole
