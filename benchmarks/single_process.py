@@ -79,9 +79,8 @@ class OurTrainer:
     def step(self, batches: Batches) -> float:
         total = 0.0
         positions = torch.arange(batches[0][0].shape[1]).expand_as(batches[0][0])
-        self.model.zero_grad_buffer()
+        self.model.begin_step(len(batches))
         for index, (tokens, labels) in enumerate(batches):
-            self.model.begin_microbatch(index, last=index == len(batches) - 1)
             self.gpt.context.begin_microbatch(0, index, index)
             losses = self.model(tokens, positions, labels=labels)
             loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)

@@ -56,7 +56,7 @@ def train(ps, seed=1234):
     losses = []
     for step in range(STEPS):
         tokens, labels = batch_of_step(text, step)
-        ddp.zero_grad_buffer()
+        ddp.begin_step(num_microbatches)  # gradients travel during the backward of the last microbatch
         step_loss = torch.zeros(())
         for index in range(num_microbatches):
             # Which samples: the same step sees the same microbatches, however many ranks share them.
@@ -64,8 +64,6 @@ def train(ps, seed=1234):
             rows = slice(global_index * MICRO_BATCH, (global_index + 1) * MICRO_BATCH)
             # Dropout masks are a function of (seed, step, global microbatch, layer, site): nothing to save.
             model.context.begin_microbatch(step, index, global_index)
-            # Gradients travel during the backward of the last microbatch only.
-            ddp.begin_microbatch(index, last=index == num_microbatches - 1)
             positions = torch.arange(SEQ).expand_as(tokens[rows])
             token_losses = ddp(tokens[rows], positions, labels=labels[rows])  # [b, s]
             loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(token_losses), token_losses)

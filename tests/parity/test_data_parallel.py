@@ -51,12 +51,11 @@ def train(ctx, dtype, flags, *, overlap=True, frozen=False, buckets=BUCKETS, ste
     num_microbatches = GLOBAL_MICROBATCHES // ps.dp_size
     losses, norms, first = [], [], {}
     for step in range(steps):
-        ddp.zero_grad_buffer()
+        ddp.begin_step(num_microbatches)
         total = 0.0
         for index in range(num_microbatches):
             global_index = index * ps.dp_size + ps.dp_rank
             model.context.begin_microbatch(step, index, global_index)
-            ddp.begin_microbatch(index, last=index == num_microbatches - 1)
             tokens, labels, positions = microbatch(step, global_index)
             loss = ddp(tokens, positions, None, labels=labels).mean()
             loss.backward()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.pieces import cut_flat_slice
+from megatron.core.param_meta import ParamMeta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,18 @@ def whole_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Local
     return [
         LocalPiece(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
         for name, tensor in tensors.items()
+    ]
+
+
+def pieces_of(prefix: str, meta: ParamMeta, tensor: Tensor) -> list[LocalPiece]:
+    """The regions of a parameter's local tensor (or of anything in its shape: a moment), under `prefix.name`."""
+    assert tuple(tensor.shape) == meta.local_shape, (
+        f"{meta.name}: shape {tuple(tensor.shape)} here, by its ParamMeta {meta.local_shape}"
+    )
+    tensor = tensor.detach()
+    return [
+        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, part.offset, part.view(tensor))
+        for part in meta.parts
     ]
 
 

@@ -42,26 +42,35 @@ class Arena:
 
 
 class FlatBuffer:
-    """Allocates the arenas and makes the module's parameters views of them.
+    """Allocates the arenas and makes parameters views of them.
 
-    Values of the module's parameters are kept; parameters on the meta device get storage here and no value:
-    the caller fills them (`weight`, then `copy_weights_to_main`; or `main_weight`, then
-    `copy_main_to_weights`).
+    parameters: by global name, in the order of the model. stages: name -> global pipeline stage (0 where left out);
+    with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
+    (`ParamMeta.local_shape`).
+
+    Values of the parameters are kept; parameters on the meta device get storage here and no value: the caller
+    fills them (`weight`, then `copy_weights_to_main`; or `main_weight`, then `copy_main_to_weights`).
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         param_meta: Mapping[str, ParamMeta],
         config: DistributedDataParallelConfig,
         *,
         dp_size: int,
         device: torch.device,
+        stages: Mapping[str, int] | None = None,
     ) -> None:
-        parameters = dict(module.named_parameters())
         unknown = sorted(parameters.keys() - param_meta.keys())
         assert not unknown, f"parameters without ParamMeta: {unknown}"
+        for name, parameter in parameters.items():
+            expected = param_meta[name].local_shape
+            assert tuple(parameter.shape) == expected, (
+                f"{name}: shape {tuple(parameter.shape)}, by its ParamMeta {expected}"
+            )
         self.param_meta = dict(param_meta)
+        self._stages = dict(stages or {})
         self.frozen = tuple(name for name, p in parameters.items() if not p.requires_grad)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self.names = tuple(trained)
@@ -105,8 +114,12 @@ class FlatBuffer:
         return self._view(self._arena_of[key].main_grads, key)
 
     def main_grads_by_key(self) -> dict[str, Tensor]:
-        """Every accumulator, for a sink to bind."""
+        """Every accumulator."""
         return {key: self.main_grad(key) for key in self._param_of_key}
+
+    def stage_of(self, name: str) -> int:
+        """The global pipeline stage whose chunk holds the parameter; of several, the first."""
+        return self._stages.get(name, 0)
 
     def has_own_main_weight(self, name: str) -> bool:
         return self._arena_of[name].has_main_weights

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from megatron.core import collectives
-from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.flat_buffer import Arena, FlatBuffer
 from megatron.core.optimizer.clip_grads import count_zeros, norm_of, squared_sums
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -111,11 +110,12 @@ class MixedPrecisionOptimizer:
         """Main weights (where they are not the model's) and moments, as pieces of global tensors."""
         pieces = []
         for name in self.buffer.names:
+            meta = self.buffer.param_meta[name]
             if self.buffer.has_own_main_weight(name):
-                pieces.append(self._piece("main_weight", name, self.buffer.main_weight(name)))
+                pieces += pieces_of("optimizer.main_weight", meta, self.buffer.main_weight(name))
             for moment, flats in self._moments.items():
                 flat = flats[self._arena_index(self.buffer.arena_of(name))]
-                pieces.append(self._piece(moment, name, self.buffer.view_like(flat, name)))
+                pieces += pieces_of(f"optimizer.{moment}", meta, self.buffer.view_like(flat, name))
         return pieces
 
     def state(self) -> dict[str, Any]:
@@ -151,11 +151,6 @@ class MixedPrecisionOptimizer:
 
     def _arena_index(self, arena: Arena) -> int:
         return next(index for index, other in enumerate(self.buffer.arenas) if other is arena)
-
-    def _piece(self, kind: str, name: str, tensor: Tensor) -> LocalPiece:
-        shape = self.buffer.param_meta[name].global_shape
-        assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} here, {shape} in all"
-        return LocalPiece(f"optimizer.{kind}.{name}", shape, (0,) * len(shape), tensor)
 
 
 def build_optimizer(

@@ -46,9 +46,8 @@ def expected_grads(module, num_samples, dtype=torch.float64):
 
 def train_step(ddp, rank, world, num_microbatches, dtype=torch.float64):
     """Rank r sees samples r, r + world, ...; returns the gradients after `finish`."""
-    ddp.zero_grad_buffer()
+    ddp.begin_step(num_microbatches)
     for index in range(num_microbatches):
-        ddp.begin_microbatch(index, last=index == num_microbatches - 1)
         loss_of(ddp, sample(index * world + rank, dtype)).backward()
     ddp.finish()
     return {name: ddp.buffer.main_grad(name).clone() for name in ddp.buffer.names}
@@ -65,7 +64,7 @@ def test_gradients_are_the_sum_over_ranks_and_microbatches(world):
                 assert len(ddp.buffer.arenas[0].layout.buckets) >= 3
                 for _ in range(2):  # the second step starts from a clean buffer
                     grads[overlap, num_microbatches] = train_step(ddp, ctx.rank, world, num_microbatches)
-                assert all(p.grad is None for p in ddp.module.parameters())
+                assert all(p.grad is None for p in ddp.chunks[0].parameters())
         return grads
 
     by_rank = run_ranks(body, world)
@@ -107,10 +106,9 @@ def test_overlap_reduces_buckets_during_backward_in_one_order(monkeypatch):
         monkeypatch.setattr(
             collectives, "sum_gradients", lambda b, g: (launched.append(b.data_ptr()), real(b, g))[1]
         )
-        ddp.zero_grad_buffer()
+        ddp.begin_step(2)
         counts = []
         for index in range(2):
-            ddp.begin_microbatch(index, last=index == 1)
             loss_of(ddp, sample(index)).backward()
             counts.append(len(launched))
         ddp.finish()
@@ -149,8 +147,7 @@ def test_unused_frozen_and_unequally_used_parameters():
         frozen = module.frozen.weight.clone()
         results = []
         for swap in (choices[ctx.rank], None if ctx.rank else False):
-            ddp.zero_grad_buffer()
-            ddp.begin_microbatch(0, last=True)
+            ddp.begin_step(1)
             ddp(sample(ctx.rank), swap).square().sum().backward()
             ddp.finish()
             results.append({n: ddp.buffer.main_grad(n).clone() for n in ddp.buffer.names})
@@ -187,10 +184,9 @@ def test_sink_gradients_of_tied_uses_are_combined_before_the_reduction():
         meta = {"weight": ParamMeta("weight", (4, 3), route=GradRoute.WEIGHT, uses=keys)}
         config = DistributedDataParallelConfig(overlap_grad_reduce=True)
         ddp = DistributedDataParallel(module, ctx.ps, config, meta, sink)
-        ddp.zero_grad_buffer()
+        ddp.begin_step(2)
         for index in range(2):
             sink.microbatch = index
-            ddp.begin_microbatch(index, last=index == 1)
             x = torch.full((5, 3), float(index + ctx.rank), dtype=torch.float64)
             dy = torch.ones(5, 4, dtype=torch.float64)
             sink.put("weight", x, dy)
@@ -229,7 +225,7 @@ def test_average_in_collective_divides_by_the_ranks():
         divided_by = ddp.buffer.grads_divided_by
         optimizer = build_optimizer(OptimizerConfig(lr=1.0), ddp.buffer, ctx.ps)
         norm = optimizer.prepare(5.0).norm  # divides the sum by 5, whatever the collective did
-        ddp.zero_grad_buffer()
+        ddp.begin_step(1)
         return grads, divided_by, norm, ddp.buffer.grads_divided_by
 
     expected = expected_grads(mlp(), 2)
@@ -276,9 +272,19 @@ def test_broadcast_weights_makes_all_ranks_rank_zero():
 
 def test_calls_out_of_order_are_programming_errors():
     ddp = DistributedDataParallel(mlp(), single_process(CPU), DistributedDataParallelConfig())
-    ddp.zero_grad_buffer()
-    with pytest.raises(AssertionError, match="without a microbatch announced as the last"):
+    with pytest.raises(AssertionError, match=r"finish\(\) outside of a step"):
         ddp.finish()
-    ddp.begin_microbatch(0, last=True)
-    with pytest.raises(AssertionError, match="microbatch 1 after the one"):
-        ddp.begin_microbatch(1, last=True)
+    with pytest.raises(
+        AssertionError, match=r"a gradient for 4.weight outside of a step|a gradient for 4.bias"
+    ):
+        loss_of(ddp, sample(0)).backward()
+    with pytest.raises(AssertionError, match="a step of 0 microbatches"):
+        ddp.begin_step(0)
+    ddp.begin_step(1, reduce_gradients=False)
+    with pytest.raises(AssertionError, match="begun without reduce_gradients"):
+        ddp.finish()
+    ddp.microbatch_done(0, 0)
+    with pytest.raises(AssertionError, match="more microbatches done than the step has"):
+        ddp.microbatch_done(0, 1)
+    ddp.begin_step(1)
+    ddp.finish()

@@ -20,7 +20,8 @@ def plain(dtype=torch.float32) -> nn.Module:
 
 def buffer_of(module, config=None, dp_size=2, meta=None) -> FlatBuffer:
     config = config or DistributedDataParallelConfig()
-    return FlatBuffer(module, meta or infer_param_meta(module), config, dp_size=dp_size, device=CPU)
+    parameters = dict(module.named_parameters())
+    return FlatBuffer(parameters, meta or infer_param_meta(module), config, dp_size=dp_size, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -33,7 +33,8 @@ def make(module, ps=PS, ddp_config=None, **flags):
             old = meta[name]
             meta[name] = ParamMeta(name, old.global_shape, decay=old.decay, embedding_or_output=True)
     config = ddp_config or DistributedDataParallelConfig(ddp_bucket_size=20)
-    buffer = FlatBuffer(module, meta, config, dp_size=1, device=torch.device("cpu"))
+    parameters = dict(module.named_parameters())
+    buffer = FlatBuffer(parameters, meta, config, dp_size=1, device=torch.device("cpu"))
     return buffer, build_optimizer(OptimizerConfig(**{"lr": 1e-2, **flags}), buffer, ps)
 
 
