@@ -69,7 +69,6 @@ class GPTModel(MegatronModule):
             residual_std=config.init_method_std / math.sqrt(2 * config.num_layers),
             tensor=self.tensor,
         )
-        self.dtype, self.device = factory.dtype, factory.device
         self._input: Tensor | None = None
         self._build(factory, range(config.num_layers) if layers is None else layers)
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
@@ -168,7 +167,8 @@ class GPTModel(MegatronModule):
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gradient buffers of the model's own, one a sink key: for use without an engine."""
         shapes = {key: meta.local_shape for meta in self.param_meta.values() for key in meta.grad_keys}
-        self.context.grads.bind_new(shapes, dtype or self.dtype, self.device)
+        like = next(self.parameters(), torch.empty(0))  # an empty stage has no buffers either
+        self.context.grads.bind_new(shapes, dtype or like.dtype, like.device)
         return self.context.grads.main_grads
 
     def summed_grads(self) -> dict[str, Tensor]:

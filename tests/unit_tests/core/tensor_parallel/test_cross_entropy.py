@@ -1,10 +1,14 @@
 """Cross entropy against torch's, and that it works in the logits' memory."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from tests.harness.ranks import RankContext, share_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -41,3 +45,45 @@ def test_one_buffer():
     made.register_hook(lambda grad: seen.append(grad.data_ptr()))
     vocab_parallel_cross_entropy(made, torch.zeros(4, dtype=torch.int64)).sum().backward()
     assert seen == [address]
+
+
+def sharded(ctx: RankContext, dtype: torch.dtype):
+    """Losses, this rank's columns of the gradient, and whether it worked in the logits' memory."""
+    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"))
+    torch.manual_seed(0)
+    raw = (torch.randn(7, 3, 48) * 20).to(dtype)
+    labels = torch.randint(48, (7, 3))
+    mine = raw.chunk(ctx.world_size, -1)[ctx.rank].clone().requires_grad_()
+    logits = mine * 1
+    address, seen = logits.data_ptr(), []
+    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    loss = vocab_parallel_cross_entropy(logits, labels, tensor)
+    (loss * torch.randn(7, 3)).sum().backward()
+    unlikely = torch.full((1, 2), 500.0 * (1 - 2 * (ctx.rank % 2)))
+    last = torch.tensor([2 * ctx.world_size - 1])
+    return loss.detach(), mine.grad, seen == [address], vocab_parallel_cross_entropy(unlikely, last, tensor)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharded_vocabulary_against_torch(size):
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    found = share_ranks(size, {str(dtype): functools.partial(sharded, dtype=dtype) for dtype in dtypes})
+    for dtype in dtypes:
+        torch.manual_seed(0)
+        raw = (torch.randn(7, 3, 48) * 20).to(dtype).requires_grad_()
+        labels = torch.randint(48, (7, 3))
+        wide = raw.double()
+        expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(7, 3)
+        (expected * torch.randn(7, 3)).sum().backward()
+        ranks = found[str(dtype)]
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1e-4}[dtype]
+        for loss, _, in_place, unlikely in ranks:
+            assert loss.dtype == torch.promote_types(dtype, torch.float32)
+            assert torch.equal(loss, ranks[0][0])
+            assert (loss - expected).abs().max() < tolerance
+            assert in_place == (dtype != torch.bfloat16)
+            assert unlikely.item() == pytest.approx(1000.0, abs=2.0)
+        grad = torch.cat([grad for _, grad, _, _ in ranks], -1)
+        assert grad.dtype == dtype
+        limit = 0.02 if dtype == torch.bfloat16 else tolerance
+        assert (grad.double() - raw.grad.double()).abs().max() < limit

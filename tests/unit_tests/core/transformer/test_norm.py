@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron.core.param_meta import GradRoute, InitKind
+from megatron.core.device import current_device
+from megatron.core.parallel_state import DEFAULT_TIMEOUT, Group
+from megatron.core.param_meta import GradRoute, InitKind, Region
 from megatron.core.sink_module import LayerFactory
+from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.norm import Norm
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.tiny_models import tiny_config
@@ -73,3 +76,18 @@ def test_wide_residual_narrow_weights(kind):
     # The fp32 input is not rounded before it is normalised.
     shifted = norm(x.detach() + 1000.0) if kind == "LayerNorm" else y
     assert (shifted.float() - y.float()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(("sp", "over_heads", "partial"), [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_regions_over_tensor_ranks(sp, over_heads, partial):
+    """Whole on every rank; each has a part of the gradient where ranks see other rows."""
+    group = Group("tp", (4, 5), 1, "gloo", None, current_device(kind="cpu"), DEFAULT_TIMEOUT)
+    factory = LayerFactory(
+        sink=WeightGradAccumulator(),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        tensor=TensorParallel(group, bool(sp)),
+    )
+    norm = Norm(tiny_config(), SIZE, name="n", factory=factory, over_heads=bool(over_heads))
+    for meta in norm.meta.values():
+        assert meta.regions == (Region((0,), (0,), (SIZE,), copies=2, partial=partial),)

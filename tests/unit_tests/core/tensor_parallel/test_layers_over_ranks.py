@@ -1,0 +1,166 @@
+"""Each layer cut over ranks against torch's own of the whole matrix: outputs and all gradients to 1e-10 in fp64."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from megatron.core.sink_module import LayerFactory
+from megatron.core.tensor_parallel.init import fill
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    PositionEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    local_ids,
+)
+from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slice
+from megatron.core.tensor_parallel.shards import even_bands
+from megatron.core.transformer.activations import GELU
+from megatron.core.weight_grad import WeightGradAccumulator
+from tests.harness.ranks import RankContext, share_ranks
+from tests.harness.tiny_models import join_parts
+
+S, B, IN, OUT = 8, 3, 12, 16
+EXACT = {"rtol": 0, "atol": 1e-10}
+
+
+def build(make, tensor):
+    """A layer with initial weights, and the sink that holds its gradients."""
+    sink = WeightGradAccumulator()
+    factory = LayerFactory(sink=sink, dtype=torch.float64, device=torch.device("cpu"), tensor=tensor)
+    layer = make(name="x", factory=factory, init_std=1.0)
+    for name, parameter in layer.named_parameters():
+        fill(parameter, layer.meta[f"x.{name}"], 1)
+    if getattr(layer, "bias", None) is not None:
+        torch.nn.init.constant_(layer.bias, 0.5)
+    sink.bind_new({key: meta.local_shape for key, meta in layer.meta.items()}, torch.float64, factory.device)
+    return layer, sink
+
+
+def given(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+def parts(layer, sink):
+    weights = {key: (meta, layer.get_parameter(key[2:]).detach()) for key, meta in layer.meta.items()}
+    return weights, {key: (meta, sink.main_grads[key]) for key, meta in layer.meta.items()}
+
+
+def column(ctx: RankContext, sp: bool, gated: bool):
+    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+    bands = even_bands(OUT, tensor, 2) if gated else None
+    layer, sink = build(functools.partial(ColumnParallelLinear, IN, OUT, bias=True, bands=bands), tensor)
+    x = sequence_slice(given(S, B, IN), tensor).clone().requires_grad_()
+    y = layer(x)
+    dy = given(S, B, OUT).view(S, B, 2 if gated else 1, -1)
+    y.backward(dy.chunk(ctx.world_size, -1)[ctx.rank].flatten(-2))
+    return x.grad, y.detach(), *parts(layer, sink)
+
+
+def row(ctx: RankContext, sp: bool):
+    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+    layer, sink = build(functools.partial(RowParallelLinear, IN, OUT, bias=True), tensor)
+    x = given(S, B, IN).chunk(ctx.world_size, -1)[ctx.rank].clone().requires_grad_()
+    y = layer(x, activation=GELU)
+    y.backward(sequence_slice(given(S, B, OUT), tensor))
+    return x.grad, y.detach(), *parts(layer, sink)
+
+
+def tables(ctx: RankContext, sp: bool):
+    """Words, then positions: output and gradient of each."""
+    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+    found = []
+    for make, ids in ((VocabParallelEmbedding, word_ids()), (PositionEmbedding, position_ids())):
+        layer, sink = build(functools.partial(make, OUT, IN), tensor)
+        y = layer(ids)
+        y.backward(sequence_slice(given(S, B, IN), tensor))
+        found.append((y.detach(), *parts(layer, sink)))
+    return found
+
+
+def word_ids():
+    return torch.randint(OUT, (S, B), generator=torch.Generator().manual_seed(0))
+
+
+def position_ids():
+    return torch.arange(S)[:, None].expand(S, B)
+
+
+CHECKS = {
+    **{f"column {sp} {g}": functools.partial(column, sp=sp, gated=g) for sp in (0, 1) for g in (0, 1)},
+    **{f"row {sp}": functools.partial(row, sp=bool(sp)) for sp in (0, 1)},
+    **{f"tables {sp}": functools.partial(tables, sp=bool(sp)) for sp in (0, 1)},
+}
+
+
+@functools.cache
+def found(size):
+    return share_ranks(size, CHECKS)
+
+
+def joined(ranks, at):
+    return (join_parts([rank[at] for rank in ranks], gradients=False)), join_parts(
+        [rank[at + 1] for rank in ranks], gradients=True
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("sp", [0, 1])
+def test_column(size, sp, gated):
+    ranks = found(size)[f"column {sp} {gated}"]
+    weights, grads = joined(ranks, 2)
+    whole, _ = build(functools.partial(ColumnParallelLinear, IN, OUT, bias=True), TensorParallel())
+    assert torch.equal(weights["x.weight"], whole.weight)
+    x = given(S, B, IN).requires_grad_()
+    weight, bias = weights["x.weight"].requires_grad_(), weights["x.bias"].requires_grad_()
+    y = F.linear(x, weight, bias)
+    y.backward(given(S, B, OUT))
+    split = y.detach().view(S, B, 2 if gated else 1, -1).chunk(size, -1)
+    for rank, (dx, out, *_) in enumerate(ranks):
+        torch.testing.assert_close(out, split[rank].flatten(-2), **EXACT)
+        torch.testing.assert_close(dx, x.grad.chunk(size)[rank] if sp else x.grad, **EXACT)
+    torch.testing.assert_close(grads["x.weight"], weight.grad, **EXACT)
+    torch.testing.assert_close(grads["x.bias"], bias.grad, **EXACT)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sp", [0, 1])
+def test_row(size, sp):
+    ranks = found(size)[f"row {sp}"]
+    weights, grads = joined(ranks, 2)
+    x = given(S, B, IN).requires_grad_()
+    weight, bias = weights["x.weight"].requires_grad_(), weights["x.bias"].requires_grad_()
+    y = F.linear(F.gelu(x), weight, bias)
+    y.backward(given(S, B, OUT))
+    for rank, (dx, out, *_) in enumerate(ranks):
+        torch.testing.assert_close(out, y.detach().chunk(size)[rank] if sp else y.detach(), **EXACT)
+        torch.testing.assert_close(dx, x.grad.chunk(size, -1)[rank], **EXACT)
+    torch.testing.assert_close(grads["x.weight"], weight.grad, **EXACT)
+    torch.testing.assert_close(grads["x.bias"], bias.grad, **EXACT)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sp", [0, 1])
+@pytest.mark.parametrize("table", [0, 1], ids=["words", "positions"])
+def test_lookup(size, sp, table):
+    ranks = [rank[table] for rank in found(size)[f"tables {sp}"]]
+    weights, grads = joined(ranks, 1)
+    weight = weights["x.weight"].requires_grad_()
+    y = F.embedding((word_ids(), position_ids())[table], weight)
+    y.backward(given(S, B, IN))
+    for rank, (out, *_) in enumerate(ranks):
+        assert torch.equal(out, y.detach().chunk(size)[rank] if sp else y.detach())
+    torch.testing.assert_close(grads["x.weight"], weight.grad, **EXACT)
+
+
+def test_local_ids():
+    class Third:
+        rank = 2
+
+    held, outside = local_ids(torch.tensor([0, 7, 8, 11, 12]), 4, Third)
+    assert outside.tolist() == [True, True, False, False, True]
+    assert held[2:4].tolist() == [0, 3]
+    assert ((held >= 0) & (held < 4)).all()
