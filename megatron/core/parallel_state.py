@@ -269,12 +269,12 @@ def make_parallel_state(
             groups[purpose.name] = dataclasses.replace(groups["dp"], purpose=purpose.name)
             continue
         ranks = own_ranks(purpose, grid, rank, num_distributed_optimizer_instances)
-        everyone = functools.partial(rank_lists, purpose, grid, num_distributed_optimizer_instances)
+        lists = rank_lists(purpose, grid, num_distributed_optimizer_instances)
         backend = _backend(purpose, device)
         if observer is not None and len(ranks) > 1:
             observer("new_group", purpose.name, ranks)
         with peer_loss_named("new_group", purpose.name, ranks, rank):
-            process_group = _make_communicator(purpose, ranks, everyone, backend, timeout)
+            process_group = _make_communicator(purpose, lists, ranks, backend, timeout)
         groups[purpose.name] = Group(
             purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout, observer
         )
@@ -304,28 +304,23 @@ def _backend(purpose: Purpose, device: Device) -> str:
 
 def _make_communicator(
     purpose: Purpose,
+    lists: tuple[tuple[int, ...], ...],
     own: tuple[int, ...],
-    everyone: Callable[[], tuple[tuple[int, ...], ...]],
     backend: str,
     timeout: datetime.timedelta,
 ) -> dist.ProcessGroup | None:
     """This rank's communicator for a purpose, None when it is alone.
 
-    gloo's is made by its members alone: as the lists of a purpose partition the world and every rank goes
-    through the purposes in one order, nobody waits in a circle. NCCL's is split off the world's, in which
-    every rank takes part for every list, its own or not.
+    Every rank goes through every list, its own or not, in one order. torch's way of asking the members alone
+    (use_local_synchronization) names a group by the number of groups its rank has, which differs between
+    ranks here (embedding): the members would wait for each other under different names. And NCCL's groups are
+    split off the world's, in which every rank takes part.
     """
-    if backend == "gloo":
-        if len(own) == 1:
-            return None
-        return dist.new_group(
-            list(own), timeout, backend, use_local_synchronization=True, group_desc=purpose.name
-        )
     mine: dist.ProcessGroup | None = None
-    for ranks in everyone():
+    for ranks in lists:
         if len(ranks) > 1:
             made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name)
             mine = made if ranks == own else mine
-    if mine is not None and purpose.point_to_point:
-        dist.barrier(mine)  # NCCL: all ranks of a communicator must take part in its first use
+    if mine is not None and backend == "nccl" and purpose.point_to_point:
+        dist.barrier(mine)  # all ranks of a communicator must take part in its first use
     return mine

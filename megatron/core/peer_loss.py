@@ -99,9 +99,10 @@ def peer_loss_named(
 
 
 def _first_line(text: str) -> str:
-    """The message without the C++ stack, and without the source positions some backends put in front."""
+    """The message without the C++ stack, and without the source positions that backends put into it."""
     line = text.strip().splitlines()[0] if text.strip() else "no message"
     line = line.partition(" This is typically caused by ")[0]  # gloo's advice to itself
+    line = re.sub(r"\[[^\]]*\.(cc|cpp|h|hpp):\d+\]:?\s*", "", line)
     return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
 
 

@@ -75,13 +75,17 @@ class RankContext:
         """All ranks data parallel."""
         return self.make_ps(dp=self.world_size)
 
-    def make_ps(self, **sizes: int) -> ParallelState:
-        """Any other grid: `ctx.make_ps(dp=2, pp=2)`."""
+    def make_ps(self, *, instances: int = 1, **grid_arguments: Any) -> ParallelState:
+        """Any other grid: `ctx.make_ps(dp=2, pp=2)`, `order=...` too; instances: of the distributed optimizer."""
         from megatron.core.parallel_state import make_parallel_state
         from megatron.core.rank_grid import RankGrid
 
-        grid = RankGrid(self.world_size, **sizes)
-        return make_parallel_state(grid, self.device, datetime.timedelta(seconds=self.timeout))
+        return make_parallel_state(
+            RankGrid(self.world_size, **grid_arguments),
+            self.device,
+            datetime.timedelta(seconds=self.timeout),
+            num_distributed_optimizer_instances=instances,
+        )
 
 
 def run_ranks(

@@ -201,3 +201,173 @@ def test_a_wrong_call_is_not_blamed_on_a_peer():
         return isinstance(caught.value, collectives.PeerLostError)
 
     assert run_ranks(body, 2) == [False, False]
+
+
+def ring_neighbours(group):
+    return (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+
+def test_messages_reach_the_other_end():
+    def one_batch(ctx):
+        """To the next, from the previous: everybody at once, which would deadlock with blocking sends."""
+        group = ctx.make_ps(pp=4).pp_forward_group
+        after, before = ring_neighbours(group)
+        out, got = values_of(ctx.rank, 5), torch.zeros(5)
+        sends, receives = collectives.send_receive([(out, after)], [(got, before)], group)
+        for pending in (*receives, *sends):
+            pending.wait()
+            pending.wait()  # harmless
+        return got
+
+    def order_is_kept_across_batches(ctx):
+        """Rank 0 starts one at a time, rank 1 receives in one batch posted before, and waits backwards."""
+        group = ctx.make_ps(pp=4).pp_forward_group
+        boxes = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(4)]
+        if group.rank == 0:
+            letters = [torch.full((3,), i + 1.0, dtype=torch.bfloat16) for i in range(4)]
+            started = [collectives.send_receive([(letter, 1)], [], group) for letter in letters]
+            for sends, receives in started:
+                assert (len(sends), receives) == (1, [])
+                sends[0].wait()
+        if group.rank == 1:
+            sends, receives = collectives.send_receive([], [(box, 0) for box in boxes], group)
+            for pending in reversed(receives):
+                pending.wait()
+            return [box[0].item() for box in boxes]
+        return None
+
+    def many_peers(ctx):
+        """One batch with everybody, of different sizes and types."""
+        group = ctx.ps.group("dp")
+        others = [place for place in range(group.size) if place != group.rank]
+        dtype = {place: torch.float64 if place % 2 else torch.int64 for place in range(group.size)}
+        sends = [(torch.full((1 + p, 2), 10 * group.rank + p, dtype=dtype[group.rank]), p) for p in others]
+        boxes = {p: torch.zeros(1 + group.rank, 2, dtype=dtype[p]) for p in others}
+        sent, received = collectives.send_receive(sends, [(boxes[p], p) for p in others], group)
+        for pending in (*sent, *received):
+            pending.wait()
+        return {p: box.unique().tolist() for p, box in boxes.items()}
+
+    def directions_are_independent(ctx):
+        """A message backwards overtakes one forwards that was started first and has no receiver yet."""
+        ps = ctx.make_ps(pp=4)
+        x = torch.full((2,), float(ctx.rank))
+        if ctx.rank == 0:
+            held, _ = collectives.send_receive([(x, 1)], [], ps.pp_forward_group)
+            got = torch.zeros(2)
+            _, (back,) = collectives.send_receive([], [(got, 1)], ps.pp_backward_group)
+            back.wait()
+            held[0].wait()
+            return got.tolist()
+        if ctx.rank == 1:
+            (back,), _ = collectives.send_receive([(x, 0)], [], ps.pp_backward_group)
+            back.wait()
+            got = torch.ones(2)
+            _, (late,) = collectives.send_receive([], [(got, 0)], ps.pp_forward_group)
+            late.wait()
+            return got.tolist()
+        return None
+
+    def wrong_calls(ctx):
+        ps = ctx.make_ps(pp=4)
+        x = torch.ones(2, 2)
+        with pytest.raises(AssertionError, match=f"send of rank {ctx.rank} to itself in 'pp_forward'"):
+            collectives.send_receive([(x, ctx.rank)], [], ps.pp_forward_group)
+        with pytest.raises(AssertionError, match="place 4 of 4"):
+            collectives.send_receive([], [(x, 4)], ps.pp_forward_group)
+        with pytest.raises(AssertionError, match="receive: strides"):
+            collectives.send_receive([], [(torch.ones(2, 3).t(), (ctx.rank + 1) % 4)], ps.pp_forward_group)
+        assert collectives.send_receive([], [], ps.pp_forward_group) == ([], [])
+
+    checks = (one_batch, order_is_kept_across_batches, many_peers, directions_are_independent, wrong_calls)
+    got = share_ranks(4, {check.__name__: check for check in checks})
+    for rank in range(4):
+        assert torch.equal(got["one_batch"][rank], values_of((rank - 1) % 4, 5))
+        assert got["many_peers"][rank] == {p: [10 * p + rank] for p in range(4) if p != rank}
+    assert got["order_is_kept_across_batches"][1] == [1, 2, 3, 4]
+    assert got["directions_are_independent"][:2] == [[1, 1], [0, 0]]
+
+
+def test_the_observer_hears_of_messages_by_pair_so_that_both_ends_count_alike():
+    def body(ctx):
+        heard = []
+        grid = RankGrid(3, pp=3)
+        ps = make_parallel_state(
+            grid, ctx.device, datetime.timedelta(seconds=20), lambda *call: heard.append(call)
+        )
+        heard.clear()
+        group = ps.pp_forward_group
+        boxes = [torch.zeros(1), torch.zeros(1)]
+        sends = [(torch.ones(1), group.rank + 1)] * 2 if group.rank < 2 else []
+        receives = [(box, group.rank - 1) for box in boxes] if group.rank > 0 else []
+        sent, received = collectives.send_receive(sends, receives, group)
+        for pending in (*sent, *received):
+            pending.wait()
+        return heard
+
+    got = run_ranks(body, 3)
+    first = [("send", "pp_forward 0->1", (0, 1))] * 2
+    assert got[0] == first
+    assert got[1] == [("send", "pp_forward 1->2", (1, 2))] * 2 + [("receive", *first[0][1:])] * 2
+    assert got[2] == [("receive", "pp_forward 1->2", (1, 2))] * 2
+
+
+def test_a_dead_or_silent_end_is_named():
+    def body(ctx):
+        grid = RankGrid(3, pp=3)
+        ps = make_parallel_state(grid, ctx.device, datetime.timedelta(seconds=2))
+        collectives.barrier(ps.control_group)  # groups are made
+        box = torch.zeros(1 << 20)
+        if ctx.rank == 2:
+            os._exit(9)
+        if ctx.rank == 1:
+            time.sleep(4)  # silent towards rank 0
+            return None
+        told = []
+        for peer, calls in ((2, ([(box, 2)], [])), (1, ([], [(box, 1)]))):
+            try:
+                sends, receives = collectives.send_receive(*calls, ps.pp_forward_group)
+                for pending in (*sends, *receives):
+                    pending.wait()
+            except collectives.PeerLostError as error:
+                told.append(f"{peer}|{error.peer}|{error.status}|{error.at('stage 0, 0SEND_F1')}")
+        raise AssertionError("CAUGHT " + " & ".join(told))
+
+    outcomes = rank_outcomes(body, 3, timeout=30)
+    error = outcomes[0].error or ""
+    assert "CAUGHT 2|2|6|rank 0: stage 0, 0SEND_F1: lost rank 2 in send" in error, error
+    assert "& 1|1|6|rank 0: stage 0, 0SEND_F1: lost rank 1 in receive over group 'pp_forward'" in error
+
+
+def test_asynchronous_collectives_run_under_compute_and_in_order_of_issue():
+    """The use of tensor parallel layers: several under way on one group, compute between start and wait."""
+
+    def body(ctx):
+        group = ctx.make_ps(tp=2).tp_group
+        weight = values_of(9, 64 * 64).view(64, 64)
+        parts = [values_of(10 * i + ctx.rank, 64 * 32).view(32, 64) for i in range(4)]
+        wholes = [torch.empty(64, 64) for _ in parts]
+        gathers = [
+            collectives.all_gather(whole, part, group, async_op=True)
+            for whole, part in zip(wholes, parts, strict=True)
+        ]
+        local = [part @ weight for part in parts]
+        for pending in gathers:
+            pending.wait()
+        products = [whole @ weight for whole in wholes]
+        scattered = [torch.empty(32, 64) for _ in parts]
+        reductions = [
+            collectives.reduce_scatter(mine, product, group, async_op=True)
+            for mine, product in zip(scattered, products, strict=True)
+        ]
+        again = [part @ weight for part in parts]
+        for pending in reversed(reductions):
+            pending.wait()
+        rows = slice(32 * ctx.rank, 32 * ctx.rank + 32)
+        for i in range(4):
+            expected = torch.cat([values_of(10 * i + r, 64 * 32).view(32, 64) for r in range(2)])
+            assert torch.equal(wholes[i], expected)
+            assert torch.equal(local[i], again[i])
+            assert torch.equal(scattered[i], 2 * products[i][rows])
+
+    run_ranks(body, 2)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import os
 
 import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.parallel_state import PURPOSES, destroy_process_group, init_process_group, single_process
-from megatron.core.rank_grid import RankGrid
-from tests.harness.ranks import run_ranks
+from megatron.core.parallel_state import (
+    destroy_process_group,
+    init_process_group,
+    make_parallel_state,
+    single_process,
+)
+from megatron.core.rank_grid import TP_PP_DP_ORDER, RankGrid, RankGridError
+from megatron.core.rank_groups import PURPOSES, own_ranks
+from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
 def test_groups_and_coordinates_follow_the_grid():
@@ -69,8 +77,6 @@ def test_single_process_needs_no_process_group_and_is_frozen():
 
 def test_grid_and_world_must_agree():
     def body(ctx):
-        from megatron.core.parallel_state import make_parallel_state
-
         with pytest.raises(AssertionError, match="world of 2 ranks, grid for 4"):
             make_parallel_state(RankGrid(4, dp=4), ctx.device)
 
@@ -89,3 +95,143 @@ def test_init_and_destroy_through_a_file(tmp_path):
         return total.item(), torch.distributed.is_initialized()
 
     assert run_ranks(body, 2) == [(3.0, False), (3.0, False)]
+
+
+def test_every_purpose_talks_to_its_rank_list_and_to_nobody_else():
+    layouts = {
+        "tp2_dp2_pp2": {"tp": 2, "dp": 2, "pp": 2},
+        "pp_before_dp": {"tp": 2, "dp": 2, "pp": 2, "order": TP_PP_DP_ORDER},
+        "hybrid": {"dp": 4, "pp": 2, "instances": 2},
+        "pp4": {"dp": 2, "pp": 4},
+    }
+
+    def talk(arguments):
+        def check(ctx):
+            ps = ctx.make_ps(**arguments)
+            heard = {}
+            for name, group in ps.groups.items():
+                mine = torch.zeros(8)
+                mine[ctx.rank] = 1
+                collectives.all_reduce(mine, group)
+                heard[name] = tuple(mine.nonzero().flatten().tolist())
+                assert (group.process_group is None) == (group.size == 1)
+                assert group.ranks[group.rank] == ctx.rank
+            handles = [id(g.process_group) for g in ps.groups.values() if g.process_group is not None]
+            return heard, len(handles) - len(set(handles))
+
+        return check
+
+    got = share_ranks(8, {name: talk(arguments) for name, arguments in layouts.items()})
+    for name, arguments in layouts.items():
+        instances = arguments.get("instances", 1)
+        grid = RankGrid(8, **{key: value for key, value in arguments.items() if key != "instances"})
+        for rank, (heard, shared) in enumerate(got[name]):
+            for purpose in PURPOSES:
+                assert heard[purpose.name] == own_ranks(purpose, grid, rank, instances), (name, purpose.name)
+            assert shared == (instances == 1)  # dp_inner of one instance is dp
+
+
+def test_properties_name_their_purposes():
+    ps = single_process()
+    for purpose in PURPOSES:
+        assert getattr(ps, f"{purpose.name}_group") is ps.groups[purpose.name]
+
+
+def test_instances_must_divide_dp():
+    def body(ctx):
+        with pytest.raises(RankGridError, match="--num-distributed-optimizer-instances 3 does not divide"):
+            ctx.make_ps(dp=2, instances=3)
+
+    run_ranks(body, 2)
+
+
+def test_torch_meshes_are_views_of_our_groups():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def mesh_of_all_axes(ctx):
+        ps = ctx.make_ps(tp=2, dp=2, pp=2)
+        mesh = ps.device_mesh("pp", "dp", "tp")
+        assert mesh.mesh.flatten().tolist() == list(range(8))  # the default order, slowest first
+        assert mesh.get_coordinate() == (ps.pp_rank, ps.dp_rank, ps.tp_rank)
+        assert all(mesh.get_group(axis) is ps.group(axis).process_group for axis in ("pp", "dp", "tp"))
+        turned = ps.device_mesh("tp", "pp")
+        assert sorted(turned.mesh.flatten().tolist()) == list(ps.mp_group.ranks)
+        assert turned.get_coordinate() == (ps.tp_rank, ps.pp_rank)
+        with pytest.raises(AssertionError, match="not independent"):
+            ps.device_mesh("tp", "mp")
+
+    def tensors_and_modules(ctx):
+        ps = ctx.make_ps(tp=2, dp=4)
+        whole = torch.arange(12.0).view(6, 2)
+        part = distribute_tensor(whole, ps.device_mesh("dp", "tp")["tp"], [Shard(0)])
+        assert torch.equal(part.to_local(), whole.chunk(2)[ps.tp_rank])
+        assert torch.equal(part.full_tensor(), whole)
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(4, 8)
+        fully_shard(linear, mesh=ps.device_mesh("dp"))
+        linear(torch.full((1, 4), float(ps.dp_rank))).sum().backward()
+        assert linear.weight.to_local().shape == (2, 4)
+        return linear.weight.grad.full_tensor().unique().tolist()
+
+    def hybrid(ctx):
+        ps = ctx.make_ps(dp=8, instances=2)
+        mesh = ps.device_mesh("dp_outer", "dp_inner")
+        assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(AssertionError, match=r"\['tp'\] have one rank"):
+            ps.device_mesh("dp", "tp")
+
+    checks = (mesh_of_all_axes, tensors_and_modules, hybrid)
+    got = share_ranks(8, {check.__name__: check for check in checks})
+    assert got["tensors_and_modules"] == [[1.5]] * 8  # mean of 0, 1, 2, 3: torch summed over our dp
+
+
+def test_a_mesh_does_not_make_communicators():
+    def body(ctx):
+        ps = ctx.make_ps(tp=2, dp=2)
+        before = torch.distributed.get_pg_count()
+        ps.device_mesh("dp", "tp")
+        ps.device_mesh("tp")
+        return torch.distributed.get_pg_count() - before
+
+    assert run_ranks(body, 4) == [0] * 4
+
+
+@pytest.mark.parametrize(("dies", "named"), [("rendezvous", "default"), ("dp_gather", "dp_gather")])
+def test_a_peer_that_dies_while_groups_are_made_is_a_lost_peer(tmp_path, dies, named):
+    def body(ctx):
+        dist = torch.distributed
+        dist.destroy_process_group()  # the harness's own
+        make = dist.new_group
+
+        def new_group(*arguments, group_desc, **options):
+            if ctx.rank == 1 and group_desc == dies:
+                os._exit(9)
+            return make(*arguments, group_desc=group_desc, **options)
+
+        dist.new_group = new_group
+        timeout = datetime.timedelta(seconds=3)
+        if ctx.rank == 1 and dies == "rendezvous":
+            os._exit(9)
+        seen = []
+        try:
+            init_process_group(
+                ctx.device,
+                rank=ctx.rank,
+                world_size=3,
+                timeout=timeout,
+                init_method=f"file://{tmp_path}/meet",
+            )
+            make_parallel_state(RankGrid(3, dp=3), ctx.device, timeout, lambda *call: seen.append(call[:2]))
+        except collectives.PeerLostError as error:
+            words = f"CAUGHT {error.purpose}|{error.status}|{seen[-1:]}|{error}"
+            raise AssertionError(words) from None  # the harness does not wait for a rank that failed
+
+    outcomes = rank_outcomes(body, 3, timeout=30)
+    assert outcomes[1].died == "exited with status 9 without returning"
+    for rank in (0, 2):
+        error = outcomes[rank].error or ""
+        assert f"CAUGHT {named}|6|" in error, error
+        assert f"rank {rank}: lost a peer in " in error
+        if named != "default":
+            assert f"[('new_group', '{named}')]" in error  # what a watchdog would have been told last
