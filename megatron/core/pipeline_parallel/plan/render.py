@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import html
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
     LAST_COMPUTE,
-    RECV_B,
-    RECV_F,
+    LAST_TRANSFER,
     SEND_B,
     SEND_F,
+    B,
     F,
     Kind,
+    W,
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
-_TRACE_UNIT_US = 1000.0  # one unit of time in a trace
+TRACE_UNIT_US = 1000.0  # one unit of time in a trace, where times have no unit
 _MAX_COLUMNS = 20_000  # of the bar of a rank in text
+
+Bar = tuple[float, float, int, str]  # start, end, place in the row, text
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One horizontal strip of a picture: a rank of a simulation, and what stands before it."""
+
+    label: str
+    simulation: Simulation
+    rank: int
 
 
 def summary(simulation: Simulation) -> str:
@@ -33,27 +49,30 @@ def summary(simulation: Simulation) -> str:
     )
 
 
-def to_text(simulation: Simulation) -> str:
+def columns_per_unit(simulation: Simulation) -> float:
+    """The smallest scale of a text grid at which every label fits and a column is left between two."""
+    every = (bar for rank in range(len(simulation.plan.rows)) for bar in bars(simulation, rank))
+    return max(
+        ((len(label) + 1) / (end - start) for start, end, _, label in every if end > start), default=1.0
+    )
+
+
+def to_text(simulation: Simulation, scale: float | None = None) -> str:
     """A row a rank; the width of an operation is its time, dots are idle time, idle and peak stand behind.
 
-    A bar has at most 20,000 columns: where that is too few for every label, labels are cut and the shortest
-    operations may not show.
+    scale: columns for one unit of time, by default such that every label fits. A bar has at most 20,000 columns:
+    where that is too few, labels are cut and the shortest operations may not show.
     """
-    plan = simulation.plan
-    bars = [_bars(simulation, rank) for rank in range(len(plan.rows))]
-    # Columns for one unit of time, so that every label fits and a column is left between two.
-    scale = max(
-        ((len(label) + 1) / (end - start) for row in bars for start, end, _, label in row if end > start),
-        default=1.0,
-    )
+    if scale is None:
+        scale = columns_per_unit(simulation)
     if simulation.makespan * scale > _MAX_COLUMNS:
         scale = _MAX_COLUMNS / simulation.makespan
     width = round(simulation.makespan * scale)
     lines = [summary(simulation)]
-    name_width = len(str(len(plan.rows) - 1))
-    for rank, row in enumerate(bars):
+    name_width = len(str(len(simulation.plan.rows) - 1))
+    for rank in range(len(simulation.plan.rows)):
         cells = ["."] * width
-        for start, end, _, label in row:
+        for start, end, _, label in bars(simulation, rank):
             first, last = round(start * scale), round(end * scale)
             if last > first:
                 cells[first:last] = label.ljust(last - first - 1, "-")[: last - first - 1] + " "
@@ -64,125 +83,157 @@ def to_text(simulation: Simulation) -> str:
 
 def to_svg(simulation: Simulation, *, width: int = 1200, row_height: int = 22) -> str:
     """A self-contained picture: a lane a rank, a box a computation, its text and times as tooltip."""
-    plan = simulation.plan
-    left, top = 40, 46
-    scale = (width - left - 10) / (simulation.makespan or 1.0)
-    height = top + row_height * len(plan.rows) + 10
+    lanes = [Lane(str(rank), simulation, rank) for rank in range(len(simulation.plan.rows))]
+    return lanes_svg([summary(simulation)], lanes, width=width, row_height=row_height)
+
+
+def lanes_svg(
+    titles: Sequence[str], lanes: Sequence[Lane], *, width: int = 1200, row_height: int = 22
+) -> str:
+    """Lanes under one another on one axis of time, with lines of text and the colours of kinds above them."""
+    left = 20 + 5 * max(len(lane.label) for lane in lanes)
+    top = 30 + 16 * len(titles)
+    scale = (width - left - 10) / (max(lane.simulation.makespan for lane in lanes) or 1.0)
+    height = top + row_height * len(lanes) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="10">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="16" font-size="13">{summary(simulation)}</text>',
     ]
+    for line, title in enumerate(titles):
+        parts.append(f'<text x="{left}" y="{16 + 16 * line}" font-size="13">{html.escape(title)}</text>')
     for place, colour in enumerate(_COLOURS):
         x = left + 60 * place
-        parts.append(f'<rect x="{x}" y="24" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 16}" y="34">{Kind(place).name}</text>')
-    chunks = plan.placement.num_chunks
-    for rank in range(len(plan.rows)):
-        y = top + rank * row_height
-        parts.append(f'<text x="4" y="{y + row_height * 0.65:.1f}">{rank}</text>')
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{simulation.makespan * scale:.2f}" height="{row_height - 2}" '
-            'fill="#eee"/>'
-        )
-        for start, end, place, label in _bars(simulation, rank):
-            kind, stage = plan.rows[rank][place][:2]
-            shade = 1 - 0.5 * plan.placement.chunk_of(stage) / chunks
-            at, box = left + start * scale, (end - start) * scale
-            parts.append(
-                f'<g><title>{label}: {start:g} to {end:g}</title><rect x="{at:.2f}" y="{y}" width="{box:.2f}" '
-                f'height="{row_height - 2}" fill="{_COLOURS[kind]}" fill-opacity="{shade:.2f}" stroke="white" '
-                f'stroke-width="0.5"/>'
-            )
-            if box > 6 * len(label):
-                parts.append(f'<text x="{at + 2:.2f}" y="{y + row_height * 0.65:.1f}">{label}</text>')
-            parts.append("</g>")
+        parts.append(f'<rect x="{x}" y="{top - 22}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{top - 12}">{Kind(place).name}</text>')
+    for place, lane in enumerate(lanes):
+        parts += _svg_lane(lane, left, top + place * row_height, scale, row_height)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _svg_lane(lane: Lane, left: int, y: int, scale: float, row_height: int) -> list[str]:
+    simulation, text_y = lane.simulation, y + row_height * 0.65
+    placement = simulation.plan.placement
+    parts = [
+        f'<text x="4" y="{text_y:.1f}">{html.escape(lane.label)}</text>',
+        f'<rect x="{left}" y="{y}" width="{simulation.makespan * scale:.2f}" height="{row_height - 2}" '
+        'fill="#eee"/>',
+    ]
+    for start, end, place, label in bars(simulation, lane.rank):
+        kind, stage = simulation.plan.rows[lane.rank][place][:2]
+        shade = 1 - 0.5 * placement.chunk_of(stage) / placement.num_chunks
+        at, box = left + start * scale, (end - start) * scale
+        parts.append(
+            f'<g><title>{label}: {start:g} to {end:g}</title><rect x="{at:.2f}" y="{y}" width="{box:.2f}" '
+            f'height="{row_height - 2}" fill="{_COLOURS[kind]}" fill-opacity="{shade:.2f}" stroke="white" '
+            f'stroke-width="0.5"/>'
+        )
+        if box > 6 * len(label):
+            parts.append(f'<text x="{at + 2:.2f}" y="{text_y:.1f}">{label}</text>')
+        parts.append("</g>")
+    return parts
 
 
 def to_trace(simulation: Simulation) -> str:
     """Chrome trace JSON: per rank lanes for computation, sends and receives, and a counter of activations."""
-    events: list[dict[str, Any]] = []
-    for rank in range(len(simulation.plan.rows)):
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"stage {rank}"}})
-        for lane, name in enumerate(("compute", "send", "receive")):
-            events.append(
-                {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": name}}
-            )
-        for start, end, place, label in _bars(simulation, rank):
-            events.append(_slice(rank, 0, label, Kind(simulation.plan.rows[rank][place][0]).name, start, end))
-        events += _memory(simulation, rank)
-    events += _transfers(simulation)
+    return trace_json(trace_events(simulation))
+
+
+def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
+    """The file that Chrome's and Perfetto's viewers read."""
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n"
 
 
-def _bars(simulation: Simulation, rank: int) -> list[tuple[float, float, int, str]]:
-    """(start, end, place in the row, text) of a rank's computations; overlapped ones share their time in parts."""
+def trace_events(
+    simulation: Simulation, *, first_process: int = 0, prefix: str = "", unit_us: float = TRACE_UNIT_US
+) -> list[dict[str, Any]]:
+    """Events of one process a rank, numbered from `first_process`; a unit of time takes `unit_us` microseconds."""
+    draw = _Trace(simulation, first_process, unit_us)
+    for rank in range(len(simulation.plan.rows)):
+        draw.rank(rank, f"{prefix}stage {rank}")
+    draw.transfers()
+    return draw.events
+
+
+class _Trace:
+    """Events under construction."""
+
+    def __init__(self, simulation: Simulation, first_process: int, unit_us: float) -> None:
+        self.simulation, self.first_process, self.unit_us = simulation, first_process, unit_us
+        self.events: list[dict[str, Any]] = []
+
+    def rank(self, rank: int, name: str) -> None:
+        """Names of a rank's lanes, its computations, its counter."""
+        process = self.first_process + rank
+        self.events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        self.events.append(
+            {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
+        )
+        for lane, what in enumerate(("compute", "send", "receive")):
+            self.events.append(
+                {"ph": "M", "pid": process, "tid": lane, "name": "thread_name", "args": {"name": what}}
+            )
+        held, costs = 0.0, self.simulation.costs
+        for start, end, place, label in bars(self.simulation, rank):
+            kind, stage = self.simulation.plan.rows[rank][place][:2]
+            self._slice(rank, 0, label, Kind(kind).name, start, end)
+            held += activation_change(kind, costs.activation[stage], costs.memory_after_b)
+            self.events.append(
+                {
+                    "ph": "C",
+                    "pid": process,
+                    "name": "activation",
+                    "ts": (start if kind == F else end) * self.unit_us,
+                    "args": {"microbatches": round(held, 9)},
+                }
+            )
+
+    def transfers(self) -> None:
+        """A slice at both ends of each message, from the time that both are posted to its arrival."""
+        ends: dict[int, list[tuple[int, int, int]]] = {}
+        for rank, row in enumerate(self.simulation.plan.rows):
+            for place, op in enumerate(row):
+                if LAST_COMPUTE < op[0] <= LAST_TRANSFER:
+                    ends.setdefault(op[7], []).append((rank, 1 if op[0] in (SEND_F, SEND_B) else 2, place))
+        starts = self.simulation.timeline.starts
+        for both in ends.values():
+            start = max(starts[rank][place] for rank, _, place in both)
+            for rank, lane, place in both:
+                text = op_text(self.simulation.plan.rows[rank][place])
+                self._slice(rank, lane, text, "transfer", start, start + self.simulation.costs.comm)
+
+    def _slice(self, rank: int, lane: int, name: str, category: str, start: float, end: float) -> None:
+        self.events.append(
+            {
+                "ph": "X",
+                "pid": self.first_process + rank,
+                "tid": lane,
+                "name": name,
+                "cat": category,
+                "ts": start * self.unit_us,
+                "dur": (end - start) * self.unit_us,
+            }
+        )
+
+
+def activation_change(kind: int, size: float, memory_after_b: float) -> float:
+    """What a computation adds to the activations that are held."""
+    return {F: size, B: -size * (1 - memory_after_b), W: -size * memory_after_b, BW: -size}[kind]
+
+
+def bars(simulation: Simulation, rank: int) -> list[Bar]:
+    """A rank's computations in order; overlapped ones that were timed as one share the time in parts."""
     row = simulation.plan.rows[rank]
     starts, ends = simulation.timeline.starts[rank], simulation.timeline.ends[rank]
     durations = simulation.costs.durations()
-    bars = []
+    made: list[Bar] = []
     for place, op in enumerate(row):
         if op[0] > LAST_COMPUTE:
             continue
         start, end = starts[place], ends[place]
         if op[7] >= 0:
-            own = durations[op[0]][op[1]]
+            own = min(durations[op[0]][op[1]], end - start)
             second = place > 0 and row[place - 1][0] <= LAST_COMPUTE and row[place - 1][7] == op[7]
             start, end = (end - own, end) if second else (start, start + own)
-        bars.append((start, end, place, op_text(op)))
-    return bars
-
-
-def _slice(rank: int, lane: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": lane,
-        "name": name,
-        "cat": category,
-        "ts": start * _TRACE_UNIT_US,
-        "dur": (end - start) * _TRACE_UNIT_US,
-    }
-
-
-def _memory(simulation: Simulation, rank: int) -> list[dict[str, Any]]:
-    costs, held, events = simulation.costs, 0.0, []
-    for start, end, place, _ in _bars(simulation, rank):
-        kind, stage = simulation.plan.rows[rank][place][:2]
-        size = costs.activation[stage]
-        change = {
-            Kind.F: size,
-            Kind.B: -size * (1 - costs.memory_after_b),
-            Kind.W: -size * costs.memory_after_b,
-            Kind.BW: -size,
-        }[Kind(kind)]
-        held += change
-        events.append(
-            {
-                "ph": "C",
-                "pid": rank,
-                "name": "activation",
-                "ts": (start if kind == F else end) * _TRACE_UNIT_US,
-                "args": {"microbatches": round(held, 9)},
-            }
-        )
-    return events
-
-
-def _transfers(simulation: Simulation) -> list[dict[str, Any]]:
-    """A slice at both ends, from the time that both are posted."""
-    ends: dict[int, list[tuple[int, int, float, str]]] = {}
-    for rank, row in enumerate(simulation.plan.rows):
-        for place, op in enumerate(row):
-            if op[0] in (SEND_F, SEND_B, RECV_F, RECV_B):
-                lane = 1 if op[0] in (SEND_F, SEND_B) else 2
-                at = simulation.timeline.starts[rank][place]
-                ends.setdefault(op[7], []).append((rank, lane, at, op_text(op)))
-    return [
-        _slice(rank, lane, label, "transfer", start, start + simulation.costs.comm)
-        for both in ends.values()
-        for start in [max(at for _, _, at, _ in both)]
-        for rank, lane, _, label in both
-    ]
+        made.append((start, end, place, op_text(op)))
+    return made

@@ -46,8 +46,9 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
     if str(header["bitwise"]) not in ("True", "False"):
         raise PlanError(f"bitwise is True or False, not {header['bitwise']!r}")
     try:
-        placement = Placement(str(header["placement"]), int(header["ranks"]), int(header["chunks"]))
-        microbatches = int(header["microbatches"])
+        # by way of text, so that JSON's 2.5, true and [2] are as wrong as they look
+        ranks, chunks, microbatches = (int(str(header[name])) for name in ("ranks", "chunks", "microbatches"))
+        placement = Placement(str(header["placement"]), ranks, chunks)
     except ValueError as error:
         raise PlanError(f"the plan's header is wrong: {error}") from None
     plan = Plan(str(header["schedule"]), placement, microbatches, rows, str(header["bitwise"]) == "True")
@@ -69,7 +70,10 @@ def to_csv(plan: Plan) -> str:
 
 def from_csv(text: str) -> Plan:
     """The plan that `to_csv` wrote. Raises PlanError for another version, another hash, or what is no plan."""
-    lines = list(csv.reader(io.StringIO(text)))
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise PlanError(f"no plan: {error}") from None
     words = lines[0] if lines else []
     if len(words) != 2 * len(_FIELDS):
         raise PlanError(f"no plan: the first line gives {', '.join(_FIELDS)}, each with its value")

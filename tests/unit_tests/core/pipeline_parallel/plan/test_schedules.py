@@ -3,6 +3,8 @@
 import types
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -91,6 +93,23 @@ def test_group_size(p, m, group):
     row = [op[1:3] for op in plan.rows[0] if op[0] == F]
     assert row[: 2 * group] == [(c * p, i) for c in range(2) for i in range(group)]
     lower(plan, CostModel.of_ranks(plan.placement))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data(), st.integers(1, 9), st.integers(1, 4), st.sampled_from((0.0, 0.3, 2.0)))
+def test_groups_of_any_size_with_any_remainder_can_run(data, p, v, comm):
+    """Under unequal costs too: verify walks the plan with blocking sends, and counts every computation."""
+    group = data.draw(st.integers(p, 3 * p), "group")
+    m = data.draw(st.integers(group, 4 * group), "microbatches")
+    plan = build_plan("interleaved", Request(p, m, v, group))
+    times = data.draw(st.lists(st.sampled_from((0.5, 1.0, 3.0)), min_size=p, max_size=p), "times")
+    costs = CostModel.of_ranks(plan.placement, time_f=times, time_w=times[::-1], comm=comm)
+    simulation = simulate(lower(plan, costs), costs)
+    ahead = [(p - 1 - rank) * (2 if v > 1 else 1) + (v - 1) * group + 1 for rank in range(p)]
+    for rank, peak in enumerate(simulation.peak_activation):
+        assert peak <= min(ahead[rank], v * m) / v + 1e-9
+    if m % group == 0 and comm == 0 and set(times) == {1.0}:
+        assert simulation.bubble_rate == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
 
 
 @pytest.mark.parametrize(

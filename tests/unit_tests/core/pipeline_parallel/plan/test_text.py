@@ -48,6 +48,11 @@ def test_changed_files_are_refused():
             read(text.replace("version,1", "version,9").replace('"version": 1', '"version": 9'))
         with pytest.raises(PlanError, match="header is wrong"):
             read(text.replace("linear", "ring"))
+    for wrong in ("[2]", "2.5", "true", "null"):
+        with pytest.raises(PlanError, match="header is wrong"):
+            from_json(to_json(plan).replace('"ranks": 2', f'"ranks": {wrong}'))
+    with pytest.raises(PlanError, match="no plan: field larger than"):
+        from_csv("x" * 200_000)
     for text in ("", "a,b", "[]", '{"ops": 3}'):
         with pytest.raises(PlanError, match="no plan"):
             from_csv(text)
