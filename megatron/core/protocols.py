@@ -96,11 +96,11 @@ class Stepper(Protocol):
     def local_state(self) -> Any:
         """This rank's part of what a step is decided on: squared sums and finiteness of its gradients."""
 
-    def step(self, coefficient: float) -> None:
-        """Update the weights with gradients times `coefficient`."""
+    def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
+        """Update the weights with gradients * clip_coefficient / divisor."""
 
     def snapshot(self) -> None:
-        """Keep weights and optimizer state as they are."""
+        """Keep weights and optimizer state as they are; until `commit`, steps leave the gradients as they are."""
 
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit."""

@@ -1,7 +1,9 @@
 """Sizes of gradients: norm, zeros, what is not finite.
 
-[Note: one norm] The norm is built from one fp64 squared sum a parameter, added in the model's parameter
-order. It depends on no layout, bucket or group of parameters, so every way of running a model clips alike.
+[Note: one norm] The norm is built from one fp64 squared sum a region of a parameter (`ParamMeta.parts`: the whole
+parameter where it is not cut), added in the model's order (`model_vector`). It depends on no layout, bucket, group of
+parameters or pipeline stage, so every way of running a model clips alike, and a pipeline clips with the bits of one
+process.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def _squared_sum(tensor: Tensor, wide: Tensor) -> Tensor:
 
 
 def norm_of(sums: Iterable[float]) -> float:
-    """The norm from squared sums in parameter order."""
+    """The norm from squared sums in the model's order."""
     total = 0.0
     for value in sums:
         total += value
@@ -50,9 +52,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def count_zeros(tensors: Sequence[Tensor]) -> int:
-    """Elements that are exactly zero."""
+def zero_counts(tensors: Sequence[Tensor]) -> Tensor:
+    """[len(tensors)] fp64: how many elements of each are exactly zero."""
     if not tensors:
-        return 0
-    nonzero = torch.stack([tensor.count_nonzero() for tensor in tensors]).sum()
-    return sum(tensor.numel() for tensor in tensors) - int(nonzero)  # sync: a figure for the log
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack([tensor.numel() - tensor.count_nonzero() for tensor in tensors]).double()
