@@ -94,6 +94,8 @@ def order(ctx: RankContext):
                 sink = LoggingSink(log, deferring)
                 tensor = TensorParallel(group, sp)
                 out = linear(x, weight, bias, sink=sink, key="w", bias_key="b", tensor=tensor)
+                kept = {t.data_ptr() for t in out.grad_fn.saved_tensors}
+                assert kept == {x.data_ptr(), weight.data_ptr()}, "this rank's part of x, nothing gathered"
                 log.clear()
                 out.sum().backward()
                 found[linear.__name__, sp, deferring] = list(log)
