@@ -11,7 +11,6 @@ checkpoint that cannot be used, 2 for a wrong flag.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.training.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
@@ -84,8 +83,7 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
 
 def load_tokenizer(flags: TokenizerConfig) -> Tokenizer:
     """The tokenizer of the training. Raises ValueError naming the file where one is no longer there."""
-    values = dataclasses.asdict(flags)
-    return build_tokenizer(values.pop("tokenizer_type"), **values)
+    return build_from_config(flags)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from megatron.core.datasets.builder import (
 from megatron.core.datasets.corpus_report import CorpusReport, verify_corpus
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
-from megatron.core.datasets.splits import SPLIT_NAMES
+from megatron.core.datasets.splits import DEFAULT_SPLIT, SPLIT_NAMES, parse_split
 
 EXIT_DATA = 4
 DIGESTED = {"tokens": "<i8", "labels": "<i8", "loss_mask": "<f4", "position_ids": "<i8"}
@@ -169,7 +169,7 @@ def build(args: argparse.Namespace, corpora: dict[str, Any]) -> Datasets:
         full_validation=args.full_validation,
         **corpora,
     )
-    return build_train_valid_test_datasets(spec, args.sizes, allow_empty=True)
+    return build_train_valid_test_datasets(spec, args.sizes, allow_empty=True, skip_empty=True)
 
 
 def named_splits(datasets: Datasets) -> Iterator[tuple[str, Dataset]]:
@@ -179,6 +179,23 @@ def named_splits(datasets: Datasets) -> Iterator[tuple[str, Dataset]]:
             yield from ((f"{name}{i}", dataset) for i, dataset in enumerate(entry))
         elif entry is not None:
             yield name, entry
+
+
+def split_place(name: str) -> int:
+    """Where a split is told; valid0, valid1, ... keep their order."""
+    return next(which for which, split in enumerate(SPLIT_NAMES) if name.startswith(split))
+
+
+def empty_splits(args: argparse.Namespace, datasets: Datasets) -> list[str]:
+    """Splits that were asked for and came out without sequences. Raises DataError where that is all of them."""
+    if not (args.data_path or args.data_args_path):
+        return []
+    shares = parse_split(args.split or DEFAULT_SPLIT)
+    asked = [which for which, share in enumerate(shares) if share is not None and args.sizes[which] != 0]
+    empty = [SPLIT_NAMES[which] for which in asked if datasets[which] is None]
+    if empty and len(empty) == len(asked):
+        raise DataError(f"--split {args.split or DEFAULT_SPLIT}: {' and '.join(map(repr, empty))} are empty")
+    return empty
 
 
 def describe(dataset: Dataset, i: int) -> dict[str, Any]:
@@ -200,11 +217,20 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         result["corpora"] = [verify_corpus(prefix, args.eod, args.vocab_size) for prefix in prefixes]
     if args.seq_length is not None:
         result["splits"] = {}
-        for name, dataset in named_splits(build(args, corpora)):
+        datasets = build(args, corpora)
+        for name in empty_splits(args, datasets):
+            print(
+                f"note: split {name!r} is empty: --split {args.split or DEFAULT_SPLIT} gives it none of the sequences; "
+                "training on it needs a larger corpus, a larger weight for it, or weight 0 for no such data",
+                file=sys.stderr,
+            )
+            result["splits"][name] = {"len": 0, "samples": []}
+        for name, dataset in named_splits(datasets):
             if not len(dataset):
                 print(f"note: split {name!r} is too short for one sample", file=sys.stderr)
             shown = range(min(args.samples, len(dataset)))
             result["splits"][name] = {"len": len(dataset), "samples": [describe(dataset, i) for i in shown]}
+        result["splits"] = dict(sorted(result["splits"].items(), key=lambda item: split_place(item[0])))
     return result
 
 

@@ -19,6 +19,7 @@ import functools
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
@@ -28,8 +29,9 @@ from megatron.core.datasets.preprocessing.job import Job, Statistics, run_job
 from megatron.core.datasets.preprocessing.progress import Progress
 from megatron.core.datasets.preprocessing.sources import FORMATS, find_sources
 from megatron.core.optional import MissingPackageError
-from megatron.core.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build import TOKENIZER_TYPES, build_from_config
 from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 EXIT_CONFIGURATION, EXIT_DATA, EXIT_INTERRUPTED = 2, 4, 130
 
@@ -64,23 +66,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
+    """The arguments have the names of the fields."""
+    return TokenizerConfig(**{field.name: getattr(args, field.name) for field in fields(TokenizerConfig)})
+
+
 def make_job(args: argparse.Namespace) -> Job:
     """What the arguments ask for; raises ValueError (a subclass) for what they get wrong."""
     sources = find_sources(args.input, args.format, args.suffix, args.exclude)
     return Job(
         sources=tuple(sources),
         output_prefix=args.output_prefix,
-        build_tokenizer=functools.partial(
-            build_tokenizer,
-            args.tokenizer_type,
-            tokenizer_model=args.tokenizer_model,
-            vocab_file=args.vocab_file,
-            merge_file=args.merge_file,
-            vocab_size=args.vocab_size,
-            tiktoken_pattern=args.tiktoken_pattern,
-            tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
-            tiktoken_special_tokens=args.tiktoken_special_tokens,
-        ),
+        build_tokenizer=functools.partial(build_from_config, _tokenizer_config(args)),
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         workers=args.workers,

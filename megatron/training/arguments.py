@@ -25,6 +25,7 @@ from megatron.training.problems import ConfigurationError, Problem, render_probl
 from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules, inert_flags
+from megatron.training.saved_vocabulary import saved_padded_vocabulary
 
 __all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
 
@@ -157,6 +158,11 @@ def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Conf
             warnings += told
     has_gpu = env.gpu_present()
     check_only = bool(values.get("check_config"))
+    if check_only and values.get("padded_vocab_size") is None:
+        # A launch asks one rank once all are there: see session.
+        saved_size = saved_padded_vocabulary(values)
+        if saved_size is not None:
+            values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, "checkpoint"
     machine = Machine(world_size=env.world_size, has_gpu=has_gpu)
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
     situation = Situation(

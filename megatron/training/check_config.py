@@ -1,4 +1,4 @@
-"""What `--check-config` prints: the resolved configuration, the rank grid, parameters per rank (floor 0)."""
+"""What `--check-config` prints: resolved configuration, rank grid, pipeline, parameters per rank (floor 0)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.list_expression import ListExpressionError
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
-from megatron.core.models.gpt.stage_layers import StageLayersError, layers_of_ranks
 from megatron.core.optional import available
 from megatron.core.rank_grid import AXES, RankGrid, RankGridError
 from megatron.training.config import Config
+from megatron.training.pipeline_facts import PipelineFacts, pipeline_facts
 from megatron.training.problems import Problem
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rules_run import named_files
@@ -37,6 +36,7 @@ class Report:
     config: Config
     grid: RankGrid | None
     expert_grid: RankGrid | None
+    pipeline: PipelineFacts | None
     parameters: Parameters
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -55,11 +55,13 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
             f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "
             "Transformer Engine (pip install 'transformer_engine[pytorch]')"
         )
+    pipeline = pipeline_facts(config)
     return Report(
         config=config,
         grid=grid,
         expert_grid=_expert_grid(config),
-        parameters=_parameters(config, grid, problems),
+        pipeline=pipeline,
+        parameters=_parameters(config, grid, pipeline, problems),
         problems=tuple(problems),
         warnings=tuple(warnings),
         not_found=tuple(_not_found(config)),
@@ -104,7 +106,9 @@ def _vocabulary(config: Config) -> int | None:
     return known if known is not None else t.vocab_size
 
 
-def _parameters(config: Config, grid: RankGrid | None, problems: Sequence[Problem]) -> Parameters:
+def _parameters(
+    config: Config, grid: RankGrid | None, pipeline: PipelineFacts | None, problems: Sequence[Problem]
+) -> Parameters:
     model = config.model
     needed = (
         model.num_layers,
@@ -128,19 +132,19 @@ def _parameters(config: Config, grid: RankGrid | None, problems: Sequence[Proble
         return Parameters(why=f"{', '.join(unbuilt)} is not supported yet")
     if model.padded_vocab_size is None:
         return Parameters(why="vocab size unknown: the tokenizer's files are not here; give --vocab-size")
+    whole = count_parameters(model, model.padded_vocab_size).total
     if grid is None:
-        return Parameters(
-            total=count_parameters(model, model.padded_vocab_size).total,
-            why="the ranks do not divide: see the problems",
-        )
-    try:
-        layers = layers_of_ranks(config.parallel, model.num_layers)
-    except (StageLayersError, ListExpressionError):
-        total = count_parameters(model, model.padded_vocab_size).total
-        return Parameters(total=total, why="layers do not divide over stages: see the problems")
-    count = count_parameters(model, model.padded_vocab_size, tp=grid.tp, layers_per_stage=layers)
-    stages = (grid.coordinates(rank)["pp"] for rank in range(grid.world_size))
-    return Parameters(total=count.total, per_rank=tuple(count.per_stage[stage] for stage in stages))
+        return Parameters(total=whole, why="the ranks do not divide: see the problems")
+    if pipeline is None:
+        return Parameters(total=whole, why="layers do not divide over stages: see the problems")
+    broken = {problem.rule for problem in problems}
+    if broken & {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}:
+        return Parameters(total=whole, why="the model does not divide over tensor ranks: see the problems")
+    count = count_parameters(
+        model, model.padded_vocab_size, tp=grid.tp, stages=pipeline.stages, placement=pipeline.placement
+    )
+    ranks = (grid.coordinates(rank)["pp"] for rank in range(grid.world_size))
+    return Parameters(total=count.total, per_rank=tuple(count.per_rank[rank] for rank in ranks))
 
 
 def _not_found(config: Config) -> list[str]:
@@ -181,9 +185,7 @@ def _grid_facts(grid: RankGrid | None) -> dict[str, Any] | None:
 
 
 def render_json(report: Report) -> str:
-    """One JSON object: config, origin, grid, parameters, problems, warnings, notes,
-    not_found.
-    """
+    """One JSON object: config, origin, grid, pipeline, parameters, problems, warnings, notes, not_found."""
     config = report.config
     values = {**config.flat(), **{name: _plain(value) for name, value in config.extra.items()}}
     grid = _grid_facts(report.grid)
@@ -193,6 +195,7 @@ def render_json(report: Report) -> str:
         "config": values,
         "origin": {name: config.origin.get(name, "default") for name in values},
         "grid": grid,
+        "pipeline": None if report.pipeline is None else report.pipeline.as_json(),
         "parameters": {
             "total": report.parameters.total,
             "per_rank": report.parameters.per_rank,
@@ -231,6 +234,8 @@ def _summary(report: Report) -> list[str]:
             lines += [_groups_line(grid, axis) for axis in AXES if grid.size(axis) > 1]
         elif title == "rank grid":
             lines.append("rank grid: the ranks do not divide")
+    if report.pipeline is not None:
+        lines += report.pipeline.lines()
     parameters = report.parameters
     if parameters.total is not None:
         lines.append(f"parameters: {parameters.total} in all")
@@ -259,11 +264,11 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def _per_rank_lines(grid: RankGrid, per_rank: tuple[int, ...]) -> list[str]:
-    """One line a pipeline stage: ranks of a stage hold equally many."""
+    """One line a pipeline rank: all tensor and data parallel ranks of one hold equally many."""
     lines = []
-    for stage in range(grid.pp):
-        first = grid.rank({"pp": stage})
+    for pp_rank in range(grid.pp):
+        first = grid.rank({"pp": pp_rank})
         count = grid.world_size // grid.pp
         which = f"each of {count} ranks" if count > 1 else f"rank {first}"
-        lines.append(f"  stage {stage} ({which}): {per_rank[first]}")
+        lines.append(f"  pipeline rank {pp_rank} ({which}): {per_rank[first]}")
     return lines

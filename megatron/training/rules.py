@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.training import rules_batch, rules_model, rules_ranges, rules_run, rules_schedule
+from megatron.training import (
+    rules_batch,
+    rules_model,
+    rules_parallel,
+    rules_ranges,
+    rules_run,
+    rules_schedule,
+)
 from megatron.training.command_line import UsedFlag
 from megatron.training.flag_table import FlagState, flag_table
 from megatron.training.problems import Problem
@@ -20,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     *rules_batch.RULES,
     *rules_schedule.RULES,
     *rules_model.RULES,
+    *rules_parallel.RULES,
     *rules_run.RULES,
 )
 assert len({rule.id for rule in RULES}) == len(RULES), "two rules share an id"

@@ -1,14 +1,9 @@
-"""Rules on the model's shape, recompute and the split into stages (floor 0)."""
+"""Rules on the model's shape and on recompute (floor 0)."""
 
 from __future__ import annotations
 
-from megatron.core.list_expression import ListExpressionError
-from megatron.core.models.gpt.stage_layers import StageLayersError, layers_of_ranks
 from megatron.core.optional import available
-from megatron.core.rank_grid import RankGridError
 from megatron.training.flag_lists import TRANSFORMER_ENGINE
-from megatron.training.microbatches import BatchScheduleError
-from megatron.training.resolve import known_vocabulary
 from megatron.training.rule_table import RuleTable, Situation, spelled
 
 RULES = RuleTable()
@@ -37,36 +32,6 @@ def _query_groups(s: Situation) -> str | None:
 
 
 @rule(
-    "heads-tensor-parallel",
-    "--num-attention-heads --num-query-groups --tensor-model-parallel-size",
-    "choose a tensor parallel size that divides the heads and divides (or is a multiple of) the query groups",
-)
-def _heads_tensor_parallel(s: Situation) -> str | None:
-    heads, groups, tp = (
-        s.value("num_attention_heads"),
-        s.value("num_query_groups"),
-        s.value("tensor_model_parallel_size"),
-    )
-    if not heads or not groups or groups < 1 or tp < 1:
-        return None
-    if heads % tp:
-        return f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}"
-    if groups % tp and tp % groups:
-        return f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other"
-    return None
-
-
-@rule(
-    "ffn-tensor-parallel", "--ffn-hidden-size --tensor-model-parallel-size", "choose a width that it divides"
-)
-def _ffn_tensor_parallel(s: Situation) -> str | None:
-    ffn, tp = s.value("ffn_hidden_size"), s.value("tensor_model_parallel_size")
-    if ffn is None or tp < 1 or ffn % tp == 0:
-        return None
-    return f"--ffn-hidden-size {ffn} is not divisible by --tensor-model-parallel-size {tp}"
-
-
-@rule(
     "positions",
     "--max-position-embeddings --seq-length",
     "raise --max-position-embeddings to the sequence length",
@@ -76,31 +41,6 @@ def _positions(s: Situation) -> str | None:
     if positions is None or length is None or positions >= length:
         return None
     return f"--max-position-embeddings {positions} is below --seq-length {length}"
-
-
-@rule(
-    "sequence-context-parallel", "--seq-length --context-parallel-size", "choose a length that 2 x CP divides"
-)
-def _sequence_context_parallel(s: Situation) -> str | None:
-    length, cp = s.value("seq_length"), s.value("context_parallel_size")
-    if length is None or cp <= 1 or length % (2 * cp) == 0:
-        return None
-    return f"--seq-length {length} is not divisible by 2 x --context-parallel-size {cp}"
-
-
-@rule(
-    "sequence-tensor-parallel",
-    "--seq-length --sequence-parallel --tensor-model-parallel-size",
-    "choose a length that TP x CP divides, or leave --sequence-parallel out",
-)
-def _sequence_tensor_parallel(s: Situation) -> str | None:
-    length, ranks = (
-        s.value("seq_length"),
-        s.value("tensor_model_parallel_size") * s.value("context_parallel_size"),
-    )
-    if not s.value("sequence_parallel") or length is None or ranks < 1 or length % ranks == 0:
-        return None
-    return f"--seq-length {length} does not divide into {ranks} parts for --sequence-parallel"
 
 
 @rule(
@@ -172,23 +112,6 @@ def _transformer_engine(s: Situation) -> str | None:
     return "--transformer-impl transformer_engine: layers on Transformer Engine are not supported yet"
 
 
-@rule(
-    "vocabulary",
-    "--padded-vocab-size --vocab-size --make-vocab-size-divisible-by --tensor-model-parallel-size",
-    "leave --padded-vocab-size out, or make it hold the vocabulary and divide by the tensor parallel size",
-)
-def _vocabulary(s: Situation) -> str | None:
-    padded, tp = s.value("padded_vocab_size"), s.value("tensor_model_parallel_size")
-    known = known_vocabulary(s.value("tokenizer_type"), s.value("vocab_size")) or s.value("vocab_size")
-    if padded is None or tp < 1:
-        return None
-    if padded % tp:
-        return f"--padded-vocab-size {padded} is not divisible by --tensor-model-parallel-size {tp}"
-    if known is not None and padded < known:
-        return f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {known}"
-    return None
-
-
 # Recompute
 
 
@@ -222,45 +145,3 @@ def _recompute(s: Situation) -> str | None:
 def _recompute_modules(s: Situation) -> str | None:
     others = [name for name in s.value("recompute_modules") if name != "core_attn"]
     return f"--recompute-modules {' '.join(others)}: only core_attn is supported" if others else None
-
-
-# Pipeline
-
-
-@rule(
-    "pipeline-layers",
-    "--num-layers --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage "
-    "--num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout "
-    "--decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers",
-    "choose layers that stages x chunks divide, uneven first and last stages, or a layout",
-)
-def _pipeline_layers(s: Situation) -> str | None:
-    if s.value("num_layers") is None:
-        return None
-    try:
-        layers_of_ranks(s.config.parallel, s.value("num_layers"))
-    except (StageLayersError, ListExpressionError) as error:
-        return str(error)
-    return None
-
-
-@rule(
-    "interleaving-microbatches",
-    "--global-batch-size --micro-batch-size --pipeline-model-parallel-size",
-    "use a larger global batch, or no interleaving",
-)
-def _interleaving_microbatches(s: Situation) -> str | None:
-    stages = s.value("pipeline_model_parallel_size")
-    chunked = s.value("num_layers_per_virtual_pipeline_stage") or s.value(
-        "num_virtual_stages_per_pipeline_rank"
-    )
-    if stages < 2 or not chunked or chunked == 1:
-        return None
-    try:
-        microbatches = s.config.batch_schedule().num_microbatches(0)
-    except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
-        return None
-    if microbatches < stages:
-        return f"{microbatches} microbatches are fewer than the {stages} stages that interleaving groups"
-    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import arg_info
+from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES
 from megatron.training.config import FIELDS, GROUPS
 from megatron.training.rule_table import RuleTable, Situation, spelled
 
@@ -72,6 +73,7 @@ _FROM_ONE = (
     "expert_tensor_parallel_size world_size micro_batch_size global_batch_size ddp_bucket_size "
     "ddp_num_buckets "
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers microbatch_group_size_per_vp_stage "
     "save_interval save_retain_interval log_interval eval_interval exit_interval exit_duration_in_mins "
     "tensorboard_log_interval tensorboard_queue_size num_dataset_builder_threads distributed_timeout_minutes "
     "nan_max_skips hysteresis loss_scale_window iterations_to_skip"
@@ -94,5 +96,7 @@ for _name in _SHARES.split():
 _MOST_COUNT = 2**40  # samples, iterations, tokens: beyond any run, and far from the end of 64 bits
 for _name in "train_iters train_samples lr_decay_iters lr_decay_samples eval_iters seq_length".split():
     _at_most(_name, _MOST_COUNT)
+_at_most("num_layers", MAX_LAYERS)
+_at_most("pipeline_model_parallel_size", MAX_STAGES)
 _at_most("seed", 2**32 - 2**20)  # NumPy's generators take 32 bits; stages add to the seed
 _at_most("mid_level_dataset_surplus", 1)

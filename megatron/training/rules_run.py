@@ -151,14 +151,20 @@ def _save_writable(s: Situation) -> str | None:
     )
 
 
-@rule("outputs", "--metrics-file --tensorboard-dir", "name a file of metrics (or a new one), and a folder")
+@rule(
+    "outputs",
+    "--metrics-file --tensorboard-dir --log-pipeline-timeline",
+    "name a file of metrics (or a new one), and folders",
+)
 def _outputs(s: Situation) -> str | None:
     if s.check_only:
         return None
     problems = []
-    folder, file = s.value("tensorboard_dir"), s.value("metrics_file")
-    if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
-        problems.append(f"--tensorboard-dir {folder} is no folder")
+    file = s.value("metrics_file")
+    for name in ("tensorboard_dir", "log_pipeline_timeline"):
+        folder = s.value(name)
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            problems.append(f"{spelled(name)} {folder} is no folder")
     if file is not None and Path(file).exists() and not _is_metrics_file(Path(file)):
         problems.append(f"--metrics-file {file} is there and is no file of metrics")
     return "; ".join(problems) or None

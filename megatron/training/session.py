@@ -17,12 +17,13 @@ import torch
 from megatron.core import collectives, device, parallel_state
 from megatron.core.device import Device
 from megatron.core.parallel_state import ParallelState
-from megatron.core.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron.core.tokenizers.build import build_from_config, padded_vocab_size
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.problems import ConfigurationError, Problem
+from megatron.training.saved_vocabulary import saved_padded_vocabulary, with_saved_vocabulary
 from megatron.training.startup_check import compare_across_ranks
 from megatron.training.timers import Timers
 from megatron.training.watchdog import Watchdog
@@ -97,7 +98,7 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     )
     _seed(config.training.seed, ps)
     tokenizer = _tokenizer(config)
-    config = _with_vocabulary(config, tokenizer)
+    config = _with_vocabulary(config, tokenizer, ps)
     timers = Timers(
         config.logging.timing_log_level,
         config.logging.timing_log_option,
@@ -124,19 +125,22 @@ def _seed(seed: int, ps: ParallelState) -> None:
 def _tokenizer(config: Config) -> Tokenizer:
     flags = config.tokenizer
     assert flags.tokenizer_type is not None, "the rules ask for --tokenizer-type"
-    return build_tokenizer(
-        flags.tokenizer_type,
-        tokenizer_model=flags.tokenizer_model,
-        vocab_file=flags.vocab_file,
-        merge_file=flags.merge_file,
-        vocab_size=flags.vocab_size,
-        tiktoken_pattern=flags.tiktoken_pattern,
-        tiktoken_num_special_tokens=flags.tiktoken_num_special_tokens,
-        tiktoken_special_tokens=flags.tiktoken_special_tokens,
-    )
+    return build_from_config(flags)
 
 
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+def _with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) -> Config:
+    """With the padded vocabulary: of the flags, else of the checkpoint to load, else of tokenizer and TP.
+
+    Communicates over the world where there is a checkpoint to load. Raises ConfigurationError.
+    """
+    if not config.given("padded_vocab_size") and config.checkpoint.load is not None:
+        # One rank looks: thousands that read the same files would keep a file system busy.
+        mine = saved_padded_vocabulary(config.flat()) if ps.is_first_rank else None
+        saved = collectives.all_gather_json(mine, ps.control_group)[0]
+        if saved is not None:
+            if ps.is_first_rank and saved != config.model.padded_vocab_size:
+                say(f" > padded vocab of the checkpoint in {config.checkpoint.load}: {saved}")
+            config = with_saved_vocabulary(config, saved)
     if config.model.padded_vocab_size is None:
         padded = padded_vocab_size(
             tokenizer.vocab_size,

@@ -80,3 +80,17 @@ GPT_345M = (
     "949,50,1 "
     "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --distributed-backend nccl"
 ).split()
+
+# Llama 3.1 405B as Megatron's users run it (less context parallel): 126 layers and both ends over 8 ranks of 8 chunks.
+LLAMA3_405B = (
+    "--use-mcore-models --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+    "--position-embedding-type rope --rotary-base 500000 --use-rope-scaling --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 "
+    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 "
+    "--num-virtual-stages-per-pipeline-rank 8 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --microbatch-group-size-per-virtual-pipeline-stage 8 "
+    "--overlap-p2p-communication-warmup-flush --micro-batch-size 1 --global-batch-size 256 --lr 8e-5 --min-lr 8e-7 "
+    "--train-iters 1000 --lr-decay-style cosine --lr-warmup-iters 100 --clip-grad 1.0 --weight-decay 0.1 --bf16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 128255 --overlap-grad-reduce"
+).split()

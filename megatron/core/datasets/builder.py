@@ -105,24 +105,29 @@ def requested_sizes(
 
 
 def build_train_valid_test_datasets(
-    spec: GPTDatasetSpec, sizes: tuple[int | None, int | None, int | None], *, allow_empty: bool = False
+    spec: GPTDatasetSpec,
+    sizes: tuple[int | None, int | None, int | None],
+    *,
+    allow_empty: bool = False,
+    skip_empty: bool = False,
 ) -> Datasets:
     """The datasets of a run.
 
     sizes: samples requested of train, valid, test; None for one epoch. Datasets may be longer.
     allow_empty: accept an epoch too short for one sample as a dataset of length 0.
+    skip_empty: a split without sequences is None instead of an error.
     Raises DataError for damaged corpora, and for a split that was asked for and came out empty: Megatron
     would count its epochs for ever.
     """
-    return _Builder(spec, allow_empty).build(sizes)
+    return _Builder(spec, allow_empty, skip_empty).build(sizes)
 
 
 class _Builder:
     """Opens each corpus once and builds what `spec` describes."""
 
-    def __init__(self, spec: GPTDatasetSpec, allow_empty: bool) -> None:
+    def __init__(self, spec: GPTDatasetSpec, allow_empty: bool, skip_empty: bool) -> None:
         self.spec = spec
-        self.allow_empty = allow_empty
+        self.allow_empty, self.skip_empty = allow_empty, skip_empty
         self.corpora: dict[str, Corpus] = {}
         self.split = (
             "per split" if spec.blend_per_split else MOCK_SPLIT if spec.mock else spec.split or DEFAULT_SPLIT
@@ -149,7 +154,7 @@ class _Builder:
 
     def _split(self, which: int, size: int | None) -> Dataset | None:
         blend = self._blend_of(which)
-        if blend is None or (size == 0 and self._is_empty(blend, which)):
+        if blend is None or ((size == 0 or self.skip_empty) and self._is_empty(blend, which)):
             return None
         per_split = self.spec.blend_per_split is not None
         if blend.is_single or (per_split and len(blend.prefixes) == 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
@@ -14,6 +15,7 @@ from megatron.core.tokenizers.sentencepiece_tokenizer import (
 )
 from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 TOKENIZER_TYPES = (
     "ByteTokenizer",
@@ -68,6 +70,12 @@ def build_tokenizer(
             "leave --vocab-size out"
         )
     return tokenizer
+
+
+def build_from_config(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of a configuration. Raises as `build_tokenizer`."""
+    values = dataclasses.asdict(config)
+    return build_tokenizer(values.pop("tokenizer_type"), **values)
 
 
 def _build(

@@ -144,9 +144,30 @@ def test_refusals(corpus):
     assert run("--data-path", corpus, "--mock-data", "--seq-length", 4).returncode == 2
     assert run("--data-path", corpus, "--seq-length", 4, "--reset-position-ids").returncode == 2
     assert run("--data-path", corpus, "--seq-length", 4, "--sizes", "1,2").returncode == 2
-    empty = run("--data-path", corpus, "--seq-length", 4, "--split", "9990,1,9")
-    assert empty.returncode == 4
-    assert "--split" in empty.stderr
+
+
+def test_a_split_that_rounds_to_nothing_is_named_and_the_others_are_shown(corpus):
+    words = ("--data-path", corpus, "--seq-length", 4, "--split")
+    done = run(*words, "9990,1,9", "--json")
+    assert done.returncode == 0, done.stderr
+    splits = json.loads(done.stdout)["splits"]
+    assert [(name, split["len"]) for name, split in splits.items()] == [
+        ("train", 249),
+        ("valid", 0),
+        ("test", 0),
+    ]
+    assert splits["valid"]["samples"] == []
+    assert "'valid' is empty: --split 9990,1,9" in done.stderr
+    assert "'train'" not in done.stderr
+
+
+def test_a_corpus_of_nothing_is_an_error(tmp_path):
+    prefix = str(tmp_path / "none")
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")):
+        pass
+    done = run("--data-path", prefix, "--seq-length", 4)
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron.training.arguments import launch_config
-from tests.harness.launch_lines import GPT3_175B, LLAMA3_8B, MIXTRAL_8X7B, SMALL
+from tests.harness.launch_lines import GPT3_175B, LLAMA3_8B, LLAMA3_405B, MIXTRAL_8X7B, SMALL
 
 
 def check(capsys, *words):
@@ -54,9 +54,11 @@ def test_the_text_is_yaml_with_origins(capsys, tmp_path):
 
 def test_175b_has_the_published_size_on_1024_ranks(capsys):
     status, report = check_json(capsys, *GPT3_175B, "--world-size", "1024", "--vocab-size", "50257")
-    assert status == 2
-    assert {problem["rule"] for problem in report["problems"]} == {"not-supported"}
-    assert set(report["problems"][0]) == {"rule", "flags", "message", "fix"}
+    assert status == 0
+    assert report["problems"] == []
+    assert report["pipeline"]["schedule"] == "1f1b"
+    assert report["pipeline"]["microbatches"] == 1536 // 8
+    assert report["pipeline"]["bubble_rate"] == pytest.approx(15 / (192 + 15))
     assert report["grid"]["sizes"] == {"tp": 8, "cp": 1, "ep": 1, "dp": 8, "pp": 16}
     assert report["config"]["padded_vocab_size"] == 51200
     h, layers, vocab, positions = 12288, 96, 51200, 2048
@@ -85,9 +87,10 @@ def test_mixtral_is_refused_with_all_reasons_and_no_invented_count(capsys):
     status, report = check_json(capsys, *MIXTRAL_8X7B, "--world-size", "32")
     assert status == 2
     flags = [problem["flags"][0] for problem in report["problems"]]
-    assert {"--num-experts", "--moe-grouped-gemm", "--pipeline-model-parallel-size"} <= set(flags)
+    assert {"--num-experts", "--moe-grouped-gemm", "--expert-model-parallel-size"} <= set(flags)
     assert report["parameters"]["total"] is None
     assert "--num-experts" in report["parameters"]["why"]
+    assert set(report["problems"][0]) == {"rule", "flags", "message", "fix"}
     assert report["grid"]["expert"]["sizes"]["ep"] == 8
 
 
@@ -153,3 +156,65 @@ def test_layers_that_do_not_divide_are_told(capsys, words):
         capsys, *SMALL, "--pipeline-model-parallel-size", "2", "--world-size", "2", *words.split()
     )
     assert "pipeline-layers" in [problem["rule"] for problem in report["problems"]]
+
+
+def test_405b_over_eight_chunks(capsys):
+    status, report = check_json(capsys, *LLAMA3_405B, "--world-size", "64")
+    assert status == 0, report["problems"]
+    pipeline = report["pipeline"]
+    assert (pipeline["schedule"], pipeline["ranks"], pipeline["chunks"]) == ("interleaved", 8, 8)
+    assert [len(stage["layers"]) for stage in pipeline["stages"]] == [1] + [2] * 62 + [1]
+    assert [stage["rank"] for stage in pipeline["stages"]] == list(range(8)) * 8
+    assert pipeline["stages"][0]["embedding"]
+    assert pipeline["stages"][63]["loss"]
+    assert pipeline["bubble_rate"] == pytest.approx((7 / 8) / (256 + 7 / 8))
+    # The published 405,853,388,800 with 128256 ids, padded to 1024s; two norms a layer and one at the end.
+    padded = 129024
+    assert report["config"]["padded_vocab_size"] == padded
+    assert report["parameters"]["total"] == 405853388800 + 2 * (padded - 128256) * 16384
+    per_rank = report["parameters"]["per_rank"]
+    assert len(set(per_rank[:8])) == 1
+    # Every tensor rank holds the norms; all else is divided.
+    norms = 7 * (2 * 126 + 1) * 16384
+    assert sum(per_rank) == report["parameters"]["total"] + norms
+
+
+def test_the_text_shows_the_pipeline(capsys):
+    words = "--num-layers 3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t||ttL --world-size 2"
+    status, printed = check(capsys, *SMALL, *words.split(), "--global-batch-size", "8")
+    assert status == 0
+    lines = printed.out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("# pipeline:"))
+    assert lines[at : at + 5] == [
+        "# pipeline: interleaved, 2 ranks x 2 chunks, 4 microbatches a step in groups of 2, bubble 11.1% with equal "
+        "stages and F = B = W",
+        "#   stage 0 on pipeline rank 0: embedding, no layers",
+        "#   stage 1 on pipeline rank 1: layer 0",
+        "#   stage 2 on pipeline rank 0: no layers",
+        "#   stage 3 on pipeline rank 1: layers 1-2, loss",
+    ]
+
+
+def test_a_long_run_of_the_simulator_is_left_out(capsys):
+    words = "--num-layers 64 --pipeline-model-parallel-size 64 --global-batch-size 1600 --world-size 64"
+    _, report = check_json(capsys, *SMALL, *words.split())
+    assert report["pipeline"]["microbatches"] == 800
+    assert report["pipeline"]["bubble_rate"] is None
+    _, report = check_json(capsys, *SMALL, *words.split(), "--global-batch-size", "160")
+    assert report["pipeline"]["bubble_rate"] == pytest.approx(63 / (80 + 63))
+
+
+def test_the_batch_after_the_ramp_counts(capsys):
+    ramp = (
+        "--global-batch-size 16 --rampup-batch-size 4 4 100 --pipeline-model-parallel-size 2 --world-size 2"
+    )
+    _, report = check_json(capsys, *SMALL, *ramp.split())
+    assert report["pipeline"]["microbatches"] == 8
+
+
+def test_a_model_that_does_not_divide_over_tensor_ranks_has_no_count_per_rank(capsys):
+    words = "--num-attention-heads 4 --tensor-model-parallel-size 8 --world-size 8"
+    status, report = check_json(capsys, *SMALL, *words.split())
+    assert status == 2
+    assert report["parameters"]["per_rank"] is None
+    assert "tensor ranks" in report["parameters"]["why"]

@@ -24,7 +24,7 @@ def problems_of(words, env=None):
 
 # (what is added to the smallest line, the rules it breaks)
 BAD = [
-    ("--tensor-model-parallel-size 3", "not-supported world-size heads-tensor-parallel ffn-tensor-parallel"),
+    ("--tensor-model-parallel-size 3", "world-size heads-tensor-parallel ffn-tensor-parallel"),
     ("--num-attention-heads 5", "heads rotary-or-none"),
     ("--group-query-attention --num-query-groups 3", "query-groups"),
     ("--global-batch-size 3", "batch-divisible"),
@@ -100,7 +100,7 @@ BAD = [
     ("--num-experts 8 --moe-router-topk 2", "not-supported not-supported"),
     ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params", "not-supported not-supported"),
     ("--enable-zero-bubble --fp8-format hybrid", "not-supported not-supported"),
-    ("--pipeline-model-parallel-size 2", "not-supported world-size"),
+    ("--pipeline-model-parallel-size 2", "world-size"),
     ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "not-supported not-supported"),
     ("--trust-remote-code", "not-supported"),
     ("--step-batch-size-schedule 0:768", "not-supported"),

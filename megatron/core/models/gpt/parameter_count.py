@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -15,10 +18,10 @@ def padded_vocabulary(vocab_size: int, make_vocab_size_divisible_by: int, tensor
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """total: every parameter once. per_stage: parameters on one rank of each pipeline stage."""
+    """total: every parameter once. per_rank: parameters on a tensor rank of each pipeline rank, its chunks together."""
 
     total: int
-    per_stage: tuple[int, ...]
+    per_rank: tuple[int, ...]
 
 
 def count_parameters(
@@ -26,51 +29,59 @@ def count_parameters(
     padded_vocab_size: int,
     *,
     tp: int = 1,
-    layers_per_stage: tuple[int, ...] | None = None,
+    stages: Sequence[StageSpec] | None = None,
+    placement: Placement | None = None,
 ) -> ParameterCount:
-    """Count a resolved model over `tp` tensor ranks and one entry of `layers_per_stage` a pipeline stage.
+    """Count a resolved model over `tp` tensor ranks and the stages of `split_stages`, by default one of everything.
 
-    Tied word embeddings on more than one stage have a copy on the last one, which the total leaves out.
+    placement: which pipeline rank holds which stage, by default one stage a rank. Tied word embeddings have a copy on
+    the stage of the loss where that is another rank; the total leaves it out, and what tensor ranks hold several times
+    (norms, output biases, learned positions, key and value heads where TP exceeds the query groups).
     """
-    layers = layers_per_stage or (config.num_layers,)
-    assert sum(layers) == config.num_layers, f"stages hold {layers} layers, the model has {config.num_layers}"
-    first, last = 0, len(layers) - 1
-    per_stage = []
-    for stage, num_layers in enumerate(layers):
-        here = num_layers * layer_parameters(config, tp)
-        if stage == first:
-            here += _word_embedding(config, padded_vocab_size, tp) + _position_embedding(config)
-        if stage == last:
-            here += _norm(config, config.hidden_size)
-            if config.untie_embeddings_and_output_weights or last > first:
-                here += _word_embedding(config, padded_vocab_size, tp)
-        per_stage.append(here)
-    copies = 2 if config.untie_embeddings_and_output_weights else 1
+    specs = stages or (StageSpec(tuple(range(config.num_layers)), embedding=True, loss=True),)
+    where = placement or Placement(LINEAR, len(specs))
+    assert len(specs) == where.num_stages, f"{len(specs)} stages, {where} has {where.num_stages}"
+    held = sum(len(spec.layers) for spec in specs)
+    assert held == config.num_layers, f"stages hold {held} layers, the model has {config.num_layers}"
+    tied = not config.untie_embeddings_and_output_weights
+    with_embedding = {where.rank_of(stage) for stage, spec in enumerate(specs) if spec.embedding}
+    per_rank = [0] * where.num_ranks
+    for stage, spec in enumerate(specs):
+        rank = where.rank_of(stage)
+        per_rank[rank] += len(spec.layers) * layer_parameters(config, tp)
+        if spec.embedding:
+            per_rank[rank] += _word_embedding(config, padded_vocab_size, tp) + _position_embedding(config)
+        if spec.loss:
+            per_rank[rank] += _norm(config, config.hidden_size)
+            if not (tied and rank in with_embedding):
+                per_rank[rank] += _word_embedding(config, padded_vocab_size, tp)
     total = (
         config.num_layers * layer_parameters(config, 1)
-        + copies * _word_embedding(config, padded_vocab_size, 1)
+        + (1 if tied else 2) * _word_embedding(config, padded_vocab_size, 1)
         + _position_embedding(config)
         + _norm(config, config.hidden_size)
     )
-    return ParameterCount(total=total, per_stage=tuple(per_stage))
+    return ParameterCount(total=total, per_rank=tuple(per_rank))
 
 
 def layer_parameters(config: TransformerConfig, tp: int = 1) -> int:
-    """Parameters of one layer on one of `tp` tensor ranks: matrices are split, norms and output biases are not."""
-    h, ffn, head = config.hidden_size, config.ffn_hidden_size, config.kv_channels
-    query = config.num_attention_heads * head
-    qkv = query + 2 * config.num_query_groups * head
+    """Parameters of one layer on one of `tp` tensor ranks: matrices are split, norms and output biases are not.
+
+    A key and value head is on one rank at least: with fewer query groups than ranks, several hold the same one.
+    """
+    h, head = config.hidden_size, config.kv_channels
+    query = config.num_attention_heads // tp * head
+    qkv = query + 2 * max(config.num_query_groups // tp, 1) * head
+    ffn = config.ffn_hidden_size // tp
     fc1 = ffn * (2 if config.gated_linear_unit else 1)
-    split = h * qkv + query * h + h * fc1 + ffn * h
-    whole = 2 * _norm(config, h)
+    here = h * qkv + query * h + h * fc1 + ffn * h + 2 * _norm(config, h)
     if config.add_bias_linear or config.add_qkv_bias:
-        split += qkv
+        here += qkv
     if config.add_bias_linear:
-        split += fc1
-        whole += 2 * h
+        here += fc1 + 2 * h
     if config.qk_layernorm:
-        whole += 2 * _norm(config, head)
-    return split // tp + whole
+        here += 2 * _norm(config, head)
+    return here
 
 
 def _norm(config: TransformerConfig, width: int) -> int:

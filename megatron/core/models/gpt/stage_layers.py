@@ -13,6 +13,7 @@ from megatron.core.list_expression import ListExpressionError, expand_layout
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
+MAX_LAYERS, MAX_STAGES = 2**20, 2**14  # beyond any model: a slip of the fingers is refused, not computed
 LAYOUT = "--pipeline-model-parallel-layout"
 _PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -38,12 +39,13 @@ def split_stages(config: ModelParallelConfig, num_layers: int) -> tuple[StageSpe
     The embedding is on the first and the loss on the last stage. A stage is without layers only where a layout
     string says so, or where padding took its one layer.
     """
-    if num_layers < 1:
-        raise StageLayersError(f"--num-layers {num_layers}: must be at least 1")
-    if config.pipeline_model_parallel_size < 1:
-        raise StageLayersError(
-            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}: must be at least 1"
-        )
+    for flag, value, most in (
+        ("--num-layers", num_layers, MAX_LAYERS),
+        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size, MAX_STAGES),
+        (_CHUNKS, config.num_virtual_stages_per_pipeline_rank or 1, MAX_STAGES),
+    ):
+        if not 1 <= value <= most:
+            raise StageLayersError(f"{flag} {value}: must be from 1 to {most}")
     by_layout = config.pipeline_model_parallel_layout is not None
     counts = _by_layout(config, num_layers) if by_layout else _by_numbers(config, num_layers)
     ranks = config.pipeline_model_parallel_size
@@ -259,11 +261,10 @@ def _by_layout(config: ModelParallelConfig, num_layers: int) -> list[int]:
         raise StageLayersError(
             f"{LAYOUT} {shown} holds {layers} layers, --num-layers asks for {num_layers}; make them agree"
         )
-    if symbols.count("E") != 1 or symbols.count("L") != 1 or symbols[0] != "E" or symbols[-1] != "L":
-        raise StageLayersError(f"{LAYOUT} {shown}: write E once, at its start, and L once, at its end")
-    if not layout[0].startswith("E") or not layout[-1].endswith("L"):
+    once = symbols.count("E") == 1 == symbols.count("L")
+    if not once or not layout[0].startswith("E") or not layout[-1].endswith("L"):
         raise StageLayersError(
-            f"{LAYOUT} {shown}: E belongs to the first stage and L to the last; drop outer '|'"
+            f"{LAYOUT} {shown}: write E once, at the start of the first stage, and L once, at the end of the last"
         )
     if len(layout) % ranks:
         raise StageLayersError(

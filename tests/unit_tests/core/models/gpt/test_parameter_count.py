@@ -4,8 +4,11 @@ import math
 
 import pytest
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
+from megatron.core.models.gpt.parameter_count import count_parameters, layer_parameters, padded_vocabulary
+from megatron.core.models.gpt.stage_layers import split_stages
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VARIANTS = [
@@ -36,7 +39,7 @@ def test_the_formula_counts_what_the_model_has(variant):
     model = GPTModel(config, padded_vocab_size=96, seed=1)
     held = {name: math.prod(meta.global_shape) for name, meta in model.param_meta.items()}
     assert count_parameters(config, 96).total == sum(held.values())
-    assert count_parameters(config, 96).per_stage == (sum(held.values()),)
+    assert count_parameters(config, 96).per_rank == (sum(held.values()),)
 
 
 def test_tensor_ranks_together_hold_everything_once_and_norms_each():
@@ -45,7 +48,67 @@ def test_tensor_ranks_together_hold_everything_once_and_norms_each():
     ).resolved()
     whole, split = count_parameters(config, 128), count_parameters(config, 128, tp=4)
     replicated = 2 * (2 * 2 * 64 + 2 * 64) + 2 * 64 + 32 * 64  # norms, output biases, final norm, positions
-    assert 4 * split.per_stage[0] == whole.total + 3 * replicated
+    assert 4 * split.per_rank[0] == whole.total + 3 * replicated
+
+
+def test_a_key_and_value_head_is_on_one_rank_at_least():
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        group_query_attention=True,
+        num_query_groups=2,
+        max_position_embeddings=32,
+        seq_length=32,
+    ).resolved()
+    head, h = 8, 64
+    mlp_and_norms = 2 * h * 4 * h // 8 + 4 * h // 8 + h + 4 * h
+    attention = (
+        h * 3 * head + 3 * head + head * h + h
+    )  # one query head, one key, one value, their biases, output
+    assert layer_parameters(config, 8) == attention + mlp_and_norms
+    halves = layer_parameters(config, 2)  # each with one of the two groups: nothing twice
+    assert 2 * halves == layer_parameters(config) + 2 * h + 4 * h  # output biases and norms
+
+
+TIED = [(False, LINEAR), (True, LINEAR), (False, LOOPED), (True, LOOPED)]
+
+
+@pytest.mark.parametrize(("untied", "kind"), TIED)
+def test_stages_hold_their_layers_and_the_ends(untied, kind):
+    config = TransformerConfig(
+        num_layers=6,
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        seq_length=32,
+        untie_embeddings_and_output_weights=untied,
+    ).resolved()
+    layout = "Et|tt|t|ttL" if kind == LOOPED else "E|ttttttL"
+    parallel = ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+    stages = split_stages(parallel, 6)
+    placement = Placement(kind, 2, len(stages) // 2)
+    count = count_parameters(config, 128, stages=stages, placement=placement)
+    layer, vocabulary, positions, norm = layer_parameters(config), 128 * 64, 32 * 64, 2 * 64
+    first, last = (2, 4) if kind == LOOPED else (0, 6)
+    assert count.per_rank == (
+        first * layer + vocabulary + positions,
+        last * layer + vocabulary + norm,
+    )
+    assert count.total == sum(count.per_rank) - (0 if untied else vocabulary)
+    assert count.total == count_parameters(config, 128).total
+
+
+def test_tied_embeddings_on_one_rank_need_no_copy():
+    """A V brings the last stage back to the first rank."""
+    config = TransformerConfig(
+        num_layers=4, hidden_size=64, num_attention_heads=4, max_position_embeddings=32, seq_length=32
+    ).resolved()
+    parallel = ModelParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    stages = split_stages(parallel, 4)
+    count = count_parameters(config, 128, stages=stages, placement=Placement(V_SHAPED, 2, 2))
+    assert sum(count.per_rank) == count.total
+    assert count.per_rank[1] == 2 * layer_parameters(config)
 
 
 def test_padding():

@@ -1,0 +1,41 @@
+"""The padded vocabulary of the checkpoint to load, which does not follow the tensor parallel size (floor 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.catalog import checkpoint_config
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.training.config import Config
+from megatron.training.problems import ConfigurationError, Problem
+
+
+def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:
+    """Of the checkpoint that `--load` and `--ckpt-step` of these settings name; None where there is none.
+
+    A checkpoint that cannot be read is told of when it is loaded, with what to do about it.
+    """
+    if settings.get("load") is None:
+        return None
+    try:
+        saved = checkpoint_config(settings["load"], settings.get("ckpt_step"))
+    except CheckpointError:
+        return None
+    size = None if saved is None else saved.get("padded_vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def with_saved_vocabulary(config: Config, size: int) -> Config:
+    """The configuration with a checkpoint's padded vocabulary, which TP must divide. Raises ConfigurationError."""
+    tp = config.parallel.tensor_model_parallel_size
+    if size % tp == 0:
+        return config.replace(padded_vocab_size=size)
+    problem = Problem(
+        "vocabulary",
+        ("--load", "--tensor-model-parallel-size"),
+        f"the checkpoint in {config.checkpoint.load} has a padded vocabulary of {size}, which "
+        f"--tensor-model-parallel-size {tp} does not divide",
+        f"choose a tensor parallel size that divides {size}",
+    )
+    raise ConfigurationError([problem])
