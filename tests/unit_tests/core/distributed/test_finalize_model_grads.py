@@ -1,0 +1,233 @@
+"""Parts of gradients on other ranks: partial regions over tp, tied embeddings over the ends of the pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core import collectives
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.param_meta import LOOKUP, ParamMeta, Region
+from tests.harness.ranks import RanksError, run_ranks, share_ranks
+
+CONFIG = DistributedDataParallelConfig()
+
+
+class Weights(nn.Module):
+    """Parameters by name and shape; names may have dots."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype=torch.float64) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+
+def values(name: str, shape: tuple[int, ...], rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + sum(name.encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def tp_meta(tp: int, tp_rank: int, copies: int) -> dict[str, ParamMeta]:
+    """norm: whole, everywhere, partial. qkv: own query rows, then key rows that `copies` ranks hold. head: replicated,
+    not partial. column: only rows of its own."""
+    kv = tp_rank // copies
+    heads = tp // copies
+    q = Region((0, 0), (2 * tp_rank, 0), (2, 3))
+    k = Region((2, 0), (2 * tp + kv, 0), (1, 3), copies=copies, partial=copies > 1)
+    norm = Region((0,), (0,), (5,), copies=tp, partial=True)
+    return {
+        "norm": ParamMeta("norm", (5,), regions=(norm,)),
+        "qkv": ParamMeta("qkv", (2 * tp + heads, 3), regions=(q, k)),
+        "head": ParamMeta("head", (2, 2), regions=(Region((0, 0), (0, 0), (2, 2), copies=tp),)),
+        "column": ParamMeta("column", (tp, 3), regions=(Region((0, 0), (tp_rank, 0), (1, 3)),)),
+    }
+
+
+SHAPES = {"norm": (5,), "qkv": (3, 3), "head": (2, 2), "column": (1, 3)}
+
+
+def run_tp(ctx, tp, copies, dtype=torch.float64):
+    ps = ctx.make_ps(tp=tp, dp=ctx.world_size // tp)
+    model = Weights(SHAPES, dtype)
+    ddp = DistributedDataParallel(model, ps, CONFIG, tp_meta(tp, ps.tp_rank, copies))
+    results = []
+    for _ in range(2):
+        ddp.begin_step(1)
+        for name, shape in SHAPES.items():
+            ddp.buffer.main_grad(name).copy_(values(name, shape, ctx.rank))
+        ddp.finish()
+        results.append({name: ddp.buffer.main_grad(name).clone() for name in SHAPES})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
+    return results[0]
+
+
+@pytest.mark.parametrize(("tp", "copies", "dp"), [(2, 2, 1), (4, 2, 1), (4, 4, 1), (2, 2, 2)])
+def test_only_the_copies_of_a_partial_region_are_added(tp, copies, dp):
+    by_rank = run_ranks(run_tp, tp * dp, tp, copies)
+    own = [{n: values(n, s, rank) for n, s in SHAPES.items()} for rank in range(tp * dp)]
+    for rank, grads in enumerate(by_rank):
+        tp_rank = rank % tp
+
+        def total(name, tp_ranks, dp=dp, tp=tp):
+            return sum(own[d * tp + t][name] for d in range(dp) for t in tp_ranks)
+
+        block = range(tp_rank // copies * copies, tp_rank // copies * copies + copies)
+        torch.testing.assert_close(grads["norm"], total("norm", range(tp)), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(grads["qkv"][2:], total("qkv", block)[2:], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(grads["qkv"][:2], total("qkv", [tp_rank])[:2], rtol=1e-13, atol=1e-13)
+        for name in ("head", "column"):
+            torch.testing.assert_close(grads[name], total(name, [tp_rank]), rtol=1e-13, atol=1e-13)
+        first = by_rank[tp_rank // copies * copies]
+        assert torch.equal(grads["qkv"][2:], first["qkv"][2:])  # the copies never drift apart
+        assert torch.equal(grads["norm"], by_rank[0]["norm"])
+
+
+def test_all_partial_regions_travel_in_one_collective_and_none_where_there_are_none(monkeypatch):
+    calls = []
+    real = collectives.sum_gradients
+
+    def watch(bucket, group):
+        calls.append((group.purpose, bucket.numel(), bucket.dtype))
+        return real(bucket, group)
+
+    monkeypatch.setattr(collectives, "sum_gradients", watch)
+
+    def body(ctx):
+        run_tp(ctx, 4, 2)
+        return list(calls)
+
+    # 5 of norm, 2 blocks of 3 key elements: 11, padded to a multiple of 4 ranks; two steps
+    assert run_ranks(body, 4) == [[("tp", 12, torch.float64)] * 2] * 4
+
+    def nothing(ctx):
+        return [c for c in (run_ddp_without_parts(ctx), calls)[1] if c[0] == "tp"]
+
+    assert run_ranks(nothing, 2) == [[], []]
+
+
+def run_ddp_without_parts(ctx):
+    ps = ctx.make_ps(tp=2)
+    meta = {"w": ParamMeta("w", (4, 3), regions=(Region((0, 0), (2 * ps.tp_rank, 0), (2, 3)),))}
+    ddp = DistributedDataParallel(Weights({"w": (2, 3)}), ps, CONFIG, meta)
+    ddp.begin_step(1)
+    ddp.finish()
+
+
+def test_bf16_parts_are_added_in_fp32_and_rounded_once():
+    config = DistributedDataParallelConfig(grad_reduce_in_bf16=True)
+
+    def body(ctx):
+        ps = ctx.make_ps(tp=4)
+        meta = {
+            "norm": ParamMeta("norm", (64,), regions=(Region((0,), (0,), (64,), copies=4, partial=True),))
+        }
+        ddp = DistributedDataParallel(Weights({"norm": (64,)}, torch.bfloat16), ps, config, meta)
+        ddp.begin_step(1)
+        ddp.buffer.main_grad("norm").copy_(values("norm", (64,), ctx.rank))
+        ddp.finish()
+        return ddp.buffer.main_grad("norm").clone()
+
+    parts = [values("norm", (64,), rank).bfloat16().float() for rank in range(4)]
+    expected = (((parts[0] + parts[1]) + parts[2]) + parts[3]).bfloat16()
+    for grad in run_ranks(body, 4):
+        assert torch.equal(grad, expected)
+
+
+def one_process_uses(shape, dtype, config) -> torch.Tensor:
+    """What a process that holds both uses makes of them."""
+    meta = {"tied": ParamMeta("tied", shape, uses=("tied", "tied" + LOOKUP))}
+    parameters = {"tied": nn.Parameter(torch.zeros(shape, dtype=dtype))}
+    buffer = FlatBuffer(parameters, meta, config, dp_size=1, device=torch.device("cpu"))
+    buffer.main_grad("tied").copy_(values("output", shape, 0))
+    buffer.main_grad("tied" + LOOKUP).copy_(values("lookup", shape, 0))
+    buffer.combine_uses("tied")
+    return buffer.main_grad("tied").clone()
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (3, 5)])  # an even and an odd number of elements
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_embeddings_get_the_bits_of_one_process(shape, dtype):
+    configs = [DistributedDataParallelConfig(grad_reduce_in_bf16=reduced) for reduced in (False, True)]
+
+    def check(config):
+        def body(ctx):
+            ps = ctx.make_ps(pp=3)
+            names = (["tied"], ["own"], ["own2", "tied"])[ps.pp_rank]
+            meta = {name: ParamMeta(name, shape, shared=name == "tied") for name in names}
+            model = Weights(dict.fromkeys(names, shape), dtype)
+            ddp = DistributedDataParallel(model, ps, config, meta, stages=[ps.pp_rank])
+            ddp.begin_step(1)
+            for name in names:
+                use = {"tied": "lookup" if ps.pp_rank == 0 else "output"}.get(name, name)
+                ddp.buffer.main_grad(name).copy_(values(use, shape, 0))
+            ddp.finish()
+            return {name: ddp.buffer.main_grad(name).clone() for name in names}
+
+        return body
+
+    results = share_ranks(3, {str(i): check(config) for i, config in enumerate(configs)})
+    for index, config in enumerate(configs):
+        first, middle, last = results[str(index)]
+        expected = one_process_uses(shape, dtype, config)
+        assert torch.equal(first["tied"], expected)
+        assert torch.equal(last["tied"], expected)
+        assert torch.equal(middle["own"], values("own", shape, 0).to(expected.dtype))
+        assert torch.equal(last["own2"], values("own2", shape, 0).to(expected.dtype))
+
+
+def test_shared_and_partial_after_the_sum_over_data_parallel_ranks():
+    """tp 2 x pp 2 x dp 2, averaging in the collective: every part once, every sample once."""
+    config = DistributedDataParallelConfig(ddp_average_in_collective=True)
+
+    def body(ctx):
+        ps = ctx.make_ps(tp=2, pp=2, dp=2)
+        table = Region((0, 0), (2 * ps.tp_rank, 0), (2, 3))
+        norm = Region((0,), (0,), (3,), copies=2, partial=True)
+        meta = {
+            "tied": ParamMeta("tied", (4, 3), regions=(table,), shared=True),
+            f"norm{ps.pp_rank}": ParamMeta(f"norm{ps.pp_rank}", (3,), regions=(norm,)),
+        }
+        model = Weights({"tied": (2, 3), f"norm{ps.pp_rank}": (3,)})
+        ddp = DistributedDataParallel(model, ps, config, meta, stages=[ps.pp_rank])
+        ddp.begin_step(1)
+        for name in ddp.buffer.names:
+            ddp.buffer.main_grad(name).fill_(10.0**ctx.rank)
+        ddp.finish()
+        coordinates = (ps.tp_rank, ps.pp_rank, ps.dp_rank)
+        return coordinates, {name: ddp.buffer.main_grad(name).unique().tolist() for name in ddp.buffer.names}
+
+    by_rank = run_ranks(body, 8)
+    where = [coordinates for coordinates, _ in by_rank]
+    for (tp, pp, _), grads in by_rank:
+        tied = sum(10.0**r for r, (t, _, _) in enumerate(where) if t == tp) / 2
+        norm = sum(10.0**r for r, (_, p, _) in enumerate(where) if p == pp) / 2
+        assert grads == {"tied": [tied], f"norm{pp}": [norm]}
+
+
+def test_ranks_that_mean_different_parts_are_found_when_built():
+    def parts(ctx):
+        ps = ctx.make_ps(tp=2)
+        region = Region((0,), (0,), (5,), copies=2, partial=True)
+        meta = {"norm": ParamMeta("norm", (5,), regions=(region,) if ps.tp_rank == 0 else ())}
+        DistributedDataParallel(Weights({"norm": (5,)}), ps, CONFIG, meta)
+
+    with pytest.raises(RanksError, match=r"partial regions: .* on rank [01]"):
+        run_ranks(parts, 2)
+
+    def uses(ctx):
+        ps = ctx.make_ps(pp=2)
+        meta = {"tied": ParamMeta("tied", (5,), shared=ps.pp_rank == 0)}
+        DistributedDataParallel(Weights({"tied": (5,)}), ps, CONFIG, meta)
+
+    with pytest.raises(RanksError, match=r"shared parameters: .* on rank [01]"):
+        run_ranks(uses, 2)
+
+    def alone(ctx):
+        meta = {"tied": ParamMeta("tied", (5,), shared=True)}
+        DistributedDataParallel(Weights({"tied": (5,)}), ctx.ps, CONFIG, meta)
+
+    with pytest.raises(RanksError, match=r"group 'embedding' has one rank"):
+        run_ranks(alone, 1)
