@@ -120,6 +120,19 @@ def test_survivor_of_a_killed_peer(tmp_path, victim):
         assert "the store is gone" in record["reason"]
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.03])
+def test_survivor_of_a_peer_that_dies_at_start_up(tmp_path, after_s):
+    """Before or while the ranks meet and make their groups: the other gives up after the timeout, status 6."""
+    flags = [*FLAGS, "--timeout-s", "3"]
+    with launch.forked(flags, ranks=2, script=FAULTY, cwd=tmp_path) as group:
+        time.sleep(after_s)
+        group.kill(1)
+        run = group.wait(timeout_s=20)
+    assert run.statuses == (6, -signal.SIGKILL), run.output
+    assert "lost a peer in " in run.output
+    assert launch.exit_record(tmp_path / "ck")["status"] == 6
+
+
 def test_survivor_of_a_sleeping_peer(tmp_path):
     flags = [*FLAGS, "--sleep-iteration", "4", "--timeout-s", "3"]
     with launch.forked(flags, ranks=2, script=FAULTY, cwd=tmp_path) as group:

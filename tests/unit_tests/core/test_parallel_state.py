@@ -235,3 +235,26 @@ def test_a_peer_that_dies_while_groups_are_made_is_a_lost_peer(tmp_path, dies, n
         assert f"rank {rank}: lost a peer in " in error
         if named != "default":
             assert f"[('new_group', '{named}')]" in error  # what a watchdog would have been told last
+
+
+def test_the_groups_of_one_rank_in_16384(monkeypatch):
+    """The real calls in a world of torch's fake backend: a rank of a middle stage."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setattr("megatron.core.parallel_state._backend", lambda purpose, device: "fake")
+
+    def body(ctx):
+        torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", rank=5000, world_size=16384, store=FakeStore())
+        grid = RankGrid(16384, tp=8, pp=16, dp=128)
+        ps = make_parallel_state(grid, ctx.device, num_distributed_optimizer_instances=4)
+        sizes = {name: group.size for name, group in ps.groups.items()}
+        torch.distributed.destroy_process_group()
+        return sizes, ps.coordinates["pp"], ps.tp_group.ranks
+
+    ((sizes, pp_rank, tp_ranks),) = run_ranks(body, 1)
+    assert sizes == {
+        "world": 16384, "control": 16384, "dp": 128, "dp_reduce": 128, "dp_gather": 128, "dp_inner": 32,
+        "dp_outer": 4, "tp": 8, "mp": 128, "pp": 16, "pp_forward": 16, "pp_backward": 16, "embedding": 1,
+    }  # fmt: skip
+    assert (pp_rank, tp_ranks) == (4, tuple(range(5000, 5008)))
