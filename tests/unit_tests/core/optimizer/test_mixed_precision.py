@@ -16,6 +16,7 @@ from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_o
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta, infer_param_meta
+from megatron.core.protocols import Stepper
 from tests.harness.ranks import run_ranks
 
 PS = single_process(Device("cpu"))
@@ -232,3 +233,65 @@ def test_param_groups_hold_what_the_scheduler_sets():
 def test_nothing_to_train_is_refused():
     with pytest.raises(AssertionError, match="all parameters are frozen"):
         make(model().requires_grad_(False))
+
+
+def mutable_state(ours):
+    """Bits of everything that a step changes."""
+    tensors = [piece.tensor for piece in ours.pieces()]
+    tensors += [ours.buffer.weight(name) for name in ours.buffer.names] + ours._steps
+    return ours.num_steps, [tensor.clone() for tensor in tensors]
+
+
+def same(a, b):
+    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adam", "sgd", "sgd_plain"])
+def test_rollback_puts_back_every_bit_and_the_step_can_be_taken_again(dtype, name):
+    flags = {"optimizer": "adam"} if name == "adam" else {"optimizer": "sgd"}
+    if name == "sgd_plain":
+        flags["sgd_momentum"] = 0.0
+    buffer, ours = make(model(dtype), **flags)
+    straight_buffer, straight = make(model(dtype), **flags)
+    stepper: Stepper = ours  # mypy checks the signatures
+    for step in range(2):
+        set_grads(buffer, step)
+        set_grads(straight_buffer, step)
+        ours.step(2.0)
+        straight.step(2.0)
+    set_grads(buffer, 2)
+    set_grads(straight_buffer, 2)
+    before = mutable_state(ours)
+    stepper.snapshot()
+    ours.step(4.0, 0.5)  # with a coefficient that proves wrong
+    assert not same(mutable_state(ours), before)
+    ours.rollback()
+    assert same(mutable_state(ours), before)
+    ours.step(4.0, 0.125)  # gradients are still there
+    straight.step(4.0, 0.125)
+    assert same(mutable_state(ours), mutable_state(straight))
+    ours.rollback()
+    assert same(mutable_state(ours), before)
+    ours.commit()
+    ours.step(4.0, 0.125)
+    assert same(mutable_state(ours), mutable_state(straight))
+
+
+def test_snapshots_are_taken_and_given_back_one_at_a_time():
+    _, ours = make(model())
+    for call, message in ((ours.rollback, r"rollback\(\) without"), (ours.commit, r"commit\(\) without")):
+        with pytest.raises(AssertionError, match=message):
+            call()
+    ours.snapshot()
+    with pytest.raises(AssertionError, match="a snapshot is kept already"):
+        ours.snapshot()
+
+
+def test_local_state_is_what_the_norm_is_made_of():
+    buffer, ours = make(model())
+    set_grads(buffer, 0)
+    sums = ours.local_state()
+    expected = [float(buffer.main_grad(name).double().square().sum()) for name in buffer.names]
+    assert sums.tolist() == pytest.approx(expected, rel=1e-14)
+    assert math.sqrt(sum(sums.tolist())) / 2 == ours.prepare(2.0).norm
