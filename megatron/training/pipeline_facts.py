@@ -67,7 +67,8 @@ class PipelineFacts:
         told = [f"pipeline: {self.schedule}, {p.num_ranks} ranks{chunks}"]
         if self.num_microbatches is not None:
             groups = f" in groups of {self.group_size}" if self.group_size is not None else ""
-            told.append(f"{self.num_microbatches} microbatches a step{groups}")
+            noun = "microbatch" if self.num_microbatches == 1 else "microbatches"
+            told.append(f"{self.num_microbatches} {noun} a step{groups}")
         if self.bubble_rate is not None:
             told.append(f"bubble {100 * self.bubble_rate:.1f}% with equal stages and F = B = W")
         return [

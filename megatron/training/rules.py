@@ -53,9 +53,11 @@ def unsupported_flags(situation: Situation) -> list[Problem]:
             )
     for name, entry in flag_table().items():
         if entry.allowed is not None and situation.value(name) not in entry.allowed:
-            if name == "expert_tensor_parallel_size" and not situation.given(name):
-                continue  # follows the tensor parallel size, which is told
             value = situation.value(name)
+            if name == "expert_tensor_parallel_size" and value == situation.value(
+                "tensor_model_parallel_size"
+            ):
+                continue  # what it is without being asked for
             if (name, value) == ("transformer_impl", "transformer_engine"):
                 continue  # has a rule of its own
             shown = entry.spelling if value is True else f"{entry.spelling} {value}"

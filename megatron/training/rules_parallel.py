@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.core.models.gpt.stage_layers import StageLayersError, num_chunks, split_stages
+from megatron.core.models.gpt.stage_layers import (
+    MAX_LAYERS,
+    MAX_STAGES,
+    StageLayersError,
+    num_chunks,
+    split_stages,
+)
 from megatron.core.rank_grid import RankGridError
 from megatron.training.microbatches import BatchScheduleError
 from megatron.training.resolve import known_vocabulary
@@ -111,9 +117,9 @@ def _pipeline_layers(s: Situation) -> str | None:
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
     )
-    if s.value("num_layers") is None or any(
-        s.value(name) is not None and s.value(name) < 1 for name in names
-    ):
+    beyond = (s.value("num_layers") or 0) > MAX_LAYERS or s.value("pipeline_model_parallel_size") > MAX_STAGES
+    below = any(s.value(name) is not None and s.value(name) < 1 for name in names)
+    if s.value("num_layers") is None or beyond or below:
         return None  # has a rule of its own
     try:
         split_stages(s.config.parallel, s.value("num_layers"))

@@ -51,7 +51,7 @@ BAD = [
     (1, f"--num-layers 4 {VPP} 2", "pipeline-layers"),
     (2, f"{PP} 0", "range-pipeline-model-parallel-size world-size"),
     (1, f"{TP} 0", "range-tensor-model-parallel-size range-expert-tensor-parallel-size world-size"),
-    (1, "--num-layers 2000000", "limit-num-layers pipeline-layers"),
+    (1, "--num-layers 2000000", "limit-num-layers"),
     # schedules
     (2, f"{PP} 2 --pipeline-schedule interleaved", "pipeline-schedule"),
     (1, "--pipeline-schedule interleaved", "pipeline-schedule"),
@@ -194,3 +194,24 @@ def test_the_rules_refuse_exactly_what_cannot_be_planned(
         assert facts.num_microbatches == microbatches
     else:
         assert refused
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{TP} 2 {PP} 2 --num-layers 4 {VPP} 2 --global-batch-size 8 --sequence-parallel",
+        f"{TP} 2 {PP} 2 --num-layers 3 --allow-padding-num-layers --pipeline-schedule gpipe",
+        f"{PP} 4 {LAYOUT} E|t|t|L --use-tp-pp-dp-mapping --log-pipeline-timeline t",
+    ],
+)
+def test_the_yaml_of_a_cut_reads_back(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = configure(words, 4)
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    env = LaunchEnv(launched=True, world_size=4, local_world_size=4)
+    assert parse_config(["--yaml-cfg", "run.yaml"], env=env).parallel == config.parallel
+
+
+def test_experts_follow_the_tensor_parallel_size_or_are_refused():
+    assert configure(f"{TP} 2 --expert-tensor-parallel-size 2", 2).parallel.expert_tensor_parallel_size == 2
+    assert [p.rule for p in problems_of(f"{TP} 4 --expert-tensor-parallel-size 2", 4)] == ["not-supported"]

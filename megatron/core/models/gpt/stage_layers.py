@@ -87,10 +87,10 @@ def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[st
         ]
     each = _plural(counts.pop(), "layer")
     if len(specs) == 1:
-        return [f" > pipeline: 1 stage of {each}"]
+        return [f" > stages: 1 of {each}"]
     chunks = f", {placement.num_chunks} on each of {placement.num_ranks} pipeline ranks"
     return [
-        f" > pipeline: {len(specs)} stages of {each}{chunks if placement.num_chunks > 1 else ''}; embedding on stage "
+        f" > stages: {len(specs)} of {each}{chunks if placement.num_chunks > 1 else ''}; embedding on stage "
         f"0, loss on stage {len(specs) - 1}"
     ]
 

@@ -6,9 +6,15 @@ import pytest
 
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers import huggingface_tokenizer
-from megatron.core.tokenizers.build import TOKENIZER_TYPES, build_tokenizer, padded_vocab_size
+from megatron.core.tokenizers.build import (
+    TOKENIZER_TYPES,
+    build_from_config,
+    build_tokenizer,
+    padded_vocab_size,
+)
 from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 TEXT = "Hello, world! Grüße\n\t def f(x): return x**2 — 漢字"
 CORPUS = ["hello world this is a tokenizer", "the quick brown fox jumps over the lazy dog", TEXT] * 20
@@ -217,3 +223,10 @@ def test_types_are_those_of_the_flag():
 def test_bytes_need_no_copy():
     assert ByteTokenizer().tokenize_bytes(b"\xff\x00").tolist() == [255, 0]
     assert ByteTokenizer().tokenize_bytes(b"abc").dtype == np.uint8
+
+
+def test_a_configuration_builds_what_its_fields_say():
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)
+    assert build_from_config(config).identity() == build_tokenizer("NullTokenizer", vocab_size=100).identity()
+    with pytest.raises(TokenizerError, match="--vocab-size 5"):
+        build_from_config(TokenizerConfig(tokenizer_type="ByteTokenizer", vocab_size=5))

@@ -234,12 +234,12 @@ def test_the_log_shows_the_map():
         specs, pp = split_stages(config_of(**flags), num_layers), flags.get("pp", 1)
         return layer_map_lines(specs, Placement(kind, pp, len(specs) // pp))
 
-    assert lines(8, LINEAR) == [" > pipeline: 1 stage of 8 layers"]
+    assert lines(8, LINEAR) == [" > stages: 1 of 8 layers"]
     assert lines(8, LINEAR, pp=4) == [
-        " > pipeline: 4 stages of 2 layers; embedding on stage 0, loss on stage 3"
+        " > stages: 4 of 2 layers; embedding on stage 0, loss on stage 3"
     ]
     assert lines(4, LOOPED, pp=2, chunks=2) == [
-        " > pipeline: 4 stages of 1 layer, 2 on each of 2 pipeline ranks; embedding on stage 0, loss on stage 3"
+        " > stages: 4 of 1 layer, 2 on each of 2 pipeline ranks; embedding on stage 0, loss on stage 3"
     ]
     assert lines(3, LOOPED, pp=2, layout="E|t||ttL") == [
         " > stage 0 on pipeline rank 0: embedding, no layers",
