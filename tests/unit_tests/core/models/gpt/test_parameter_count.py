@@ -1,14 +1,18 @@
 """The formula against the model itself."""
 
+import datetime
 import math
 
 import pytest
 
+from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameter_count import count_parameters, layer_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import split_stages
+from megatron.core.parallel_state import Group
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
+from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VARIANTS = [
@@ -109,6 +113,50 @@ def test_tied_embeddings_on_one_rank_need_no_copy():
     count = count_parameters(config, 128, stages=stages, placement=Placement(V_SHAPED, 2, 2))
     assert sum(count.per_rank) == count.total
     assert count.per_rank[1] == 2 * layer_parameters(config)
+
+
+CUTS = [
+    {"pipeline_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|tt|t|tL"},
+    {"pipeline_model_parallel_size": 3, "allow_padding_num_layers": True},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_formula_counts_what_each_rank_has(variant, tp, cut):
+    shape = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "max_position_embeddings": 24,
+    }
+    config = TransformerConfig(**(shape | variant)).resolved()
+    stages = split_stages(ModelParallelConfig(**cut), 4)
+    num_ranks = cut["pipeline_model_parallel_size"]
+    chunks = len(stages) // num_ranks
+    placement = Placement(LOOPED if chunks > 1 else LINEAR, num_ranks, chunks)
+    # One rank of a group that never talks: only shapes are asked for.
+    here = current_device(0, kind="cpu")
+    group = Group("tp", tuple(range(tp)), tp - 1, "gloo", None, here, datetime.timedelta(seconds=1))
+    held = [0] * num_ranks
+    for stage, spec in enumerate(stages):
+        model = GPTModel(
+            config,
+            padded_vocab_size=96,
+            seed=1,
+            device="meta",
+            pre_process=spec.embedding,
+            post_process=spec.loss,
+            layers=spec.layers,
+            tensor=TensorParallel(group),
+        )
+        held[placement.rank_of(stage)] += sum(weight.numel() for weight in model.parameters())
+    count = count_parameters(config, 96, tp=tp, stages=stages, placement=placement)
+    assert list(count.per_rank) == held
 
 
 def test_padding():
