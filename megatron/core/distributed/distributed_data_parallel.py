@@ -15,10 +15,6 @@ of ranks, which `FlatBuffer.grads_divided_by` records and the optimizer takes in
 microbatches, in whatever order: pipelines have several microbatches under way at once. What is used on no microbatch
 is completed by `microbatch_done`, where somebody calls it, else by `finish`.
 
-[Note: order of collectives] Buckets are reduced in layout order on every rank, however gradients become
-ready: a bucket that is complete waits for those before it. Collectives of one group must be issued in one
-order everywhere, and readiness is not the same everywhere (unused parameters, other microbatch shapes).
-
 [Note: sums in rank order] Up to two ranks a sum has one order. With more, gloo's ring adds each part of the
 buffer in another order, and 16-bit sums round at every hop; there a bucket is exchanged (all-to-all), added
 in rank order in fp32, and gathered. The result then depends neither on the buckets nor on the run.
@@ -26,7 +22,6 @@ in rank order in fp32, and gathered. The result then depends neither on the buck
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,15 +31,13 @@ from torch import Tensor, nn
 from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
-from megatron.core.distributed.flat_buffer import Arena, FlatBuffer
+from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.model_chunks import ModelChunks
-from megatron.core.distributed.shard_layout import Bucket
+from megatron.core.distributed.reduction_queue import ReductionQueue
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.protocols import Work
 from megatron.core.weight_grad import WeightGradAccumulator
-
-MAX_IN_FLIGHT = 2  # buckets being reduced at a time: bounds what the exchange needs beside the buffer
 
 
 @dataclasses.dataclass
@@ -94,10 +87,7 @@ class DistributedDataParallel:
             device=ps.device.torch_device,
             stages=self._chunks.stage_of,
         )
-        self._reducers = _in_backward_order(self.buffer)
-        self._reducer_of = {name: r for r in self._reducers for name in r.bucket.names}
-        self._in_flight: collections.deque[tuple[int, collectives.Pending]] = collections.deque()
-        self._next = 0  # the first bucket not launched yet
+        self._queue = ReductionQueue(self.buffer, self._group, average=config.ddp_average_in_collective)
         self._step: _Step | None = None
         self._partial = PartialSums(self.buffer, ps.tp_group)
         self._shared = SharedSums(self.buffer, ps.embedding_group)
@@ -126,14 +116,9 @@ class DistributedDataParallel:
 
         reduce_gradients: without, they stay this rank's own, and `finish` is not called.
         """
-        assert not self._in_flight, (
-            "a step starts while gradients are still being reduced: call finish() first"
-        )
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
+        self._queue.reset()
         self.buffer.zero_grads()
-        for reducer in self._reducers:
-            reducer.reset()
-        self._next = 0
         self._step = _Step(
             reduce_gradients,
             {key: num_microbatches * reports for key, reports in self._reports.items()},
@@ -167,7 +152,7 @@ class DistributedDataParallel:
         if left[chunk] == 0:
             self._complete_chunk(chunk)
             if self.config.overlap_grad_reduce:
-                self._launch_ready()
+                self._launch_complete()
 
     def reduce(self, chunk: int, unit: int | None = None, *, last: bool) -> Work:
         """Begin to sum what is complete, once a chunk's gradients are (`last`). A bucket that it shares with another
@@ -177,8 +162,8 @@ class DistributedDataParallel:
             return _Done()  # sums in the middle of a step would be added up again
         self._step.chunks_left[chunk] = 0
         self._complete_chunk(chunk)
-        self._launch_ready()
-        return _Reduction(self, self._next)
+        self._launch_complete()
+        return _Reduction(self._queue, self._queue.num_launched)
 
     def finish(self) -> None:
         """After the last backward: reduce what is left, wait for all, add what other ranks hold parts of.
@@ -187,17 +172,11 @@ class DistributedDataParallel:
         """
         assert self._step is not None, "finish() outside of a step: call begin_step() first"
         assert self._step.reduce_gradients, "finish() of a step begun without reduce_gradients"
-        while self._next < len(self._reducers):  # all without overlap; else those with unused parameters
-            self._launch_next()
-        self.wait_for_buckets(len(self._reducers))
+        self._queue.launch_all()  # all without overlap; else those with unused parameters
+        self._queue.wait()
         self._partial.add()
         self._shared.add()
         self._step = None
-
-    def wait_for_buckets(self, end: int) -> None:
-        """Complete the reductions under way of the buckets before `end`, oldest first: alike on all ranks."""
-        while self._in_flight and self._in_flight[0][0] < end:
-            self._in_flight.popleft()[1].wait()
 
     def _sink_of_each_chunk(
         self, sinks: Sequence[WeightGradAccumulator | None] | WeightGradAccumulator | None
@@ -241,45 +220,24 @@ class DistributedDataParallel:
         assert step is not None, f"a gradient for {key} outside of a step: call begin_step() first"
         if not step.reduce_gradients or not self.config.overlap_grad_reduce or self._group.size == 1:
             return
-        reducer = self._reducer_of[self.buffer.param_of_key(key)]
-        assert not reducer.launched, f"a gradient for {key} arrived after its bucket was reduced"
+        assert not self._queue.is_launched(key), f"a gradient for {key} arrived after its bucket was reduced"
         step.missing[key] -= 1
         assert step.missing[key] >= 0, f"more gradients for {key} than the step has microbatches"
         if step.missing[key] == 0:
-            reducer.missing.discard(key)
-            self._launch_ready()
+            self._queue.complete([key])
+            self._launch_complete()
 
     def _complete_chunk(self, chunk: int) -> None:
         """No gradient of the chunk is still to come; one that another chunk holds too waits for both."""
         assert self._step is not None
         for name in self._chunks.names_of[chunk]:
-            if name in self._reducer_of and not any(
-                self._step.chunks_left[holder] for holder in self._chunks.holders[name]
-            ):
-                self._reducer_of[name].missing -= set(self.buffer.param_meta[name].grad_keys)
+            left = any(self._step.chunks_left[holder] for holder in self._chunks.holders[name])
+            if name in self._reports and not left:  # frozen parameters report nothing
+                self._queue.complete(self.buffer.param_meta[name].grad_keys)
 
-    def _launch_ready(self) -> None:
-        if self._step is None or not self._step.reduce_gradients:
-            return
-        while self._next < len(self._reducers) and not self._reducers[self._next].missing:
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        """Reduce the next bucket in order. See [Note: order of collectives]."""
-        reducer = self._reducers[self._next]
-        self._next += 1
-        reducer.launched = True
-        for name in reducer.bucket.names:
-            self.buffer.combine_uses(name)
-        if self._group.size == 1:
-            return
-        if self.config.ddp_average_in_collective:
-            reducer.grads.mul_(1 / self._group.size)
-            self.buffer.grads_divided_by = self._group.size
-        # Waiting here is safe: every rank launches the same buckets in the same order.
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft()[1].wait()
-        self._in_flight.append((self._next - 1, collectives.sum_gradients(reducer.grads, self._group)))
+    def _launch_complete(self) -> None:
+        if self._step is not None and self._step.reduce_gradients:
+            self._queue.launch_complete()
 
 
 class _Done:
@@ -291,35 +249,10 @@ class _Done:
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """The reductions of the buckets before `end`."""
+    """The reductions of the first `end` buckets."""
 
-    ddp: DistributedDataParallel
+    queue: ReductionQueue
     end: int
 
     def wait(self) -> None:
-        self.ddp.wait_for_buckets(self.end)
-
-
-class _Reducer:
-    """One bucket in one step: what it still waits for, and whether its reduction was launched."""
-
-    def __init__(self, arena: Arena, bucket: Bucket, param_meta: Mapping[str, ParamMeta]) -> None:
-        self.bucket = bucket
-        self.grads = arena.main_grads[bucket.start : bucket.end]
-        self._keys = frozenset(key for name in bucket.names for key in param_meta[name].grad_keys)
-        self.reset()
-
-    def reset(self) -> None:
-        self.missing = set(self._keys)
-        self.launched = False
-
-
-def _in_backward_order(buffer: FlatBuffer) -> list[_Reducer]:
-    """The buckets of all arenas, by when backward reaches their last parameter."""
-    registered = {name: index for index, name in enumerate(buffer.names)}
-    reducers = [
-        _Reducer(arena, bucket, buffer.param_meta)
-        for arena in buffer.arenas
-        for bucket in arena.layout.buckets
-    ]
-    return sorted(reducers, key=lambda reducer: -min(registered[name] for name in reducer.bucket.names))
+        self.queue.wait(self.end)
