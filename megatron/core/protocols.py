@@ -15,6 +15,9 @@ from torch import Tensor
 class Operand(Protocol):
     """An input of a linear layer that this rank holds a part of: whole only once it has been gathered."""
 
+    def start(self) -> None:
+        """Begin to gather; communicates (tp). A second call does nothing."""
+
     def whole(self) -> Tensor:
         """[tokens..., in]; communicates (tp) at the first call, unless the gather is under way."""
 

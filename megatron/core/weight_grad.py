@@ -1,4 +1,4 @@
-"""Every weight gradient of the framework, computed by one function, and the sink that does so at once.
+"""Every weight gradient of the framework, computed by one function, and the sink that does so, at once or later.
 
 [Note: one GEMM per microbatch] A weight's gradient is a sum over microbatches. Each microbatch contributes one GEMM,
 accumulated in microbatch order into one buffer, and GEMMs of several microbatches are never grouped. A pipeline
@@ -8,12 +8,16 @@ bit-identical (docs/numerics.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from megatron.core.protocols import GradListener
+from megatron.core.protocols import GradListener, Operand
+
+Contribution = tuple[str, "Tensor | Operand | None", Tensor]  # key, x, dy as in `WeightGradSink.put`
 
 # The temporary of `_add_widened`: 4 MiB. Measured on one core: a 4096 x 4096 gradient takes 6 ms instead of 39 ms.
 WIDENED_ELEMENTS = 1 << 20
@@ -46,16 +50,23 @@ def _add_widened(total: Tensor, narrow: Tensor) -> None:
 
 
 class WeightGradAccumulator:
-    """The `WeightGradSink` that computes each gradient as soon as it is put.
+    """The `WeightGradSink` that computes each gradient as soon as it is put, or in the W of its microbatch.
 
     An engine binds the buffers (`bind`) and listens; without one, `bind_new` allocates them, so that a model's
-    gradients can be read with nothing around it.
+    gradients can be read with nothing around it. A pipeline stage says which microbatch a backward belongs to
+    (`backward`): it is seldom the one whose forward ran last.
+
+    [Note: what is deferred] In a split backward, B files what a matrix, a lookup table or a bias needs (x, dy) and W
+    (`flush`) computes it. A gradient that is put finished, as one row (norms: route INPUT), is added in B: there
+    is nothing left to compute.
     """
 
     def __init__(self) -> None:
         self.microbatch = 0
         self.main_grads: dict[str, Tensor] = {}
         self._listener: GradListener | None = None
+        self._deferring = False
+        self._filed: dict[int, deque[Contribution]] = {}
 
     def bind(self, main_grads: Mapping[str, Tensor], listener: GradListener | None = None) -> None:
         """Use these buffers, one a key, and tell `listener` of every finished contribution."""
@@ -68,13 +79,63 @@ class WeightGradAccumulator:
         """Allocate zeroed buffers of these shapes."""
         self.bind({key: torch.zeros(shape, dtype=dtype, device=device) for key, shape in shapes.items()})
 
-    def put(self, key: str, x: Tensor | None, dy: Tensor) -> None:
+    @property
+    def deferring(self) -> bool:
+        """Whether `put` files what can wait for W."""
+        return self._deferring
+
+    @contextlib.contextmanager
+    def backward(self, microbatch: int, *, split: bool = False) -> Iterator[None]:
+        """What is put inside belongs to `microbatch`. split: this is a B, file for its W what can wait."""
+        assert not self._deferring, f"backward of microbatch {microbatch} inside the B of {self.microbatch}"
+        self.microbatch = microbatch
+        if split:
+            assert microbatch not in self._filed, f"a second B of microbatch {microbatch} before its W"
+            self._filed[microbatch] = deque()
+        self._deferring = split
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def put(self, key: str, x: Tensor | Operand | None, dy: Tensor) -> None:
         assert key in self.main_grads, (
             f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
         )
-        accumulate_wgrad(self.main_grads[key], x, dy)
-        self.done(key, self.microbatch)
+        if self._deferring and (x is not None or dy.dim() > 1):
+            self._filed[self.microbatch].append((key, x, dy))
+        else:
+            self._compute(key, x, dy, self.microbatch)
+
+    def flush(self, microbatch: int) -> None:
+        """W: compute what the B of `microbatch` filed, in that order, each contribution freed once it is added.
+
+        Communicates (tp) where operands are held in parts; the next one is gathered behind the GEMM of this one.
+        """
+        assert microbatch in self._filed, (
+            f"W of microbatch {microbatch} without its B; filed: {sorted(self._filed)}"
+        )
+        filed = self._filed.pop(microbatch)
+        parts = deque(x for _, x, _ in filed if x is not None and not isinstance(x, Tensor))
+        if parts:
+            parts[0].start()
+        while filed:
+            key, x, dy = filed.popleft()
+            if parts and x is parts[0]:
+                parts.popleft()
+            if parts:
+                parts[0].start()
+            self._compute(key, x, dy, microbatch)
+
+    def check_flushed(self) -> None:
+        """At the end of a step every B had its W."""
+        assert not self._filed, f"weight gradients of microbatches {sorted(self._filed)} were never computed"
 
     def done(self, key: str, microbatch: int) -> None:
         if self._listener is not None:
             self._listener.grad_ready(key, microbatch)
+
+    def _compute(self, key: str, x: Tensor | Operand | None, dy: Tensor, microbatch: int) -> None:
+        whole = x if x is None or isinstance(x, Tensor) else x.whole()
+        accumulate_wgrad(self.main_grads[key], whole, dy)
+        self.done(key, microbatch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional
@@ -101,3 +103,103 @@ def test_sink_can_allocate_its_own_buffers():
 def test_shapes_that_do_not_fit_show_both():
     with pytest.raises(AssertionError, match=r"main_grad torch.Size\(\[4, 5\]\), dy torch.Size\(\[8, 5\]\)"):
         accumulate_wgrad(torch.zeros(4, 5), torch.zeros(8, 4), torch.zeros(8, 5))
+
+
+class Part:
+    """An operand held in two halves; its log says when it was gathered."""
+
+    def __init__(self, name, whole, log):
+        self.name, self.value, self.log, self.started = name, whole, log, False
+
+    def start(self):
+        if not self.started:
+            self.started = True
+            self.log.append(f"start {self.name}")
+
+    def whole(self):
+        self.start()
+        self.log.append(f"whole {self.name}")
+        return self.value
+
+
+def split_sink(log):
+    class Listener:
+        def grad_ready(self, key, microbatch):
+            log.append((key, microbatch))
+
+    sink = WeightGradAccumulator()
+    shapes = {"w": (5, 4), "b": (5,), "norm": (5,), "table": (7, 5)}
+    sink.bind({key: torch.zeros(shape) for key, shape in shapes.items()}, Listener())
+    return sink
+
+
+def put_all(sink, microbatch):
+    dy = random(2, 3, 5, dtype=torch.float32) + microbatch
+    sink.put("table", torch.tensor([[0, 1, 6], [6, 6, 2]]), dy)
+    sink.put("w", random(2, 3, 4, dtype=torch.float32) - microbatch, dy)
+    sink.put("b", None, dy)
+    sink.put("norm", None, dy.flatten(0, -2).sum(0))
+
+
+def test_a_split_backward_files_what_can_wait_and_adds_the_same_bits():
+    log = []
+    sink, plain = split_sink(log), split_sink([])
+    for microbatch in range(3):
+        with plain.backward(microbatch):
+            assert not plain.deferring
+            put_all(plain, microbatch)
+    for microbatch in range(3):
+        with sink.backward(microbatch, split=True):
+            assert sink.deferring
+            put_all(sink, microbatch)
+        assert not sink.deferring
+        sink.microbatch = 17  # a forward in between says so
+    assert log == [("norm", 0), ("norm", 1), ("norm", 2)]  # finished in B
+    assert not sink.main_grads["w"].any()
+    with pytest.raises(AssertionError, match=r"microbatches \[0, 1, 2\] were never computed"):
+        sink.check_flushed()
+    for microbatch in range(3):
+        sink.flush(microbatch)
+    assert log[3:] == [(key, microbatch) for microbatch in range(3) for key in ("table", "w", "b")]
+    sink.check_flushed()
+    for key, grad in plain.main_grads.items():
+        assert torch.equal(grad, sink.main_grads[key]), key
+
+
+def test_w_frees_each_contribution_and_refuses_what_was_not_filed():
+    sink = split_sink([])
+    x = torch.ones(2, 4)
+    kept = weakref.ref(x)
+    with sink.backward(1, split=True):
+        sink.put("w", x, torch.ones(2, 5))
+    del x
+    assert kept() is not None
+    sink.flush(1)
+    assert kept() is None
+    with pytest.raises(AssertionError, match=r"W of microbatch 1 without its B; filed: \[\]"):
+        sink.flush(1)
+    with sink.backward(2, split=True), pytest.raises(AssertionError, match="inside the B of 2"):  # noqa: SIM117
+        with sink.backward(3):
+            pass
+    with pytest.raises(AssertionError, match="a second B of microbatch 2"), sink.backward(2, split=True):
+        pass
+
+
+def test_parts_are_gathered_when_the_gradient_is_computed_the_next_one_behind_the_gemm():
+    log = []
+    sink = split_sink(log)
+    sink.put("w", Part("now", torch.ones(2, 4), log), torch.ones(2, 5))
+    assert log == ["start now", "whole now", ("w", 0)]
+    log.clear()
+    with sink.backward(0, split=True):
+        for name in "xyz":
+            sink.put("w", Part(name, torch.ones(2, 4), log), torch.ones(2, 5))
+            sink.put("b", None, torch.ones(2, 5))
+    assert log == []
+    sink.flush(0)
+    assert log == [
+        *("start x", "start y", "whole x", ("w", 0), ("b", 0)),
+        *("start z", "whole y", ("w", 0), ("b", 0)),
+        *("whole z", ("w", 0), ("b", 0)),
+    ]
+    assert sink.main_grads["w"].unique().tolist() == [8.0]
