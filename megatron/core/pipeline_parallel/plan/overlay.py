@@ -1,0 +1,186 @@
+"""A measured step beside the planned one: times by kind and stage as costs, and both drawn on one axis of time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    LAST_COMPUTE,
+    B,
+    F,
+    Kind,
+    Plan,
+    PlanError,
+    W,
+    op_text,
+)
+from megatron.core.pipeline_parallel.plan.render import (
+    Lane,
+    columns_per_unit,
+    lanes_svg,
+    summary,
+    to_text,
+    trace_events,
+    trace_json,
+)
+from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.pipeline_parallel.plan.timeline import Timeline
+from megatron.core.pipeline_parallel.plan.verify import peak_activation
+
+_US_PER_S = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One operation as it ran. wait_s: the part at its beginning in which it waited for a message."""
+
+    start_s: float
+    end_s: float
+    wait_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self.end_s - self.start_s - self.wait_s
+
+
+Spans = Sequence[Mapping[str, Span]]  # by pipeline rank: text of an operation -> when it ran
+
+
+def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]:
+    """Seconds of one computation, by kind and global stage; None where a plan has no such computation.
+
+    Raises PlanError where a computation of the plan was not measured.
+    """
+    sums = {kind: [0.0] * plan.placement.num_stages for kind in (F, B, W, BW)}
+    counts = {kind: [0] * plan.placement.num_stages for kind in (F, B, W, BW)}
+    for rank, row in enumerate(plan.rows):
+        for op in row:
+            if op[0] <= LAST_COMPUTE:
+                sums[op[0]][op[1]] += _span(spans, rank, op_text(op)).busy_s
+                counts[op[0]][op[1]] += 1
+    return {
+        Kind(kind): tuple(
+            total / count if count else None for total, count in zip(sums[kind], counts[kind], strict=True)
+        )
+        for kind in sums
+        if any(counts[kind])
+    }
+
+
+def _span(spans: Spans, rank: int, text: str) -> Span:
+    if text not in spans[rank]:
+        raise PlanError(f"the timeline of pipeline rank {rank} has no {text}")
+    return spans[rank][text]
+
+
+def measured_costs(
+    plan: Plan, means: Mapping[Kind, Sequence[float | None]], comm_s: float = 0.0
+) -> CostModel:
+    """Mean times as the cost model of a simulation, in seconds; each activation is a chunk's part of a rank's.
+
+    Where a stage has only BWs, B and W are given half of one each, which changes no prediction.
+    """
+
+    def times(kind: int) -> list[float]:
+        values = means.get(Kind(kind), [None] * plan.placement.num_stages)
+        fused = means.get(Kind.BW, [None] * plan.placement.num_stages)
+        half = kind != F
+        return [
+            value if value is not None else (whole or 0.0) / 2 if half else 0.0
+            for value, whole in zip(values, fused, strict=True)
+        ]
+
+    activation = (1 / plan.placement.num_chunks,) * plan.placement.num_stages
+    return CostModel(tuple(times(F)), tuple(times(B)), tuple(times(W)), activation, comm_s)
+
+
+def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulation:
+    """The figures of a simulation from a step as it ran, the first computation of all ranks at time 0.
+
+    A computation begins where its wait for a message ends. bubble_time is measured alike: cost less what the busiest
+    rank computed.
+    """
+    starts: list[list[float]] = []
+    ends: list[list[float]] = []
+    for rank, row in enumerate(plan.rows):
+        here = [_span(spans, rank, op_text(op)) for op in row]
+        starts.append([one.start_s + one.wait_s for one in here])
+        ends.append([one.end_s for one in here])
+    places = [[place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE] for row in plan.rows]
+    begin = min(starts[rank][mine[0]] for rank, mine in enumerate(places))
+    starts = [[one - begin for one in row] for row in starts]
+    ends = [[one - begin for one in row] for row in ends]
+    busy = [sum(ends[rank][at] - starts[rank][at] for at in mine) for rank, mine in enumerate(places)]
+    makespan = max(ends[rank][mine[-1]] for rank, mine in enumerate(places))
+    cost = max(ends[rank][mine[-1]] - starts[rank][mine[0]] for rank, mine in enumerate(places))
+    bubble_time = cost - max(busy)
+    return Simulation(
+        plan,
+        costs,
+        Timeline(starts, ends, [], {}),
+        makespan,
+        cost,
+        bubble_time,
+        bubble_time / cost if cost else 0.0,
+        tuple(makespan - one for one in busy),
+        tuple(peak_activation(rank, row, costs) for rank, row in enumerate(plan.rows)),
+        sum(op[0] in (Kind.SEND_F, Kind.SEND_B) for row in plan.rows for op in row),
+    )
+
+
+def overlay_text(planned: Simulation, measured: Simulation) -> str:
+    """Two grids to one scale, planned above measured; times in seconds."""
+    scale = columns_per_unit(planned)
+    return f"planned {to_text(planned, scale)}measured {to_text(measured, scale)}"
+
+
+def overlay_svg(planned: Simulation, measured: Simulation) -> str:
+    """Two lanes a rank on one axis, planned above measured."""
+    lanes = [
+        Lane(f"{rank} {name}", simulation, rank)
+        for rank in range(len(planned.plan.rows))
+        for name, simulation in (("planned", planned), ("measured", measured))
+    ]
+    return lanes_svg([f"planned {summary(planned)}", f"measured {summary(measured)}"], lanes)
+
+
+def overlay_trace(planned: Simulation, measured: Simulation) -> str:
+    """Chrome trace JSON in real time: the planned ranks as one group of processes, the measured ones below."""
+    num_ranks = len(planned.plan.rows)
+    return trace_json(
+        [
+            *trace_events(planned, prefix="planned ", unit_us=_US_PER_S),
+            *trace_events(measured, first_process=num_ranks, prefix="measured ", unit_us=_US_PER_S),
+        ]
+    )
+
+
+def overlay_figures(
+    planned: Simulation, measured: Simulation, means: Mapping[Kind, Sequence[float | None]]
+) -> dict[str, Any]:
+    """Both bubbles, costs and idle times, and the mean times; seconds."""
+
+    def figures(simulation: Simulation) -> dict[str, Any]:
+        return {
+            "makespan": simulation.makespan,
+            "cost": simulation.cost,
+            "bubble_time": simulation.bubble_time,
+            "bubble_rate": simulation.bubble_rate,
+            "idle": list(simulation.idle),
+        }
+
+    plan = planned.plan
+    return {
+        "schedule": plan.schedule,
+        "stages": plan.placement.num_ranks,
+        "chunks": plan.placement.num_chunks,
+        "microbatches": plan.num_microbatches,
+        "planned": figures(planned),
+        "measured": figures(measured),
+        "mean_time": {kind.name: list(times) for kind, times in means.items()},
+        "peak_activation": list(planned.peak_activation),
+    }

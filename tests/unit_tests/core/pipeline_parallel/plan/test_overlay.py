@@ -1,0 +1,143 @@
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.overlay import (
+    Span,
+    mean_times,
+    measured_costs,
+    measured_simulation,
+    overlay_figures,
+    overlay_svg,
+    overlay_text,
+    overlay_trace,
+)
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+
+
+def as_run(plan, costs, *, begin=100.0):
+    """Spans of a run that keeps to the simulation, on a clock of its own; computations wait for their inputs."""
+    simulation = simulate(plan, costs)
+    spans = []
+    for rank, row in enumerate(plan.rows):
+        free, here = begin, {}
+        for place, op in enumerate(row):
+            start = begin + simulation.timeline.starts[rank][place]
+            end = begin + simulation.timeline.ends[rank][place]
+            here[op_text(op)] = Span(free, end, start - free)
+            free = end
+        spans.append(here)
+    return simulation, spans
+
+
+def lowered(name, request):
+    plan = build_plan(name, request)
+    return lower(plan, CostModel.of_ranks(plan.placement))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("1f1b", Request(3, 5)),
+        ("gpipe", Request(2, 3)),
+        ("interleaved", Request(2, 5, 2)),
+        ("1f1b", Request(1, 2)),
+    ],
+)
+def test_a_run_that_keeps_to_its_plan_has_the_plans_figures(name, request_):
+    plan = lowered(name, request_)
+    costs = CostModel.of_ranks(plan.placement, time_f=[2.0], time_b=[1.5], time_w=[0.5])
+    simulation, spans = as_run(plan, costs)
+    means = mean_times(plan, spans)
+    assert set(means) == {Kind.F, Kind.BW}
+    assert means[Kind.F] == pytest.approx(costs.f)
+    assert means[Kind.BW] == pytest.approx([2 / plan.placement.num_chunks] * plan.placement.num_stages)
+    planned = simulate(plan, measured_costs(plan, means))
+    measured = measured_simulation(plan, spans, planned.costs)
+    for one in (planned, measured):
+        for figure in ("makespan", "cost", "bubble_time", "bubble_rate", "idle", "peak_activation"):
+            assert getattr(one, figure) == pytest.approx(getattr(simulation, figure), abs=1e-9), figure
+
+
+def test_means_are_by_stage_and_kind():
+    plan = Plan("split", Placement("linear", 1), 2, (parse_row("0F0 0B0 0F1 0W0 0BW1".split()),))
+    spans = [
+        {"0F0": Span(0, 1), "0B0": Span(1, 2, 0.5), "0F1": Span(2, 5), "0W0": Span(5, 6), "0BW1": Span(6, 10)}
+    ]
+    means = mean_times(plan, spans)
+    assert means == {Kind.F: (2,), Kind.B: (0.5,), Kind.W: (1,), Kind.BW: (4,)}
+    costs = measured_costs(plan, means, 0.25)
+    assert (costs.f, costs.b, costs.w, costs.comm) == ((2,), (0.5,), (1,), 0.25)
+    with pytest.raises(PlanError, match="the timeline of pipeline rank 0 has no 0W0"):
+        mean_times(plan, [{text: span for text, span in spans[0].items() if text != "0W0"}])
+
+
+@pytest.fixture
+def both():
+    """Planned at the measured means; the run waited 2 s longer for its first backward."""
+    plan = lowered("1f1b", Request(2, 2))
+    _, spans = as_run(plan, CostModel.of_ranks(plan.placement))
+    late = {"1BW0", "1F1", "1BW1", "0BW0", "0BW1"}
+    spans = [
+        {
+            text: Span(
+                one.start_s + 2 * (text in late and text != "1BW0"),
+                one.end_s + 2 * (text in late),
+                one.wait_s + 2 * (text == "1BW0"),
+            )
+            for text, one in row.items()
+        }
+        for row in spans
+    ]
+    means = mean_times(plan, spans)
+    planned = simulate(plan, measured_costs(plan, means))
+    return planned, measured_simulation(plan, spans, planned.costs), means
+
+
+def test_text_has_two_grids_to_one_scale(both):
+    planned, measured, _ = both
+    lines = overlay_text(planned, measured).splitlines()
+    assert lines[0].startswith("planned 1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 9, bubble 3")
+    assert lines[3].startswith("measured 1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 11, bubble 5")
+    width = {len(line.split("|")[1]) for line in lines[1:3]}, {len(line.split("|")[1]) for line in lines[4:6]}
+    assert width == ({36}, {44})
+    assert lines[5] == "1 |....1F0 ........1BW0--- 1F1 1BW1--- ........| idle 5, peak 1"
+
+
+def test_svg_has_two_lanes_a_rank(both):
+    root = ET.fromstring(overlay_svg(*both[:2]))
+    titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 16
+    assert {"1BW0: 2 to 4", "1BW0: 4 to 6"} <= set(titles)
+    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text in ("0 planned", "0 measured", "1 planned", "1 measured")] == [
+        "0 planned",
+        "0 measured",
+        "1 planned",
+        "1 measured",
+    ]
+
+
+def test_trace_has_two_groups_of_processes_in_real_time(both):
+    events = json.loads(overlay_trace(*both[:2]))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"planned stage 0", "planned stage 1", "measured stage 0", "measured stage 1"}
+    slices = {(event["pid"], event["name"]): event for event in events if event["ph"] == "X"}
+    assert (slices[1, "1BW0"]["ts"], slices[3, "1BW0"]["ts"]) == (2e6, 4e6)
+    assert slices[3, "1BW0"]["dur"] == 2e6
+
+
+def test_figures(both):
+    figures = overlay_figures(*both)
+    assert figures["planned"]["bubble_rate"] == pytest.approx(3 / 9)
+    assert figures["measured"]["bubble_rate"] == pytest.approx(5 / 11)
+    assert figures["measured"]["idle"] == pytest.approx([5, 5])
+    assert figures["mean_time"] == {"F": pytest.approx([1, 1]), "BW": pytest.approx([2, 2])}
+    json.dumps(figures, allow_nan=False)
