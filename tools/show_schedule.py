@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, PlanError, row_texts
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, Plan, PlanError, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.registry import PLANNED, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.render import to_svg, to_text, to_trace
@@ -84,22 +84,26 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = f"{', '.join(SCHEDULES)}; planned: {', '.join(PLANNED)}"
-    made.add_argument("--schedule", required=True, metavar="NAME", help=names)
-    made.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline ranks")
-    made.add_argument("--microbatches", required=True, type=int, metavar="M")
+    made.add_argument("--schedule", metavar="NAME", help=names)
+    made.add_argument("--stages", type=int, metavar="P", help="pipeline ranks")
+    made.add_argument("--microbatches", type=int, metavar="M")
     made.add_argument("--chunks", type=int, metavar="V", help="chunks a stage; default: the schedule's")
+    made.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        dest="group_size",
+        metavar="G",
+        help="microbatches that a chunk takes in turn, of interleaving; default: one a stage",
+    )
     for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
         made.add_argument(
             f"--time-{name}",
             type=numbers,
             nargs="+",
-            default=[[1.0]],
             metavar="T",
             help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
         )
-    made.add_argument(
-        "--time-comm", type=at_least_0, default=0.0, metavar="T", help="latency of a transfer (default 0)"
-    )
+    made.add_argument("--time-comm", type=at_least_0, metavar="T", help="latency of a transfer (default 0)")
     made.add_argument(
         "--memory-limit",
         type=at_least_0,
@@ -117,21 +121,44 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(args: argparse.Namespace) -> str:
-    """What to print. Raises PlanError for what cannot be planned or does not fit."""
-    begin = time.perf_counter()
-    plan = build_plan(args.schedule, Request(args.stages, args.microbatches, args.chunks))
-    costs = CostModel.of_ranks(
+def costs_of(args: argparse.Namespace, plan: Plan) -> CostModel:
+    """The cost model that the flags describe."""
+
+    def given(values: list[list[float]] | None) -> list[float]:
+        return [1.0] if values is None else [*chain.from_iterable(values)]
+
+    return CostModel.of_ranks(
         plan.placement,
-        time_f=[*chain.from_iterable(args.time_f)],
-        time_b=[*chain.from_iterable(args.time_b)],
-        time_w=[*chain.from_iterable(args.time_w)],
-        comm=args.time_comm,
+        time_f=given(args.time_f),
+        time_b=given(args.time_b),
+        time_w=given(args.time_w),
+        comm=args.time_comm or 0.0,
         memory_after_b=args.memory_after_b,
     )
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """What the flags ask for. Raises PlanError naming a flag that is missing."""
+    missing = [flag for flag in ("schedule", "stages", "microbatches") if getattr(args, flag) is None]
+    if missing:
+        raise PlanError(f"--{' and --'.join(missing)} must be given")
+    return Request(args.stages, args.microbatches, args.chunks, args.group_size)
+
+
+def run(args: argparse.Namespace) -> str:
+    """What to print. Raises PlanError for what cannot be planned or does not fit."""
+    request = request_of(args)
+    begin = time.perf_counter()
+    plan = build_plan(args.schedule, request)
+    costs = costs_of(args, plan)
     plan = lower(plan, costs)
     solve_seconds = time.perf_counter() - begin
-    simulation = simulate(plan, costs)
+    simulation = checked(simulate(plan, costs), args.memory_limit)
+    return FORMATS[args.format](simulation, solve_seconds)
+
+
+def checked(simulation: Simulation, memory_limit: float | None) -> Simulation:
+    """Raises PlanError for times that cannot be drawn, and for more activations than the limit."""
     # Beyond these a float's range leaves no room to scale times to columns, pixels or microseconds.
     if not SHORTEST_MAKESPAN <= simulation.makespan <= LONGEST_MAKESPAN:
         raise PlanError(
@@ -139,13 +166,13 @@ def run(args: argparse.Namespace) -> str:
             "give --time-f, --time-b, --time-w and --time-comm in another unit"
         )
     peak = max(simulation.peak_activation)
-    if args.memory_limit is not None and peak > args.memory_limit + 1e-9:
+    if memory_limit is not None and peak > memory_limit + 1e-9:
         stage = simulation.peak_activation.index(peak)
         raise PlanError(
-            f"{args.schedule} needs {peak:g} activations on stage {stage}, "
-            f"more than --memory-limit {args.memory_limit:g}"
+            f"{simulation.plan.schedule} needs {peak:g} activations on stage {stage}, "
+            f"more than --memory-limit {memory_limit:g}"
         )
-    return FORMATS[args.format](simulation, solve_seconds)
+    return simulation
 
 
 def main(argv: list[str] | None = None) -> int:

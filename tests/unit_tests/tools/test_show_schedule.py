@@ -87,6 +87,26 @@ def test_text_has_a_largest_width():
     assert "0BW0" in lines[0]
 
 
+def test_groups_larger_than_the_pipeline_hide_latency():
+    """The figures of docs/pipelines.md."""
+    words = (
+        "--schedule",
+        "interleaved",
+        "--stages",
+        4,
+        "--microbatches",
+        16,
+        "--chunks",
+        2,
+        "--time-comm",
+        0.25,
+    )
+    group = "--microbatch-group-size-per-virtual-pipeline-stage"
+    results = [json.loads(output(*words, *more, "--format", "json")) for more in ((), (group, 4), (group, 8))]
+    assert [result["bubble_rate"] for result in results] == pytest.approx([1 / 7, 1 / 7, 1 / 9])
+    assert [result["peak_activation"][0] for result in results] == [5.5, 5.5, 7.5]
+
+
 def test_the_same_words_give_the_same_plan():
     words = ("--schedule", "interleaved", "--stages", 2, "--microbatches", 3, "--format", "csv")
     first, second = output(*words), output(*words)
@@ -119,6 +139,8 @@ def test_the_same_words_give_the_same_plan():
         ((*SMALL, "--time-f", 1e307, "--format", "trace"), "in another unit"),
         ((*SMALL, "--time-w", "1,x"), "--time-w: invalid"),
         ((*SMALL, "--format", "png"), "invalid choice"),
+        (("--schedule", "1f1b"), "--stages and --microbatches must be given"),
+        ((*SMALL, "--microbatch-group-size-per-virtual-pipeline-stage", 4), "no microbatch groups"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words, message):
