@@ -1,13 +1,18 @@
-"""Plan, time and draw a pipeline schedule, without torch.
+"""Plan, time and draw a pipeline schedule, without torch; or set a measured step beside its plan.
 
 python tools/show_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --format text
+python tools/show_schedule.py --measured TIMELINE_DIR [--iteration N] --format svg
 
-Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W.
+Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W. With --measured, the
+folder of a run's --log-pipeline-timeline, times are seconds, the plan is that of the run unless --schedule says
+which it should be, and the planned times are what the simulator expects from the measured mean of each computation;
+a --time flag puts its own in place.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -18,8 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.pipeline_parallel.plan import overlay
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, Plan, PlanError, row_texts
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, Plan, PlanError, plan_hash, row_texts
+from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, read_timeline
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.registry import PLANNED, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.render import to_svg, to_text, to_trace
@@ -118,6 +125,8 @@ def parser() -> argparse.ArgumentParser:
         help="share of an activation still held between B and W (default 1)",
     )
     made.add_argument("--format", choices=list(FORMATS), default="text")
+    made.add_argument("--measured", type=Path, metavar="DIR", help="set this run's timeline beside the plan")
+    made.add_argument("--iteration", type=int, metavar="N", help="of --measured; default: the last one")
     return made
 
 
@@ -147,6 +156,10 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
+    if args.measured is not None:
+        return run_measured(args)
+    if args.iteration is not None:
+        raise PlanError("--iteration chooses a step of --measured, which is not given")
     request = request_of(args)
     begin = time.perf_counter()
     plan = build_plan(args.schedule, request)
@@ -155,6 +168,78 @@ def run(args: argparse.Namespace) -> str:
     solve_seconds = time.perf_counter() - begin
     simulation = checked(simulate(plan, costs), args.memory_limit)
     return FORMATS[args.format](simulation, solve_seconds)
+
+
+def run_measured(args: argparse.Namespace) -> str:
+    """The overlay of a run's step. Raises PlanError for what is no timeline, or one of another plan."""
+    step = measured_step(args.measured, args.iteration)
+    expect_plan(args, step)
+    means = overlay.mean_times(step.plan, step.spans)
+    costs = overlay.measured_costs(step.plan, means, args.time_comm or 0.0)
+    flags = costs_of(args, step.plan)
+    costs = dataclasses.replace(
+        costs,
+        f=costs.f if args.time_f is None else flags.f,
+        b=costs.b if args.time_b is None else flags.b,
+        w=costs.w if args.time_w is None else flags.w,
+        memory_after_b=args.memory_after_b,
+    )
+    planned = checked(simulate(step.plan, costs), args.memory_limit)
+    measured = overlay.measured_simulation(step.plan, step.spans, costs)
+    if args.format == "text":
+        head = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds\n"
+        return head + overlay.overlay_text(planned, measured)
+    if args.format == "svg":
+        return overlay.overlay_svg(planned, measured)
+    if args.format == "trace":
+        return overlay.overlay_trace(planned, measured, step.spans)
+    if args.format == "json":
+        told = {"iteration": step.iteration, "ranks": list(step.pipeline), "hash": plan_hash(step.plan)}
+        return (
+            json.dumps({**told, **overlay.overlay_figures(planned, measured, means)}, allow_nan=False) + "\n"
+        )
+    raise PlanError(
+        f"--format {args.format} says nothing of times: use text, json, svg or trace with --measured"
+    )
+
+
+def measured_step(directory: Path, iteration: int | None) -> MeasuredStep:
+    """A step of the first pipeline, the last one of training unless an iteration is asked for. Raises PlanError."""
+    if not directory.is_dir():
+        raise PlanError(f"--measured {directory}: there is no such folder")
+    try:
+        steps = read_timeline(directory)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"--measured {directory}: {error}") from None
+    steps = [step for step in steps if not step.plan.forward_only] or steps
+    if not steps:
+        raise PlanError(f"--measured {directory}: no step that all ranks of a pipeline have finished")
+    there = sorted({step.iteration for step in steps})
+    wanted = there[-1] if iteration is None else iteration
+    chosen = [step for step in steps if step.iteration == wanted]
+    if not chosen:
+        raise PlanError(
+            f"--iteration {wanted}: {directory} has {len(there)} iterations from {there[0]} to {there[-1]}, not this"
+        )
+    return min(chosen, key=lambda step: step.pipeline)
+
+
+def expect_plan(args: argparse.Namespace, step: MeasuredStep) -> None:
+    """Where flags describe a plan, it must be the one that ran. Raises PlanError with both hashes."""
+    words = (args.schedule, args.stages, args.microbatches, args.chunks, args.group_size)
+    if all(word is None for word in words):
+        return
+    request = request_of(args)
+    expected = build_plan(args.schedule, request)
+    # As a run makes it: transfers are placed by the default costs, whatever the computations take later.
+    expected = lower(expected, CostModel.of_ranks(expected.placement))
+    if plan_hash(expected) != plan_hash(step.plan):
+        placement = step.plan.placement
+        raise PlanError(
+            f"the run's plan is not that of the flags: its hash is {plan_hash(step.plan)} ({step.plan.schedule}, "
+            f"{placement.num_ranks} stages x {placement.num_chunks} chunks, "
+            f"{step.plan.num_microbatches} microbatches), that of the flags {plan_hash(expected)}"
+        )
 
 
 def checked(simulation: Simulation, memory_limit: float | None) -> Simulation:

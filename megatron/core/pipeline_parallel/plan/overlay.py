@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,9 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
     LAST_COMPUTE,
+    LAST_TRANSFER,
+    SEND_B,
+    SEND_F,
     B,
     F,
     Kind,
@@ -18,7 +20,10 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     op_text,
 )
+from megatron.core.pipeline_parallel.plan.measured import Span
 from megatron.core.pipeline_parallel.plan.render import (
+    RECEIVE_LANE,
+    SEND_LANE,
     Lane,
     columns_per_unit,
     lanes_svg,
@@ -26,25 +31,13 @@ from megatron.core.pipeline_parallel.plan.render import (
     to_text,
     trace_events,
     trace_json,
+    trace_slice,
 )
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 _US_PER_S = 1e6
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """One operation as it ran. wait_s: the part at its beginning in which it waited for a message."""
-
-    start_s: float
-    end_s: float
-    wait_s: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        return self.end_s - self.start_s - self.wait_s
 
 
 Spans = Sequence[Mapping[str, Span]]  # by pipeline rank: text of an operation -> when it ran
@@ -127,8 +120,11 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
         bubble_time,
         bubble_time / cost if cost else 0.0,
         tuple(makespan - one for one in busy),
-        tuple(peak_activation(rank, row, costs) for rank, row in enumerate(plan.rows)),
-        sum(op[0] in (Kind.SEND_F, Kind.SEND_B) for row in plan.rows for op in row),
+        tuple(
+            peak_activation(rank, row, costs, forward_only=plan.forward_only)
+            for rank, row in enumerate(plan.rows)
+        ),
+        sum(op[0] in (SEND_F, SEND_B) for row in plan.rows for op in row),
     )
 
 
@@ -148,15 +144,32 @@ def overlay_svg(planned: Simulation, measured: Simulation) -> str:
     return lanes_svg([f"planned {summary(planned)}", f"measured {summary(measured)}"], lanes)
 
 
-def overlay_trace(planned: Simulation, measured: Simulation) -> str:
-    """Chrome trace JSON in real time: the planned ranks as one group of processes, the measured ones below."""
+def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> str:
+    """Chrome trace JSON in real time: the planned ranks as one group of processes, the measured ones below.
+
+    Messages are planned from the time that both ends are posted; measured are the posting of each end and, in the
+    lane of receives, the waiting of computations for what they need.
+    """
     num_ranks = len(planned.plan.rows)
-    return trace_json(
-        [
-            *trace_events(planned, prefix="planned ", unit_us=_US_PER_S),
-            *trace_events(measured, first_process=num_ranks, prefix="measured ", unit_us=_US_PER_S),
-        ]
+    events = trace_events(planned, prefix="planned ", unit_us=_US_PER_S)
+    events += trace_events(
+        measured, first_process=num_ranks, prefix="measured ", unit_us=_US_PER_S, transfers=False
     )
+    for rank, row in enumerate(measured.plan.rows):
+        starts, ends = measured.timeline.starts[rank], measured.timeline.ends[rank]
+        for op, start, end in zip(row, starts, ends, strict=True):
+            text, wait_s = op_text(op), spans[rank][op_text(op)].wait_s
+            process = num_ranks + rank
+            if op[0] <= LAST_COMPUTE and wait_s > 0:
+                events.append(
+                    trace_slice(
+                        process, RECEIVE_LANE, f"wait for {text}", "wait", start - wait_s, start, _US_PER_S
+                    )
+                )
+            elif LAST_COMPUTE < op[0] <= LAST_TRANSFER:
+                lane = SEND_LANE if op[0] in (SEND_F, SEND_B) else RECEIVE_LANE
+                events.append(trace_slice(process, lane, text, "transfer", start - wait_s, end, _US_PER_S))
+    return trace_json(events)
 
 
 def overlay_figures(

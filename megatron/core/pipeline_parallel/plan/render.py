@@ -26,6 +26,9 @@ _COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
 TRACE_UNIT_US = 1000.0  # one unit of time in a trace, where times have no unit
 _MAX_COLUMNS = 20_000  # of the bar of a rank in text
 
+_LANES = ("compute", "send", "receive")  # of a process in a trace
+COMPUTE_LANE, SEND_LANE, RECEIVE_LANE = range(len(_LANES))
+
 Bar = tuple[float, float, int, str]  # start, end, place in the row, text
 
 
@@ -145,14 +148,35 @@ def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def trace_events(
-    simulation: Simulation, *, first_process: int = 0, prefix: str = "", unit_us: float = TRACE_UNIT_US
+    simulation: Simulation,
+    *,
+    first_process: int = 0,
+    prefix: str = "",
+    unit_us: float = TRACE_UNIT_US,
+    transfers: bool = True,
 ) -> list[dict[str, Any]]:
     """Events of one process a rank, numbered from `first_process`; a unit of time takes `unit_us` microseconds."""
     draw = _Trace(simulation, first_process, unit_us)
     for rank in range(len(simulation.plan.rows)):
         draw.rank(rank, f"{prefix}stage {rank}")
-    draw.transfers()
+    if transfers:
+        draw.transfers()
     return draw.events
+
+
+def trace_slice(
+    process: int, lane: int, name: str, category: str, start: float, end: float, unit_us: float
+) -> dict[str, Any]:
+    """A box in a lane of a process."""
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": lane,
+        "name": name,
+        "cat": category,
+        "ts": start * unit_us,
+        "dur": (end - start) * unit_us,
+    }
 
 
 class _Trace:
@@ -169,24 +193,23 @@ class _Trace:
         self.events.append(
             {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
         )
-        for lane, what in enumerate(("compute", "send", "receive")):
+        for lane, what in enumerate(_LANES):
             self.events.append(
                 {"ph": "M", "pid": process, "tid": lane, "name": "thread_name", "args": {"name": what}}
             )
         held, costs = 0.0, self.simulation.costs
         for start, end, place, label in bars(self.simulation, rank):
             kind, stage = self.simulation.plan.rows[rank][place][:2]
-            self._slice(rank, 0, label, Kind(kind).name, start, end)
+            self._slice(rank, COMPUTE_LANE, label, Kind(kind).name, start, end)
             held += activation_change(kind, costs.activation[stage], costs.memory_after_b)
-            self.events.append(
-                {
-                    "ph": "C",
-                    "pid": process,
-                    "name": "activation",
-                    "ts": (start if kind == F else end) * self.unit_us,
-                    "args": {"microbatches": round(held, 9)},
-                }
-            )
+            self._count(process, start if kind == F else end, held)
+            if self.simulation.plan.forward_only:  # nothing is kept for a backward
+                held -= costs.activation[stage]
+                self._count(process, end, held)
+
+    def _count(self, process: int, at: float, held: float) -> None:
+        counter = {"ph": "C", "pid": process, "name": "activation", "ts": at * self.unit_us}
+        self.events.append({**counter, "args": {"microbatches": round(held, 9)}})
 
     def transfers(self) -> None:
         """A slice at both ends of each message, from the time that both are posted to its arrival."""
@@ -194,7 +217,8 @@ class _Trace:
         for rank, row in enumerate(self.simulation.plan.rows):
             for place, op in enumerate(row):
                 if LAST_COMPUTE < op[0] <= LAST_TRANSFER:
-                    ends.setdefault(op[7], []).append((rank, 1 if op[0] in (SEND_F, SEND_B) else 2, place))
+                    lane = SEND_LANE if op[0] in (SEND_F, SEND_B) else RECEIVE_LANE
+                    ends.setdefault(op[7], []).append((rank, lane, place))
         starts = self.simulation.timeline.starts
         for both in ends.values():
             start = max(starts[rank][place] for rank, _, place in both)
@@ -203,17 +227,8 @@ class _Trace:
                 self._slice(rank, lane, text, "transfer", start, start + self.simulation.costs.comm)
 
     def _slice(self, rank: int, lane: int, name: str, category: str, start: float, end: float) -> None:
-        self.events.append(
-            {
-                "ph": "X",
-                "pid": self.first_process + rank,
-                "tid": lane,
-                "name": name,
-                "cat": category,
-                "ts": start * self.unit_us,
-                "dur": (end - start) * self.unit_us,
-            }
-        )
+        process = self.first_process + rank
+        self.events.append(trace_slice(process, lane, name, category, start, end, self.unit_us))
 
 
 def activation_change(kind: int, size: float, memory_after_b: float) -> float:
@@ -231,9 +246,10 @@ def bars(simulation: Simulation, rank: int) -> list[Bar]:
         if op[0] > LAST_COMPUTE:
             continue
         start, end = starts[place], ends[place]
-        if op[7] >= 0:
+        second = place > 0 and row[place - 1][0] <= LAST_COMPUTE and row[place - 1][7] == op[7]
+        other = place - 1 if second else place + 1
+        if op[7] >= 0 and other < len(row) and (starts[other], ends[other]) == (start, end):
             own = min(durations[op[0]][op[1]], end - start)
-            second = place > 0 and row[place - 1][0] <= LAST_COMPUTE and row[place - 1][7] == op[7]
             start, end = (end - own, end) if second else (start, start + own)
         made.append((start, end, place, op_text(op)))
     return made

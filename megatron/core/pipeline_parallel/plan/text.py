@@ -22,7 +22,18 @@ from megatron.core.pipeline_parallel.plan.ir import (
 )
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
-_FIELDS = ("version", "schedule", "placement", "ranks", "chunks", "microbatches", "bitwise", "hash")
+_FIELDS = (
+    "version",
+    "schedule",
+    "placement",
+    "ranks",
+    "chunks",
+    "microbatches",
+    "bitwise",
+    "forward_only",
+    "hash",
+)
+_FLAGS = ("bitwise", "forward_only")
 # Torch's letters, by kind; "" where torch has none.
 _TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.REDUCE: "REDUCE_GRAD"} | {
     kind: kind.name
@@ -34,7 +45,8 @@ _TORCH_NAMES = tuple(_TORCH.get(kind, "") for kind in Kind)
 def _header(plan: Plan) -> dict[str, str | int | bool]:
     placement = plan.placement
     values = (VERSION, plan.schedule, placement.kind, placement.num_ranks, placement.num_chunks)
-    return dict(zip(_FIELDS, (*values, plan.num_microbatches, plan.bitwise, plan_hash(plan)), strict=True))
+    flags = (plan.bitwise, plan.forward_only)
+    return dict(zip(_FIELDS, (*values, plan.num_microbatches, *flags, plan_hash(plan)), strict=True))
 
 
 def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
@@ -43,15 +55,17 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
         raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header))}")
     if str(header["version"]) != str(VERSION):
         raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
-    if str(header["bitwise"]) not in ("True", "False"):
-        raise PlanError(f"bitwise is True or False, not {header['bitwise']!r}")
+    for flag in _FLAGS:
+        if str(header[flag]) not in ("True", "False"):
+            raise PlanError(f"{flag} is True or False, not {header[flag]!r}")
     try:
         # by way of text, so that JSON's 2.5, true and [2] are as wrong as they look
         ranks, chunks, microbatches = (int(str(header[name])) for name in ("ranks", "chunks", "microbatches"))
         placement = Placement(str(header["placement"]), ranks, chunks)
     except ValueError as error:
         raise PlanError(f"the plan's header is wrong: {error}") from None
-    plan = Plan(str(header["schedule"]), placement, microbatches, rows, str(header["bitwise"]) == "True")
+    bitwise, forward_only = (str(header[flag]) == "True" for flag in _FLAGS)
+    plan = Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only)
     if plan_hash(plan) != header["hash"]:
         raise PlanError(
             f"the plan's hash is {plan_hash(plan)}, its header says {header['hash']}: it was changed"

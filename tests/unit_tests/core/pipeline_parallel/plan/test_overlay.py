@@ -5,8 +5,8 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.measured import Span
 from megatron.core.pipeline_parallel.plan.overlay import (
-    Span,
     mean_times,
     measured_costs,
     measured_simulation,
@@ -98,11 +98,11 @@ def both():
     ]
     means = mean_times(plan, spans)
     planned = simulate(plan, measured_costs(plan, means))
-    return planned, measured_simulation(plan, spans, planned.costs), means
+    return planned, measured_simulation(plan, spans, planned.costs), means, spans
 
 
 def test_text_has_two_grids_to_one_scale(both):
-    planned, measured, _ = both
+    planned, measured = both[:2]
     lines = overlay_text(planned, measured).splitlines()
     assert lines[0].startswith("planned 1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 9, bubble 3")
     assert lines[3].startswith("measured 1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 11, bubble 5")
@@ -126,16 +126,21 @@ def test_svg_has_two_lanes_a_rank(both):
 
 
 def test_trace_has_two_groups_of_processes_in_real_time(both):
-    events = json.loads(overlay_trace(*both[:2]))["traceEvents"]
+    events = json.loads(overlay_trace(*both[:2], both[3]))["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"planned stage 0", "planned stage 1", "measured stage 0", "measured stage 1"}
     slices = {(event["pid"], event["name"]): event for event in events if event["ph"] == "X"}
     assert (slices[1, "1BW0"]["ts"], slices[3, "1BW0"]["ts"]) == (2e6, 4e6)
     assert slices[3, "1BW0"]["dur"] == 2e6
+    # planned messages pass between lanes; measured, rank 1 waited for its first input and before its first backward
+    assert slices[0, "0SEND_F0@1#0"]["tid"] == slices[2, "0SEND_F0@1#0"]["tid"] == 1
+    assert [
+        (slices[3, f"wait for {text}"][key] / 1e6) for text in ("1F0", "1BW0") for key in ("ts", "dur")
+    ] == (pytest.approx([0, 1, 2, 2]))
 
 
 def test_figures(both):
-    figures = overlay_figures(*both)
+    figures = overlay_figures(*both[:3])
     assert figures["planned"]["bubble_rate"] == pytest.approx(3 / 9)
     assert figures["measured"]["bubble_rate"] == pytest.approx(5 / 11)
     assert figures["measured"]["idle"] == pytest.approx([5, 5])

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
+from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.registry import build_plan
@@ -23,6 +24,7 @@ def plans():
         plan = build_plan(name, Request(3, 5))
         yield plan
         yield lower(plan, CostModel.of_ranks(plan.placement))
+        yield forward_only(plan)
     rows = (
         parse_row("0F0 3F0.1[0:2] (0F1;3BW0) (0F2;3BW1)".split()),
         parse_row("1UNSHARD 1F0 1REDUCE[1:4] 1SEND_STATE@0#3 1VALIDATE 1STEP".split()),
@@ -48,6 +50,12 @@ def test_changed_files_are_refused():
             read(text.replace("version,1", "version,9").replace('"version": 1', '"version": 9'))
         with pytest.raises(PlanError, match="header is wrong"):
             read(text.replace("linear", "ring"))
+        with pytest.raises(PlanError, match="forward_only is True or False, not 'maybe'"):
+            read(
+                text.replace("forward_only,False", "forward_only,maybe").replace(
+                    ': false, "h', ': "maybe", "h'
+                )
+            )
     for wrong in ("[2]", "2.5", "true", "null"):
         with pytest.raises(PlanError, match="header is wrong"):
             from_json(to_json(plan).replace('"ranks": 2', f'"ranks": {wrong}'))
