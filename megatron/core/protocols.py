@@ -56,6 +56,10 @@ class Work(Protocol):
 class Stage(Protocol):
     """One chunk of the model in one pipeline stage. Microbatches are numbered within the step."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether B and W can run apart from each other."""
+
     def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
         """F. hidden: from the stage before, None where this one begins the model. The output to hand on, None where
         the loss was computed. Keeps what the backward needs, not the output itself."""
@@ -68,6 +72,9 @@ class Stage(Protocol):
 
     def backward_weight(self, microbatch: int) -> None:
         """W: the weight gradients that B filed."""
+
+    def check_empty(self) -> None:
+        """After the step's last operation: assert that nothing is kept for any microbatch."""
 
 
 class GradSync(Protocol):

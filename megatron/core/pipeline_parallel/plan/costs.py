@@ -70,9 +70,11 @@ class CostModel:
         """By computing kind (F, B, W, BW), then by global stage."""
         return (self.f, self.b, self.w, tuple(b + w for b, w in zip(self.b, self.w, strict=True)))
 
-    def rank_times(self, placement: Placement) -> tuple[float, ...]:
-        """F + B + W of one microbatch on each rank, all chunks together."""
+    def rank_times(self, placement: Placement, *, forward_only: bool = False) -> tuple[float, ...]:
+        """F + B + W (F alone: forward_only) of one microbatch on each rank, all chunks together."""
         times = [0.0] * placement.num_ranks
         for stage, rank in enumerate(placement.ranks()):
-            times[rank] += self.f[stage] + self.b[stage] + self.w[stage]
+            times[rank] += self.f[stage]
+            if not forward_only:
+                times[rank] += self.b[stage] + self.w[stage]
         return tuple(times)

@@ -201,7 +201,8 @@ class Plan:
     """What each rank does in one step, in order.
 
     schedule: name, for people only. rows: one a rank. bitwise: whether every stage adds its weight gradients in
-    increasing microbatch order, and so gives the bits of one process; verify holds a plan to it.
+    increasing microbatch order, and so gives the bits of one process; verify holds a plan to it. forward_only: an
+    evaluation, where nothing is kept for a backward.
     """
 
     schedule: str
@@ -209,6 +210,7 @@ class Plan:
     num_microbatches: int
     rows: tuple[Row, ...]
     bitwise: bool = True
+    forward_only: bool = False
 
     def ops(self, rank: int) -> Iterator[Op]:
         """Views of one rank's operations."""

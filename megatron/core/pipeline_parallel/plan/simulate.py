@@ -15,8 +15,9 @@ class Simulation:
     """Figures of one step; times and activations in the cost model's units.
 
     makespan: end of the last operation. cost: the most that a rank takes from its first start to its last end.
-    bubble_time: cost - m * max over ranks of (F + B + W). bubble_rate: bubble_time / cost (0 when all takes no time).
-    idle: by rank, makespan less its computations. peak_activation: by rank. num_messages: transfers between ranks.
+    bubble_time: cost - m * max over ranks of (F + B + W), F alone where the plan is forward_only. bubble_rate:
+    bubble_time / cost (0 when all takes no time). idle: by rank, makespan less its computations. peak_activation: by
+    rank. num_messages: transfers between ranks.
     """
 
     plan: Plan
@@ -50,7 +51,8 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
         busy.append(sum(durations[row[place][0]][row[place][1]] for place in places))
     makespan = max(ends[-1] for ends in timeline.ends)
     cost = max(spans)
-    bubble_time = cost - plan.num_microbatches * max(costs.rank_times(plan.placement))
+    per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
+    bubble_time = cost - plan.num_microbatches * max(per_microbatch)
     return Simulation(
         plan,
         costs,
@@ -60,6 +62,9 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
         bubble_time,
         bubble_time / cost if cost else 0.0,
         tuple(makespan - one for one in busy),
-        tuple(peak_activation(rank, row, costs) for rank, row in enumerate(plan.rows)),
+        tuple(
+            peak_activation(rank, row, costs, forward_only=plan.forward_only)
+            for rank, row in enumerate(plan.rows)
+        ),
         sum(op[0] in (SEND_F, SEND_B) for row in plan.rows for op in row),
     )

@@ -44,7 +44,8 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
     its consumer, alike at both ends and in one order a channel; no deadlock although sends block until they are met;
-    activations never negative; weight gradients of a stage in microbatch order, unless the plan is not bitwise.
+    activations never negative; gradients of a stage in microbatch order, unless the plan is not bitwise (in B and in
+    W: norms are computed in B). A forward_only plan has one F each and no backward.
     deadlock: False leaves that check to a pass that walks the plan next.
     Raises PlanError naming rank, place and operation.
     """
@@ -65,7 +66,10 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
         )
     if deadlock:
         _no_deadlock(plan, costs)
-    peaks = tuple(peak_activation(rank, row, costs) for rank, row in enumerate(plan.rows))
+    peaks = tuple(
+        peak_activation(rank, row, costs, forward_only=plan.forward_only)
+        for rank, row in enumerate(plan.rows)
+    )
     return Verified(peaks, not check.out_of_order)
 
 
@@ -83,6 +87,8 @@ class _Check:
         # (sender, receiver, kind of send) -> inputs in order, at each end
         self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        # By stage: microbatch of the last B (or BW) and of the last W (or BW).
+        self.last_input = [-1] * len(self.ranks)
         self.last_weight = [-1] * len(self.ranks)
         self.out_of_order = ""
 
@@ -109,10 +115,17 @@ class _Check:
                 wrong = self._receive(rank, op)
             if wrong:
                 raise PlanError(f"{self.where(rank, place)}: {wrong}")
+            if kind in (B, BW):
+                self._in_order(self.last_input, rank, place, op)
             if kind in (W, BW):
-                if microbatch < self.last_weight[stage] and not self.out_of_order:
-                    self.out_of_order = self.where(rank, place)
-                self.last_weight[stage] = microbatch
+                self._in_order(self.last_weight, rank, place, op)
+
+    def _in_order(self, last: list[int], rank: int, place: int, op: RawOp) -> None:
+        """Gradients are added in B (norms) and in W (the others), both in microbatch order."""
+        stage, microbatch = op[1], op[2]
+        if microbatch < last[stage] and not self.out_of_order:
+            self.out_of_order = self.where(rank, place)
+        last[stage] = microbatch
 
     @staticmethod
     def _misplaced(op: RawOp) -> str:
@@ -129,6 +142,8 @@ class _Check:
                 return "is there twice"
             self.state[at] = state | _DONE_F
             return self._input(rank, at, stage - 1) if stage else ""
+        if self.plan.forward_only:
+            return "is no forward, and the plan is forward_only"
         gives = _DONE_B if kind == B else _DONE_W if kind == W else _DONE_B | _DONE_W
         if state & gives:
             return "is there twice"
@@ -181,13 +196,15 @@ class _Check:
 
     def all_computed(self) -> None:
         """Nothing is missing."""
-        complete = _DONE_F | _DONE_B | _DONE_W
+        complete = _DONE_F if self.plan.forward_only else _DONE_F | _DONE_B | _DONE_W
         if self.state.count(complete) == self.size:
             return
         at = next(at for at, state in enumerate(self.state) if state != complete)
         stage, microbatch = divmod(at, self.total)
         absent = [
-            name for name, bit in (("F", _DONE_F), ("B", _DONE_B), ("W", _DONE_W)) if not self.state[at] & bit
+            name
+            for name, bit in (("F", _DONE_F), ("B", _DONE_B), ("W", _DONE_W))
+            if complete & bit and not self.state[at] & bit
         ]
         names = " and ".join(f"{stage}{name}{microbatch}" for name in absent)
         raise PlanError(f"rank {self.ranks[stage]}: {names} is missing")
@@ -237,8 +254,11 @@ def _no_deadlock(plan: Plan, costs: CostModel) -> None:
         raise PlanError("deadlock: " + "; ".join(words[:4]) + more)
 
 
-def peak_activation(rank: int, row: Row, costs: CostModel) -> float:
-    """The most that a rank's activations take: F takes them at its start, B and W (or BW) free them at their ends."""
+def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool = False) -> float:
+    """The most that a rank's activations take: F takes them at its start, B and W (or BW) free them at their ends.
+
+    forward_only: F itself frees them at its end.
+    """
     held = peak = 0.0
     kept = costs.memory_after_b
     for place, op in enumerate(row):
@@ -249,6 +269,8 @@ def peak_activation(rank: int, row: Row, costs: CostModel) -> float:
         if kind == F:
             held += size
             peak = max(peak, held)
+            if forward_only:
+                held -= size
         else:
             held -= size if kind == BW else size * (1 - kept) if kind == B else size * kept
             if held < -1e-6:

@@ -1,0 +1,207 @@
+"""Measured timelines: the files in which each rank says when its operations ran, and their reader.
+
+A directory holds one file a rank of the world, `rank-00003.jsonl`: JSON objects, one a line. A *header* opens the
+file, and comes again where the rank goes on with another plan:
+
+    {"version": 1, "plan": SHA-256, "schedule": "1f1b", "placement": {"kind": ..., "ranks": ..., "chunks": ...},
+     "num_microbatches": 8, "bitwise": true, "forward_only": false, "rank": place in the pipeline,
+     "pipeline": [world ranks], "stages": [global stages], "num_ops": length of the row, "clock_unix_s": ...}
+
+and a line an operation, in the order of the row:
+
+    {"iteration": 7, "op": "2F0", "start_s": 0.5, "end_s": 0.6, "wait_s": 0.02}
+
+Times count from the header's clock, which is in unix time, so that ranks of one machine line up. wait_s is the part
+at the beginning of the operation in which it waited for a message. Overlapped computations carry their pair as
+`"pair": 3`. Operations of one batch of transfers share start and end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
+from megatron.core.pipeline_parallel.plan.placement import Placement
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation as it ran. wait_s: the part at its beginning in which it waited for a message."""
+
+    start_s: float
+    end_s: float
+    wait_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self.end_s - self.start_s - self.wait_s
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank, text of an
+    operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step."""
+
+    iteration: int
+    pipeline: tuple[int, ...]
+    plan: Plan
+    spans: tuple[dict[str, Span], ...]
+
+    @property
+    def length_s(self) -> float:
+        """From the first start to the last end."""
+        return max(span.end_s for row in self.spans for span in row.values())
+
+
+def file_name(world_rank: int) -> str:
+    """The file of a rank of the world."""
+    return f"rank-{world_rank:05d}.jsonl"
+
+
+def header_line(plan: Plan, rank: int, pipeline: tuple[int, ...], clock_unix_s: float) -> str:
+    """Opens what a rank writes about a plan. rank: its place in the pipeline."""
+    placement = plan.placement
+    stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+    content = {
+        "version": VERSION,
+        "plan": plan_hash(plan),
+        "schedule": plan.schedule,
+        "placement": placement.as_json(),
+        "num_microbatches": plan.num_microbatches,
+        "bitwise": plan.bitwise,
+        "forward_only": plan.forward_only,
+        "rank": rank,
+        "pipeline": list(pipeline),
+        "stages": stages,
+        "num_ops": len(plan.rows[rank]),
+        "clock_unix_s": clock_unix_s,
+    }
+    return json.dumps(content) + "\n"
+
+
+def op_lines(row: tuple[RawOp, ...]) -> list[str]:
+    """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s)."""
+    lines = []
+    for op in row:
+        pair = f', "pair": {op[7]}' if op[7] >= 0 and "#" not in op_text(op) else ""
+        lines.append(
+            f'{{"iteration": %d, "op": "{op_text(op)}"{pair}, '
+            '"start_s": %.7f, "end_s": %.7f, "wait_s": %.7f}\n'
+        )
+    return lines
+
+
+def read_timeline(directory: Path) -> list[MeasuredStep]:
+    """Every step that all ranks of a pipeline have finished, by iteration, then by pipeline.
+
+    A step that a rank did not finish (the run died in it) is left out. Raises PlanError naming the file and line of
+    what is no timeline, the ranks whose files are missing, and plans that do not have the hash their header says.
+    """
+    files = sorted(directory.glob("rank-*.jsonl"))
+    if not files:
+        raise PlanError(f"{directory}: no timeline, that is no files rank-00000.jsonl, rank-00001.jsonl, ...")
+    parts: dict[tuple[int, tuple[int, ...], str], dict[int, _Part]] = defaultdict(dict)
+    pipelines: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for file in files:
+        for part in _parts(file):
+            pipelines[part.pipeline].add(part.rank)
+            if len(part.ops) == part.header["num_ops"]:
+                parts[part.iteration, part.pipeline, part.header["plan"]][part.rank] = part
+    for pipeline, ranks in pipelines.items():
+        missing = [file_name(pipeline[rank]) for rank in range(len(pipeline)) if rank not in ranks]
+        if missing:
+            raise PlanError(
+                f"{directory}: {', '.join(missing)} is missing of the pipeline of ranks {pipeline}"
+            )
+    whole = [step for step in parts.values() if len(step) == len(next(iter(step.values())).pipeline)]
+    plans: dict[str, Plan] = {}
+    steps = [_step(step, plans) for step in whole]
+    return sorted(steps, key=lambda step: (step.iteration, step.pipeline))
+
+
+@dataclass
+class _Part:
+    """What one rank did in one step."""
+
+    iteration: int
+    header: dict[str, Any]
+    ops: list[RawOp]
+    spans: list[Span]
+
+    @property
+    def rank(self) -> int:
+        return int(self.header["rank"])
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        return tuple(self.header["pipeline"])
+
+
+def _parts(file: Path) -> Iterator[_Part]:
+    """The steps of one file; a last line that is not finished is left out."""
+    header: dict[str, Any] | None = None
+    part: _Part | None = None
+    with file.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                content = json.loads(line)
+                if "version" in content:
+                    if content["version"] != VERSION:
+                        raise PlanError(f"version {content['version']}; this program reads {VERSION}")
+                    header = content
+                    continue
+                if header is None:
+                    raise PlanError("an operation before the header")
+                # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
+                new = part is None or part.header is not header or part.iteration != content["iteration"]
+                if part is None or new or len(part.ops) == header["num_ops"]:
+                    if part is not None:
+                        yield part
+                    part = _Part(content["iteration"], header, [], [])
+                clock = header["clock_unix_s"]
+                span = Span(clock + content["start_s"], clock + content["end_s"], content["wait_s"])
+                op = parse_op(content["op"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
+            part.ops.append((*op[:7], content["pair"]) if "pair" in content else op)
+            part.spans.append(span)
+    if part is not None:
+        yield part
+
+
+def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
+    first = parts[0]
+    header = first.header
+    if header["plan"] not in plans:
+        place = header["placement"]
+        plan = Plan(
+            header["schedule"],
+            Placement(place["kind"], place["ranks"], place["chunks"]),
+            header["num_microbatches"],
+            tuple(tuple(parts[rank].ops) for rank in range(len(parts))),
+            header["bitwise"],
+            header["forward_only"],
+        )
+        if plan_hash(plan) != header["plan"]:
+            raise PlanError(
+                f"iteration {first.iteration}: the operations do not have the hash that the header says"
+            )
+        plans[header["plan"]] = plan
+    begin = min(part.spans[0].start_s for part in parts.values() if part.spans)
+    spans = tuple(
+        {
+            op_text(op): Span(span.start_s - begin, span.end_s - begin, span.wait_s)
+            for op, span in zip(parts[rank].ops, parts[rank].spans, strict=True)
+        }
+        for rank in range(len(parts))
+    )
+    return MeasuredStep(first.iteration, first.pipeline, plans[header["plan"]], spans)

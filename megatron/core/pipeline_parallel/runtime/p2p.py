@@ -1,0 +1,163 @@
+"""Messages between pipeline ranks: asynchronous, batched, over one communicator a direction.
+
+[Note: shape handshake] A receive needs a buffer before its message comes. The first message of a channel (sender,
+receiver, direction) is therefore preceded by a header with dtype and shape, for which the receiver waits; all later
+messages of the channel have that shape. Waiting there cannot deadlock: `add_comm` puts messages into both rows in one
+global order that is a valid execution even if every message blocks. A batch in which a channel is new is
+posted message by message in that order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import PeerLostError, Pending, send_receive
+from megatron.core.parallel_state import Group, ParallelState
+from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
+from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
+
+MAX_DIMS = 8
+# A dtype's place in this list is its number in headers: only ever append.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+class P2P:
+    """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
+
+    max_sends: so many sends may be under way when a batch is posted, the oldest are waited for first; twice the
+    number of ranks by default. gloo says nothing of a send's end before it is waited for, so this is also how
+    long a sent tensor's memory is held.
+
+    Raises PeerLostError naming the operation.
+    """
+
+    def __init__(self, ps: ParallelState, *, max_sends: int | None = None) -> None:
+        self._groups = {
+            SEND_F: ps.pp_forward_group,
+            RECV_F: ps.pp_forward_group,
+            SEND_B: ps.pp_backward_group,
+            RECV_B: ps.pp_backward_group,
+        }
+        self._device = ps.device.torch_device
+        self._max_sends = 2 * ps.pp_forward_group.size if max_sends is None else max_sends
+        self._shapes: dict[
+            tuple[int, int], Shape
+        ] = {}  # (kind of transfer, peer) -> what this channel carries
+        self._sends: deque[tuple[RawOp, Pending]] = deque()
+
+    def post(self, messages: Sequence[Message]) -> list[Arrival]:
+        """Start a batch of transfers, one call a direction; returns without waiting for any of them.
+
+        Waits for sends of earlier batches where too many are under way, and for the headers of channels that are
+        used for the first time. Raises ValueError where a tensor has not the shape that its channel carries.
+        """
+        while len(self._sends) > self._max_sends:
+            self._finish_oldest_send()
+        for op, tensor in messages:
+            if tensor is not None:
+                self._check_shape(op, tensor)
+        if all((op[0], op[6]) in self._shapes for op, _ in messages):
+            return self._post(messages)
+        arrivals = []
+        for message in messages:  # see [Note: shape handshake]
+            self._shake_hands(*message)
+            arrivals += self._post([message])
+        return arrivals
+
+    def drain(self) -> None:
+        """Return once every send is complete."""
+        while self._sends:
+            self._finish_oldest_send()
+
+    def _post(self, messages: Sequence[Message]) -> list[Arrival]:
+        """One batch a direction, over channels whose shapes are known."""
+        arrivals: dict[RawOp, Arrival] = {}
+        for send, receive in ((SEND_F, RECV_F), (SEND_B, RECV_B)):
+            sends = [
+                (op, tensor.contiguous()) for op, tensor in messages if op[0] == send and tensor is not None
+            ]
+            receives = [(op, self._buffer(op)) for op, _ in messages if op[0] == receive]
+            sent, received = self._start(sends, receives, self._groups[send])
+            self._sends += zip((op for op, _ in sends), sent, strict=True)
+            for (op, buffer), pending in zip(receives, received, strict=True):
+                arrivals[op] = _Receive(op, buffer, pending)
+        return [arrivals[op] for op, tensor in messages if tensor is None]
+
+    def _start(
+        self, sends: Sequence[tuple[RawOp, Tensor]], receives: Sequence[tuple[RawOp, Tensor]], group: Group
+    ) -> tuple[list[Pending], list[Pending]]:
+        if not sends and not receives:
+            return [], []
+        try:
+            return send_receive(
+                [(tensor, op[6]) for op, tensor in sends], [(tensor, op[6]) for op, tensor in receives], group
+            )
+        except PeerLostError as error:
+            raise error.at(", ".join(op_text(op) for op, _ in (*sends, *receives))) from error
+
+    def _buffer(self, op: RawOp) -> Tensor:
+        dtype, shape = self._shapes[op[0], op[6]]
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _check_shape(self, op: RawOp, tensor: Tensor) -> None:
+        """A channel carries tensors of one shape."""
+        known = self._shapes.get((op[0], op[6]))
+        if known is not None and (tensor.dtype != known[0] or tensor.shape != known[1]):
+            raise ValueError(
+                f"{op_text(op)}: {_shape_text(tensor.dtype, tensor.shape)} after {_shape_text(*known)}; what stages"
+                " hand on must have one shape for all microbatches, in training and in evaluation"
+            )
+
+    def _shake_hands(self, op: RawOp, tensor: Tensor | None) -> None:
+        """Tell or hear what a channel will carry, unless both ends know."""
+        channel = (op[0], op[6])
+        if channel in self._shapes:
+            return
+        if tensor is not None:
+            header = torch.tensor(_header(op, tensor), device=self._device)
+            sent, _ = self._start([(op, header)], [], self._groups[op[0]])
+            self._sends.append((op, sent[0]))
+            self._shapes[channel] = (tensor.dtype, tuple(tensor.shape))
+            return
+        header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self._device)
+        _, received = self._start([], [(op, header)], self._groups[op[0]])
+        _wait(op, received[0])
+        code, num_dims, *dims = header.tolist()  # sync: the shape of a channel, once
+        self._shapes[channel] = (DTYPES[code], tuple(dims[:num_dims]))
+
+    def _finish_oldest_send(self) -> None:
+        _wait(*self._sends.popleft())
+
+
+class _Receive:
+    """A receive under way and the buffer that it fills."""
+
+    def __init__(self, op: RawOp, buffer: Tensor, pending: Pending) -> None:
+        self._op, self._buffer, self._pending = op, buffer, pending
+
+    def wait(self) -> Tensor:
+        _wait(self._op, self._pending)
+        return self._buffer
+
+
+def _wait(op: RawOp, pending: Pending) -> None:
+    try:
+        pending.wait()
+    except PeerLostError as error:
+        raise error.at(op_text(op)) from error
+
+
+def _header(op: RawOp, tensor: Tensor) -> list[int]:
+    assert tensor.dtype in DTYPES, f"{op_text(op)}: {tensor.dtype} is none of {DTYPES}"
+    assert tensor.dim() <= MAX_DIMS, f"{op_text(op)}: {tensor.dim()} dims, more than {MAX_DIMS}"
+    return [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]
+
+
+def _shape_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,0 +1,103 @@
+"""A chunk of a model as a pipeline stage: F, B, W and BW of a microbatch.
+
+[Note: outputs are not kept] Backward needs the graph behind an output, not its values. The stage keeps the
+output's `GradientEdge`; the output itself belongs to whoever sends it, and is free once it is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.core.weight_grad import WeightGradAccumulator
+
+# (microbatch, hidden or None) -> output, or the number to differentiate
+Run = Callable[[int, Tensor | None], Tensor]
+
+
+class _Saved(NamedTuple):
+    """Of one microbatch, from F to B: the input as a leaf (None where the model begins) and the output's place in
+    the graph (None where nothing behind it needs a gradient)."""
+
+    leaf: Tensor | None
+    edge: GradientEdge | None
+
+
+class ModelStage:
+    """`protocols.Stage` over a function that runs one chunk forwards.
+
+    run: with the microbatch and the hidden states (None where the model begins): the hidden states to hand on, or
+    where it ends the scalar to differentiate. sink: where the chunk's layers put their weight gradients; None for a
+    module whose gradients autograd accumulates, which cannot split B from W. begins: the chunk embeds, and takes no
+    hidden states. ends: it computes the loss.
+
+    Under `torch.no_grad` (evaluation) nothing is kept.
+    """
+
+    def __init__(self, run: Run, sink: WeightGradAccumulator | None, *, begins: bool, ends: bool) -> None:
+        self._run = run
+        self._sink = sink
+        self._begins = begins
+        self._ends = ends
+        self._saved: dict[int, _Saved] = {}
+
+    @property
+    def splits(self) -> bool:
+        """Whether B and W can run apart: only weight gradients that go to a sink can wait."""
+        return self._sink is not None
+
+    def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+        """F. hidden: as the stage before returned it. Returns None where the loss is computed."""
+        assert (hidden is None) == self._begins, (
+            f"F{microbatch}: begins {self._begins}, hidden {hidden is not None}"
+        )
+        if not torch.is_grad_enabled():
+            output = self._run(microbatch, hidden)
+            return None if self._ends else output
+        assert microbatch not in self._saved, f"a second F{microbatch} before its backward"
+        leaf = None if hidden is None else hidden.detach().requires_grad_()
+        output = self._run(microbatch, leaf)
+        self._saved[microbatch] = _Saved(leaf, get_gradient_edge(output) if output.requires_grad else None)
+        return None if self._ends else output.detach()
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """BW. grad: of the output, None after the loss. Returns the gradient of the input, None where it begins."""
+        return self._backward(microbatch, grad, split=False)
+
+    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """B: as `backward`; what the weight gradients are made of is filed in the sink."""
+        return self._backward(microbatch, grad, split=True)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W of a microbatch whose B has run. Communicates (tp) where inputs are held in parts."""
+        assert self._sink is not None, f"W{microbatch} of a stage whose gradients autograd accumulates"
+        self._sink.flush(microbatch)
+
+    def check_empty(self) -> None:
+        """After a step: every F had its backward, every B its W."""
+        assert not self._saved, f"no backward of microbatches {sorted(self._saved)}"
+        if self._sink is not None:
+            self._sink.check_flushed()
+
+    def _backward(self, microbatch: int, grad: Tensor | None, *, split: bool) -> Tensor | None:
+        assert (grad is None) == self._ends, f"B{microbatch}: ends {self._ends}, gradient {grad is not None}"
+        assert microbatch in self._saved, f"B{microbatch} without its F; kept: {sorted(self._saved)}"
+        leaf, edge = self._saved.pop(microbatch)
+        assert not split or self._sink is not None, (
+            f"B{microbatch} of a stage whose gradients autograd accumulates"
+        )
+        put_under = (
+            contextlib.nullcontext() if self._sink is None else self._sink.backward(microbatch, split=split)
+        )
+        with put_under:
+            if edge is not None:
+                torch.autograd.backward(edge, grad)
+        if leaf is None:
+            return None
+        # An output that does not depend on the input: its gradient is zero.
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,0 +1,72 @@
+"""Writing down when each operation ran (`--log-pipeline-timeline`); plan/measured.py has the format and a reader."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
+
+
+class Recorder(Protocol):
+    """Who is told by an executor when its operations ran. Times are the recorder's own (`now`)."""
+
+    def now(self) -> float:
+        """Seconds, once everything that was begun on the device is done."""
+
+    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
+        """A pipeline rank begins its row."""
+
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+        """The operation at `place` of the row ran; at its beginning it waited for a message for wait_s."""
+
+    def end_step(self) -> None:
+        """The row is through, or broke off."""
+
+
+class TimelineWriter:
+    """A `Recorder` that writes one file a rank under `directory`, anew for each run.
+
+    A step's lines are written at its end, in one piece. On CUDA every operation is waited for, so a run that is
+    measured overlaps less than one that is not.
+    """
+
+    def __init__(self, directory: Path, ps: ParallelState) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._pipeline = ps.pp_group.ranks
+        self._device = ps.device
+        self._file = (directory / file_name(ps.rank)).open("w")
+        # Both clocks at once: what is written counts from here.
+        self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
+        self._plan: Plan | None = None
+        self._templates: list[str] = []
+        self._iteration = 0
+        self._lines: list[str] = []
+
+    def now(self) -> float:
+        """Seconds since this writer was made."""
+        self._device.synchronize()  # sync: measured timeline
+        return time.monotonic() - self._zero_s
+
+    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
+        """A pipeline rank begins its row; a header where the plan is another one than before."""
+        if plan is not self._plan:
+            self._plan, self._templates = plan, op_lines(plan.rows[rank])
+            self._lines.append(header_line(plan, rank, self._pipeline, self._clock_unix_s))
+        self._iteration = iteration
+
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+        """Keep one operation's times until the step ends."""
+        self._lines.append(self._templates[place] % (self._iteration, start_s, end_s, wait_s))
+
+    def end_step(self) -> None:
+        """Write what is kept."""
+        self._file.write("".join(self._lines))
+        self._file.flush()
+        self._lines.clear()
+
+    def close(self) -> None:
+        self._file.close()
