@@ -48,6 +48,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.pipeline_parallel.runtime.timeline import TimelineWriter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.ranks import RankContext, run_ranks
 
@@ -75,7 +76,12 @@ class OurTrainer:
     """A GPTModel stage under the executor, over the flat buffer and the optimizer of the trainer."""
 
     def __init__(
-        self, shape: dict[str, int], dtype: torch.dtype, ps: ParallelState, microbatches: int
+        self,
+        shape: dict[str, int],
+        dtype: torch.dtype,
+        ps: ParallelState,
+        microbatches: int,
+        timeline: Path | None = None,
     ) -> None:
         config = TransformerConfig(
             num_layers=shape["layers"],
@@ -125,6 +131,7 @@ class OurTrainer:
             {self.rank: stage},
             P2P(ps),
             self.model,
+            recorder=None if timeline is None else TimelineWriter(timeline, ps),
         )
         self.batches: Batches = []
         self.total, self.iteration = 0.0, 0
@@ -270,7 +277,8 @@ def run_case(ctx: RankContext, dtype: str, args: argparse.Namespace) -> dict[str
     """On each rank: (loss, wall s, CPU s) of every step of both, the first one a warm-up."""
     shape = SIZES[args.size]
     batches = make_batches(args, shape)
-    ours = OurTrainer(shape, DTYPES[dtype], ctx.make_ps(pp=NUM_RANKS), len(batches))
+    timeline = args.log_pipeline_timeline and args.log_pipeline_timeline / dtype
+    ours = OurTrainer(shape, DTYPES[dtype], ctx.make_ps(pp=NUM_RANKS), len(batches), timeline)
     theirs = TorchTrainer(shape, DTYPES[dtype], args.peer_bf16 == "pure", ctx.rank, len(batches))
     copy_weights(ours, theirs)
     trainers: dict[str, Trainer] = {"ours": ours, "torch": theirs}
@@ -319,6 +327,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-bf16", choices=("autocast", "pure"), default="autocast")
     parser.add_argument("--steps", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one case")
+    parser.add_argument(
+        "--log-pipeline-timeline",
+        type=Path,
+        metavar="DIR",
+        help="write ours to DIR/fp32 and DIR/bf16, for tools/show_schedule.py --measured",
+    )
     parser.add_argument("--json", type=Path, help="write the figures there instead of to the console")
     args = parser.parse_args()
     if (
