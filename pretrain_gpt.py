@@ -17,24 +17,39 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
-    """The model, or the part of it that this pipeline stage holds."""
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> nn.Module:
+    """The model, or the part of it that this rank holds: its stage of the pipeline, of that the chunk vp_stage."""
     from megatron.training.build import build_gpt_model
-    from megatron.training.global_vars import get_config
+    from megatron.training.global_vars import get_config, get_parallel_state
 
-    return build_gpt_model(get_config(), pre_process=pre_process, post_process=post_process)
+    return build_gpt_model(
+        get_config(),
+        get_parallel_state(),
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+    )
 
 
-def get_batch(data_iterator: Iterator[Any]) -> dict[str, Tensor | None]:
-    """The next microbatch, on this rank's device: tokens, labels, loss_mask, position_ids [b, s]; attention_mask."""
+def get_batch(data_iterator: Iterator[Any], model: nn.Module) -> dict[str, Tensor | None]:
+    """What this stage needs of the next microbatch, on its device; the rest is None.
+
+    tokens, position_ids [b, s] where the model embeds; labels, loss_mask [b, s] where the loss is; attention_mask on
+    all stages, None = causal.
+    """
     from megatron.training.global_vars import get_device
 
     batch = next(data_iterator)
+    names = ["attention_mask"]
+    names += ["tokens", "position_ids"] if model.pre_process else []
+    names += ["labels", "loss_mask"] if model.post_process else []
     device = get_device().torch_device
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
-    mask = batch.get("attention_mask")
-    return moved | {"attention_mask": None if mask is None else mask.to(device, non_blocking=True)}
+    moved = {name: batch[name].to(device, non_blocking=True) for name in names if batch.get(name) is not None}
+    return {
+        name: moved.get(name) for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    }
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -45,8 +60,9 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch forward: per-token losses [b, s], and the function that makes a number of them."""
-    batch = get_batch(data_iterator)
+    """One microbatch forward: per-token losses [b, s] (hidden states on the stages before the last), and the function
+    that makes a number of them."""
+    batch = get_batch(data_iterator, model)
     losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return losses, partial(loss_func, batch["loss_mask"])
 

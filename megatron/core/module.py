@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.param_meta import ParamMeta
 from megatron.core.weight_grad import WeightGradAccumulator
@@ -35,3 +35,7 @@ class MegatronModule(nn.Module):
 
     context: ModelContext
     param_meta: dict[str, ParamMeta]
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """What the next forward starts from where the model does not embed: hidden states of the stage before."""
+        raise NotImplementedError(f"{type(self).__name__} begins the model: it takes no hidden states")

@@ -1,20 +1,23 @@
 """Where a model meets its engines: the one visible order in which a run is put together.
 
-model_provider -> DistributedDataParallel (flat buffers) -> initial weights -> optimizer -> schedules
+model_provider, once a chunk -> DistributedDataParallel (flat buffers) -> initial weights -> optimizer -> schedules
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
@@ -26,17 +29,36 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.tensor_parallel.init import fill
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
+from megatron.training.plans import Plans
 
 ModelProvider = Callable[..., nn.Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours."""
+
+    stage: int
+    spec: StageSpec
+    module: nn.Module
+    context: ModelContext
+    sink: WeightGradAccumulator | None
+
+    def set_input(self, hidden: Tensor | None) -> None:
+        """Megatron's way to hand a stage what the one before has computed. Nothing on a stage that embeds."""
+        if not self.spec.embedding:
+            cast(MegatronModule, self.module).set_input_tensor(hidden)
 
 
 @dataclasses.dataclass
 class Engine:
     """Everything that one training step touches on this rank."""
 
+    chunks: tuple[Chunk, ...]
     model: DistributedDataParallel
-    context: ModelContext
     param_meta: dict[str, ParamMeta]
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler
@@ -46,15 +68,35 @@ class Engine:
         """The model's weights, under `model.<name>`, as a checkpoint holds them."""
         buffer = self.model.buffer
         return [
-            LocalPiece(f"model.{name}", meta.global_shape, (0,) * len(meta.global_shape), buffer.weight(name))
+            piece
             for name, meta in self.param_meta.items()
+            for piece in pieces_of("model", meta, buffer.weight(name))
         ]
 
 
-def build_gpt_model(config: Config, *, pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """The GPT that the flags describe, on torch's current default device."""
+def build_gpt_model(
+    config: Config,
+    ps: ParallelState | None = None,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+) -> GPTModel:
+    """The GPT that the flags describe, on torch's current default device: this rank's part, or with no ps all of it.
+
+    vp_stage: which of the rank's chunks. pre_process, post_process: the chunk embeds, computes the loss.
+    """
     padded_vocab_size = config.model.padded_vocab_size
     assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
+    tensor, layers = TensorParallel(), None
+    if ps is not None:
+        plans = Plans(config)
+        spec = plans.stages[plans.local_stages(ps.pp_rank)[vp_stage or 0]]
+        given = (pre_process, post_process)
+        assert given == (spec.embedding, spec.loss), (
+            f"pre_process, post_process {given} for a stage of {spec}"
+        )
+        tensor, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
     return GPTModel(
         config.model,
         padded_vocab_size=padded_vocab_size,
@@ -63,6 +105,8 @@ def build_gpt_model(config: Config, *, pre_process: bool = True, post_process: b
         device=torch.get_default_device(),
         pre_process=pre_process,
         post_process=post_process,
+        layers=layers,
+        tensor=tensor,
     )
 
 
@@ -73,35 +117,79 @@ def params_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Engine:
-    """Build the model and wrap it. Communicates over dp for models that are not ours (their initial weights)."""
-    on_meta = config.model.init_model_with_meta_device
-    with torch.device("meta") if on_meta else ps.device.torch_device:
-        module = model_provider(pre_process=True, post_process=True)
-    module.to(params_dtype(config))
-    if isinstance(module, MegatronModule):
-        context, meta = module.context, module.param_meta
-        model = DistributedDataParallel(module, ps, config.ddp, meta, context.grads)
-        if on_meta:
-            _fill(model.buffer, meta, config.training.seed)
-    else:
-        if on_meta:
-            raise ValueError(
-                "--init-model-with-meta-device needs a model that says how its weights start (MegatronModule): "
-                f"leave the flag out for {type(module).__name__}"
-            )
-        context, meta = ModelContext(config.training.seed), infer_param_meta(module)
-        model = DistributedDataParallel(module, ps, config.ddp, meta)
+def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider) -> Engine:
+    """Build this rank's chunks and wrap them. Communicates over mp, and for models that are not ours over dp (their
+    initial weights)."""
+    chunks = tuple(
+        _build_chunk(config, ps, plans, model_provider, chunk) for chunk in range(plans.placement.num_chunks)
+    )
+    ours = all(chunk.sink is not None for chunk in chunks)
+    meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
+    model = DistributedDataParallel(
+        [chunk.module for chunk in chunks],
+        ps,
+        config.ddp,
+        meta,
+        sinks=[chunk.sink for chunk in chunks],
+        stages=[chunk.stage for chunk in chunks],
+    )
+    if not ours:
         model.broadcast_weights()
+    elif config.model.init_model_with_meta_device:
+        _fill(model.buffer, meta, config.training.seed)
     optimizer = build_optimizer(config.optimizer, model.buffer, ps)
     return Engine(
+        chunks=chunks,
         model=model,
-        context=context,
         param_meta=meta,
         optimizer=optimizer,
         scheduler=_scheduler(config, optimizer),
         scaler=build_grad_scaler(config.optimizer),
     )
+
+
+def _build_chunk(
+    config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider, chunk: int
+) -> Chunk:
+    """Call the user's provider for one chunk. Raises ValueError for what the model or provider cannot do."""
+    stage = plans.local_stages(ps.pp_rank)[chunk]
+    spec = plans.stages[stage]
+    several = plans.placement.num_chunks > 1
+    arguments: dict[str, Any] = {"pre_process": spec.embedding, "post_process": spec.loss}
+    if "vp_stage" in inspect.signature(model_provider).parameters:
+        arguments["vp_stage"] = chunk if several else None
+    elif several:
+        raise ValueError(
+            "interleaving builds several chunks a rank: give the model provider a third argument vp_stage, the "
+            "number of the chunk that it is to build"
+        )
+    on_meta = config.model.init_model_with_meta_device
+    with torch.device("meta") if on_meta else ps.device.torch_device:
+        module = model_provider(**arguments)
+    module.to(params_dtype(config))
+    if isinstance(module, MegatronModule):
+        return Chunk(stage, spec, module, module.context, module.context.grads)
+    what = type(module).__name__
+    if on_meta:
+        raise ValueError(
+            "--init-model-with-meta-device needs a model that says how its weights start (MegatronModule): leave the "
+            f"flag out for {what}"
+        )
+    if ps.tp_size > 1:
+        raise ValueError(
+            "--tensor-model-parallel-size needs a model that says which part of each weight it holds "
+            f"(MegatronModule): use 1 for {what}"
+        )
+    if not spec.embedding and not callable(getattr(module, "set_input_tensor", None)):
+        raise ValueError(
+            f"--pipeline-model-parallel-size: {what} has no set_input_tensor(tensor), which hands a stage what the "
+            "one before has computed"
+        )
+    return Chunk(stage, spec, module, ModelContext(config.training.seed), None)
+
+
+def _param_meta(module: nn.Module) -> dict[str, ParamMeta]:
+    return module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)
 
 
 def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:

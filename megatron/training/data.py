@@ -64,7 +64,8 @@ def build_gpt_datasets(
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
-            create_attention_mask=data.create_attention_mask_in_dataloader,
+            # A mask that is only causal says nothing that attention does not do by itself, and faster.
+            create_attention_mask=data.create_attention_mask_in_dataloader and data.reset_attention_mask,
         ),
         seed=config.training.seed,
         **_corpora(config),
@@ -106,8 +107,11 @@ def build_data_iterators(
     train_iters: int,
     consumed_train_samples: int,
     consumed_valid_samples: int,
+    reads: bool,
 ) -> DataIterators:
     """Build data sets and loaders, positioned after what the run has consumed.
+
+    reads: this rank's pipeline stages need data; else its loaders are never started.
 
     The first rank of each machine builds (and fills the index cache) while the others wait. Communicates over the
     world. Raises DataError.
@@ -131,7 +135,9 @@ def build_data_iterators(
     validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
     return DataIterators(
         train=StepBatches(
-            _guarded(loaders.loader(train, training, consumed_train_samples), training), fetch=_Fetch(session)
+            _guarded(loaders.loader(train, training, consumed_train_samples), training),
+            fetch=_Fetch(session),
+            reads=reads,
         ),
         valid=loaders.evaluation_sets(valid, validation, consumed_valid_samples),
         test=loaders.evaluation_sets(test, _Split("test", sizes.test, evaluations), 0),

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import torch
-from torch import nn
-
-from megatron.core.module import ModelContext
 from megatron.core.parallel_state import ParallelState
-from megatron.training.forward_backward import ForwardStep, StepNumbers, evaluate_loss
+from megatron.training.pipeline import PipelineRunner
+from megatron.training.step_batches import StepBatches
+from megatron.training.step_numbers import StepNumbers
 
 
 def evaluate(
-    model: nn.Module,
-    context: ModelContext,
+    runner: PipelineRunner,
     ps: ParallelState,
-    forward_step: ForwardStep,
-    batches: Iterator[Any],
+    batches: StepBatches,
     *,
     iteration: int,
     num_microbatches: int,
+    microbatches_at_a_time: int,
 ) -> Mapping[str, float]:
     """Mean of each reported loss over `num_microbatches` of this rank and all its data-parallel peers.
 
-    num_microbatches counts every microbatch of the evaluation (iterations x microbatches an iteration). Communicates
-    over dp, once. The model's training mode is restored.
+    num_microbatches counts every microbatch of the evaluation (iterations x microbatches an iteration); the pipeline
+    takes `microbatches_at_a_time` of them, of which it holds the batches. Communicates over the pipeline, and over
+    world once.
     """
     numbers = StepNumbers(ps.device.torch_device)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        for index in range(num_microbatches):
-            context.begin_microbatch(iteration, index, index * ps.dp_size + ps.dp_rank)
-            output, loss_func = forward_step(batches, model)
-            numbers.add(evaluate_loss(output, loss_func))
-            del output
-    model.train(was_training)
+    for first in range(0, num_microbatches, microbatches_at_a_time):
+        batches.begin_step()
+        count = min(microbatches_at_a_time, num_microbatches - first)
+        runner.evaluate(batches, numbers, iteration=iteration, num_microbatches=count)
     totals = numbers.reduce(ps)
     return {name: total / max(count, 1.0) for name, (total, count) in totals.losses.items()}

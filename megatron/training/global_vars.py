@@ -31,6 +31,7 @@ _GLOBALS = _Globals()
 _NAMES = (
     "config",
     "device",
+    "parallel_state",
     "timers",
     "tokenizer",
     "tensorboard_writer",
@@ -101,6 +102,11 @@ def get_config() -> Any:
 def get_device() -> Any:
     """What this rank computes on (`megatron.core.device.Device`)."""
     return _get("device")
+
+
+def get_parallel_state() -> Any:
+    """The run's ParallelState: this rank's place along every axis, and its groups."""
+    return _get("parallel_state")
 
 
 def get_timers() -> Any:

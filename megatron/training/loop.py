@@ -7,9 +7,12 @@ import datetime
 import gc
 import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron.core.models.gpt.stage_layers import layer_map_lines
+from megatron.core.pipeline_parallel.plan.ir import Kind, plan_hash
 from megatron.training import global_vars, metrics
 from megatron.training.build import Engine
 from megatron.training.checkpointing import Checkpointer, Restored
@@ -23,13 +26,18 @@ from megatron.training.data import (
 from megatron.training.evaluate import evaluate
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.flops import train_step_flops
-from megatron.training.forward_backward import ForwardStep, StepNumbers
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
+from megatron.training.pipeline import PipelineRunner
+from megatron.training.plans import Plans
 from megatron.training.reporter import Reporter
 from megatron.training.session import Session, say
 from megatron.training.signals import SignalHandler
 from megatron.training.state import TrainState
 from megatron.training.step import Stepper
+from megatron.training.step_batches import StepBatches
+from megatron.training.step_numbers import StepNumbers
+
+COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ class TrainingLoop:
     """Iterations, and what happens between them: evaluation, checkpoints, and the decision to stop."""
 
     def __init__(
-        self, session: Session, signals: SignalHandler, engine: Engine, forward_step: ForwardStep
+        self, session: Session, signals: SignalHandler, plans: Plans, engine: Engine, runner: PipelineRunner
     ) -> None:
         config = session.config
         self.session = session
@@ -55,7 +63,8 @@ class TrainingLoop:
         self._data_description: Any = None
         self._config = config
         self._signals = signals
-        self._forward_step = forward_step
+        self._plans = plans
+        self._runner = runner
         self._batch = config.batch_schedule()
         self._checkpointer = Checkpointer(session.ps, config.checkpoint, log=session.print_rank_0)
         self._nan_policy = NanPolicy(
@@ -64,7 +73,7 @@ class TrainingLoop:
             dynamic_loss_scale=engine.scaler.dynamic,
         )
         self._stepper = Stepper(
-            config, session.ps, engine, forward_step, self._nan_policy, session.timers, session.watchdog
+            config, session.ps, engine, runner, self._nan_policy, session.timers, session.watchdog
         )
         global_vars.provide(
             num_microbatches=lambda: self._batch.num_microbatches(self.state.consumed_train_samples),
@@ -87,6 +96,7 @@ class TrainingLoop:
                 consumed_valid_samples=0
                 if config.evaluation.skip_train
                 else self.state.consumed_valid_samples,
+                reads=self._plans.reads_data(session.ps.pp_rank),
             )
         if not config.evaluation.skip_train:
             self._compare_data(data)
@@ -110,23 +120,26 @@ class TrainingLoop:
     # --- start
 
     def _print_model(self) -> None:
-        session, buffer = self.session, self.engine.model.buffer
-        count = sum(math.prod(meta.global_shape) for meta in self.engine.param_meta.values())
+        session, plans = self.session, self._plans
+        place = session.ps.tp_rank, session.ps.pp_rank
+        count = sum(math.prod(meta.local_shape) for meta in self.engine.param_meta.values())
         if session.ps.dp_rank == 0:
-            say(metrics.parameter_count_line(session.ps.tp_rank, session.ps.pp_rank, count))
-        persistent = sum(buffer.persistent_bytes().values()) + sum(
-            self.engine.optimizer.persistent_bytes().values()
-        )
-        per_rank = session.gather(persistent)
-        microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
-        plan = metrics.PlanRecord(
-            schedule="none",
-            hash="",
-            ops_per_rank=tuple({"F": microbatches, "B": 0, "W": 0, "BW": microbatches} for _ in per_rank),
+            say(metrics.parameter_count_line(*place, count))
+        for line in layer_map_lines(plans.stages, plans.placement):
+            session.print_rank_0(line)
+        persistent = sum(self.engine.model.buffer.persistent_bytes().values())
+        persistent += sum(self.engine.optimizer.persistent_bytes().values())
+        told = session.gather([session.ps.pp_rank, persistent])
+        plan = plans.train(self._batch.num_microbatches(self.state.consumed_train_samples))
+        counts = [Counter(op[0] for op in row) for row in plan.rows]
+        record = metrics.PlanRecord(
+            schedule=plan.schedule,
+            hash=plan_hash(plan),
+            ops_per_rank=tuple({kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank, _ in told),
             sharding=self._config.ddp.data_parallel_sharding_strategy,
-            persistent_bytes_per_rank=tuple(per_rank),
+            persistent_bytes_per_rank=tuple(size for _, size in told),
         )
-        session.print_rank_last(metrics.plan_line(plan))
+        session.print_rank_last(metrics.plan_line(record))
 
     def _load(self) -> None:
         with self.session.watchdog.phase("load"):
@@ -234,8 +247,7 @@ class TrainingLoop:
     def _skip_batch(self, data: DataIterators, number: int, batch_size: int, num_microbatches: int) -> None:
         """--iterations-to-skip: draw the batch, train on nothing."""
         data.train.begin_step()
-        for _ in range(num_microbatches):
-            next(data.train)
+        data.train.microbatch(num_microbatches - 1)
         self.state.iteration = number
         self.state.consumed_train_samples += batch_size
         self.state.skipped_train_samples += batch_size
@@ -341,17 +353,17 @@ class TrainingLoop:
         per_batch = self._config.training.global_batch_size // (
             self._config.training.micro_batch_size * self.session.ps.dp_size
         )
+        reads = self._plans.reads_data(self.session.ps.pp_rank)
         for held_out in sets:
             count = len(held_out.batches) if held_out.whole else evaluation.eval_iters * per_batch
             with self.session.watchdog.phase("evaluate"):
                 losses = evaluate(
-                    self.engine.model.module,
-                    self.engine.context,
+                    self._runner,
                     self.session.ps,
-                    self._forward_step,
-                    iter(held_out.batches),
+                    StepBatches(iter(held_out.batches if reads else ()), reads=reads),
                     iteration=self.state.iteration,
                     num_microbatches=count,
+                    microbatches_at_a_time=per_batch,
                 )
             self._reporter.evaluated(where, losses, held_out.name)
 

@@ -21,7 +21,6 @@ from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.parallel_state import ParallelState
 from megatron.training.build import Engine
 from megatron.training.config import Config
-from megatron.training.forward_backward import ForwardStep, StepNumbers, Totals, run_microbatches
 from megatron.training.nan_policy import (
     Decision,
     NanPolicy,
@@ -32,7 +31,9 @@ from megatron.training.nan_policy import (
     compare_rerun,
     first_site,
 )
+from megatron.training.pipeline import PipelineRunner
 from megatron.training.step_batches import StepBatches
+from megatron.training.step_numbers import StepNumbers, Totals
 from megatron.training.timers import Timers
 from megatron.training.watchdog import Watchdog
 
@@ -71,7 +72,7 @@ class Stepper:
         config: Config,
         ps: ParallelState,
         engine: Engine,
-        forward_step: ForwardStep,
+        runner: PipelineRunner,
         nan_policy: NanPolicy,
         timers: Timers,
         watchdog: Watchdog,
@@ -79,7 +80,7 @@ class Stepper:
         self._config = config
         self._ps = ps
         self._engine = engine
-        self._forward_step = forward_step
+        self._runner = runner
         self._nan_policy = nan_policy
         self._timers = timers
         self._watchdog = watchdog
@@ -140,18 +141,12 @@ class Stepper:
     def _run(
         self, batches: StepBatches, iteration: int, num_microbatches: int, *, reduce_gradients: bool
     ) -> StepNumbers:
-        return run_microbatches(
-            self._engine.model,
-            self._engine.context,
-            self._ps,
-            self._forward_step,
+        return self._runner.train(
             batches,
             iteration=iteration,
             num_microbatches=num_microbatches,
             loss_scale=self._engine.scaler.scale,
-            per_token_loss=self._config.model.calculate_per_token_loss,
             reduce_gradients=reduce_gradients,
-            timers=self._timers,
         )
 
     @contextlib.contextmanager
@@ -180,7 +175,6 @@ class Stepper:
     ) -> tuple[_Attempt, Verdict]:
         """The same step again, from the same weights, batches and dropout masks."""
         before = self._digest(first)
-        batches.rewind()
         second = self._attempt(batches, iteration, num_microbatches, flags)
         result = compare_rerun(before, self._digest(second), second_nonfinite=second.nonfinite)
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
@@ -203,7 +197,6 @@ class Stepper:
 
     def _find_site(self, batches: StepBatches, iteration: int, num_microbatches: int) -> NonFiniteSite:
         """Run the step once more without reducing, and see on which rank and in which parameter it goes wrong."""
-        batches.rewind()
         numbers = self._run(batches, iteration, num_microbatches, reduce_gradients=False)
         mine = self._local_site(numbers)
         sites: list[Any] = collectives.all_gather_json(

@@ -30,13 +30,15 @@ from megatron.training.exit_status import (
     status_of,
     write_exit_json,
 )
-from megatron.training.forward_backward import ForwardStep
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.loop import Ending, TrainingLoop
+from megatron.training.pipeline import build_runner
+from megatron.training.plans import Plans
 from megatron.training.problems import ConfigurationError
 from megatron.training.session import Session, initialize, record_directory
 from megatron.training.signals import SignalHandler
 from megatron.training.startup_check import StartupMismatchError
+from megatron.training.step_numbers import ForwardStep
 from megatron.training.writers import OutputPathError
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
@@ -122,11 +124,17 @@ class _Run:
             {**config.flat(), **config.extra}, rank=session.ps.rank, world_size=session.ps.world_size
         )
         global_vars.provide(
-            config=config, device=session.device, tokenizer=session.tokenizer, timers=session.timers
+            config=config,
+            device=session.device,
+            parallel_state=session.ps,
+            tokenizer=session.tokenizer,
+            timers=session.timers,
         )
         with session.watchdog.phase("build model"):
-            engine = build_engine(config, session.ps, model_provider)
-        self.loop = TrainingLoop(session, self.signals, engine, forward_step)
+            plans = Plans(config)
+            engine = build_engine(config, session.ps, plans, model_provider)
+            runner = build_runner(session, plans, engine, forward_step)
+        self.loop = TrainingLoop(session, self.signals, plans, engine, runner)
         return self.loop.run(datasets_provider)
 
     @property

@@ -1,38 +1,31 @@
-import pytest
-
 from megatron.training.step_batches import StepBatches
 
 
-def test_a_step_can_be_drawn_again_and_again():
+def test_a_step_starts_where_the_last_one_ended():
     batches = StepBatches(iter(range(10)))
     batches.begin_step()
-    assert [next(batches), next(batches)] == [0, 1]
-    for _ in range(2):
-        batches.rewind()
-        assert [next(batches), next(batches)] == [0, 1]
+    assert [batches.microbatch(i) for i in range(3)] == [0, 1, 2]
     batches.begin_step()
-    assert next(batches) == 2
+    assert [batches.microbatch(i) for i in range(3)] == [3, 4, 5]
 
 
-def test_a_step_left_half_drawn_again_is_a_bug():
-    batches = StepBatches(iter(range(10)))
-    batches.begin_step()
-    next(batches)
-    batches.rewind()
-    with pytest.raises(AssertionError, match="0 of 1"):
-        batches.begin_step()
-
-
-def test_only_new_batches_are_fetched():
-    fetched = []
+def test_a_microbatch_is_drawn_once_and_stays_for_the_step():
+    drawn = []
 
     def fetch(source):
-        fetched.append(next(source))
-        return fetched[-1]
+        drawn.append(next(source))
+        return drawn[-1]
 
-    batches = StepBatches(iter("abc"), fetch=fetch)
+    batches = StepBatches(iter("abcd"), fetch=fetch)
     batches.begin_step()
-    next(batches)
-    batches.rewind()
-    next(batches)
-    assert fetched == ["a"]
+    assert batches.microbatch(1) == "b"
+    assert [batches.microbatch(i) for i in (0, 1, 2, 1, 0)] == ["a", "b", "c", "b", "a"]
+    assert drawn == ["a", "b", "c"]
+
+
+def test_a_rank_that_needs_no_data_draws_none():
+    source = iter(range(3))
+    batches = StepBatches(source, reads=False)
+    batches.begin_step()
+    assert [batches.microbatch(i) for i in range(5)] == [{}] * 5
+    assert next(source) == 0

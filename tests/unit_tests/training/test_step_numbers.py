@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megatron.training.forward_backward import MicrobatchLoss, StepNumbers, evaluate_loss
+from megatron.training.step_numbers import MicrobatchLoss, StepNumbers, evaluate_loss
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")

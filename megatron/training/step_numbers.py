@@ -1,4 +1,4 @@
-"""The microbatches of one step on one rank: forward, loss, backward, in order; numbers summed over data parallel.
+"""What a step's microbatches amount to: the loss of each, and numbers summed over them and over ranks.
 
 [Note: where gradients are divided] Backward runs on each microbatch's mean loss (its token sum with
 `--calculate-per-token-loss`) times the loss scale. Gradients are summed over microbatches and data-parallel ranks and
@@ -8,17 +8,14 @@ divided once, inside the optimizer, by `Totals.divisor`. Nothing is divided in t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import collectives
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.module import ModelContext
 from megatron.core.parallel_state import ParallelState
-from megatron.training.timers import Timers
 
 LossFunc = Callable[[Tensor], tuple[Any, ...]]
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, LossFunc]]
@@ -49,7 +46,7 @@ def evaluate_loss(output: Tensor, loss_func: LossFunc) -> MicrobatchLoss:
 class StepNumbers:
     """Sums over the microbatches of one step, packed into one float64 vector for one all-reduce.
 
-    Layout: [microbatches with a non-finite loss, tokens, flags..., (sum, count) for each reported loss].
+    Layout: [flags..., microbatches with a non-finite loss, tokens, (sum, count) for each reported loss].
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,21 +73,52 @@ class StepNumbers:
             (i for i, finite in enumerate(self._finite) if not bool(finite)), None
         )  # sync: a failed step
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The losses that were reported here."""
+        return tuple(self._report)
+
+    def agree(self, names: Sequence[str]) -> None:
+        """Take the names that all ranks agreed on (`agreed_names`): a stage without the loss reports none itself.
+
+        Raises ValueError where the loss function reports other losses than it did first.
+        """
+        if self._report and self.names != tuple(names):
+            raise ValueError(
+                f"the loss function reported {list(self.names)}, and {list(names)} before: in a pipeline report the "
+                "same losses in every step, because stages without the loss know them by their order"
+            )
+        for name in names:
+            self._report.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
+
     def reduce(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Totals:
-        """Sum over the data-parallel ranks. Communicates over dp, once; syncs with the device, once."""
-        names = list(self._report)
-        head = torch.tensor(flags, dtype=torch.float64, device=self._device)
-        vector = torch.cat([torch.stack([self._nonfinite, self._tokens]), head, *self._report.values()])
-        collectives.all_reduce(vector, ps.dp_group)
-        nonfinite, tokens, *rest = vector.tolist()  # sync: the step's only look at its own numbers
-        pairs = rest[len(flags) :]
-        losses = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(names)}
-        return Totals(int(nonfinite), tokens, tuple(rest[: len(flags)]), losses)
+        """Sum over all ranks. Communicates over world, once; syncs with the device, once.
+
+        Losses count where they are computed, once for all tensor parallel ranks; flags count on every rank.
+        """
+        own = [torch.stack([self._nonfinite, self._tokens]), *self._report.values()]
+        numbers = torch.cat(own)
+        if ps.tp_rank:
+            numbers.zero_()
+        vector = torch.cat([torch.tensor(flags, dtype=torch.float64, device=self._device), numbers])
+        collectives.all_reduce(vector, ps.world_group)
+        summed = vector.tolist()  # sync: the step's only look at its own numbers
+        nonfinite, tokens, *pairs = summed[len(flags) :]
+        losses = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.names)}
+        return Totals(int(nonfinite), tokens, tuple(summed[: len(flags)]), losses)
+
+
+def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:
+    """The names of the losses on every rank, from the ranks that compute them. Communicates over control."""
+    if ps.pp_size == 1:
+        return tuple(names)
+    everyone = collectives.all_gather_json(list(names), ps.control_group)
+    return tuple(next((found for found in everyone if found), ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """One step's numbers over all data-parallel ranks."""
+    """One step's numbers over all ranks."""
 
     nonfinite_microbatches: int
     num_tokens: float
@@ -109,45 +137,8 @@ def _sum_and_count(value: Any, device: torch.device) -> Tensor:
     return flat if flat.numel() == 2 else torch.cat([flat, flat.new_ones(1)])
 
 
-def run_microbatches(
-    model: DistributedDataParallel,
-    context: ModelContext,
-    ps: ParallelState,
-    forward_step: ForwardStep,
-    batches: Iterator[Any],
-    *,
-    iteration: int,
-    num_microbatches: int,
-    loss_scale: float,
-    per_token_loss: bool,
-    timers: Timers,
-    reduce_gradients: bool = True,
-) -> StepNumbers:
-    """Forward and backward of every microbatch; main gradients hold the sums afterwards.
-
-    With `reduce_gradients`, the last microbatch's backward starts the all-reduces over dp as gradients finish, and
-    they are complete on return. Without, gradients stay this rank's own.
-    """
-    numbers = StepNumbers(ps.device.torch_device)
-    model.zero_grad_buffer()
-    for index in range(num_microbatches):
-        context.begin_microbatch(iteration, index, index * ps.dp_size + ps.dp_rank)
-        model.begin_microbatch(index, last=reduce_gradients and index == num_microbatches - 1)
-        with timers("forward-compute", log_level=2):
-            output, loss_func = forward_step(batches, model.module)
-            result = evaluate_loss(output, loss_func)
-            numbers.add(result)
-            loss = _loss_to_differentiate(result, per_token_loss)
-            del output, result  # the graph alone keeps what backward needs
-        with timers("backward-compute", log_level=2):
-            (loss * loss_scale if loss_scale != 1.0 else loss).backward()
-    if reduce_gradients:
-        with timers("all-grads-sync", log_level=2):
-            model.finish()
-    return numbers
-
-
-def _loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tensor:
+def loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tensor:
+    """The number whose gradient is summed over microbatches: see [Note: where gradients are divided]."""
     if per_token_loss:
         if result.num_tokens is None:
             raise ValueError(

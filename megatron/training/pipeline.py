@@ -1,0 +1,176 @@
+"""A step's microbatches, run by the pipeline's plan: the user's forward step on this rank's stages.
+
+One path for every run: a world of one executes the plan of one stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.runtime.executor import Executor
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.pipeline_parallel.runtime.timeline import Recorder, TimelineWriter
+from megatron.core.protocols import Stage
+from megatron.training.build import Chunk, Engine
+from megatron.training.plans import Plans
+from megatron.training.session import Session
+from megatron.training.step_batches import StepBatches
+from megatron.training.step_numbers import (
+    ForwardStep,
+    StepNumbers,
+    agreed_names,
+    evaluate_loss,
+    loss_to_differentiate,
+)
+from megatron.training.timers import Timers
+from megatron.training.writers import OutputPathError
+
+
+@dataclasses.dataclass
+class _Step:
+    """What the stages of this rank need to know of the step under way."""
+
+    batches: StepBatches
+    iteration: int
+    numbers: StepNumbers
+    loss_scale: float
+
+
+class PipelineRunner:
+    """Runs the microbatches of steps and evaluations through this rank's stages.
+
+    per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any.
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        ps: ParallelState,
+        engine: Engine,
+        forward_step: ForwardStep,
+        timers: Timers,
+        *,
+        per_token_loss: bool,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._plans = plans
+        self._ps = ps
+        self._engine = engine
+        self._forward_step = forward_step
+        self._timers = timers
+        self._per_token_loss = per_token_loss
+        self._recorder = recorder
+        self._channel = P2P(ps)
+        self._step: _Step | None = None
+        self._stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._executors: dict[tuple[int, bool], Executor] = {}  # (microbatches, training or not)
+        self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
+
+    def train(
+        self,
+        batches: StepBatches,
+        *,
+        iteration: int,
+        num_microbatches: int,
+        loss_scale: float,
+        reduce_gradients: bool = True,
+    ) -> StepNumbers:
+        """Forward and backward of every microbatch; main gradients hold the sums afterwards.
+
+        With `reduce_gradients` they are summed over data parallel ranks too, complete on return; without, they stay
+        this rank's own. Communicates over the pipeline and over dp_reduce.
+        """
+        numbers = StepNumbers(self._ps.device.torch_device)
+        self._step = _Step(batches, iteration, numbers, loss_scale)
+        self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
+        self._execute(num_microbatches, iteration, training=True)
+        if reduce_gradients:
+            with self._timers("all-grads-sync", log_level=2):
+                self._engine.model.finish()
+        return self._named(numbers, training=True)
+
+    def evaluate(
+        self, batches: StepBatches, numbers: StepNumbers, *, iteration: int, num_microbatches: int
+    ) -> None:
+        """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
+        self._step = _Step(batches, iteration, numbers, 1.0)
+        modules = [chunk.module for chunk in self._engine.chunks]
+        was_training = [module.training for module in modules]
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            self._execute(num_microbatches, iteration, training=False)
+        for module, training in zip(modules, was_training, strict=True):
+            module.train(training)
+        self._named(numbers, training=False)
+
+    def _named(self, numbers: StepNumbers, *, training: bool) -> StepNumbers:
+        """Tell the numbers the names of the losses, which stages without a loss do not know by themselves."""
+        if self._ps.pp_size > 1:
+            if training not in self._loss_names:
+                self._loss_names[training] = agreed_names(numbers.names, self._ps)
+            numbers.agree(self._loss_names[training])
+        return numbers
+
+    def _execute(self, num_microbatches: int, iteration: int, *, training: bool) -> None:
+        key = (num_microbatches, training)
+        if key not in self._executors:
+            plan = (self._plans.train if training else self._plans.evaluate)(num_microbatches)
+            self._executors[key] = Executor(
+                plan,
+                self._ps.pp_rank,
+                self._stages,
+                self._channel,
+                self._engine.model if training else None,
+                recorder=self._recorder if training else None,
+            )
+        self._executors[key].run(iteration)
+        self._step = None
+
+    def _stage(self, chunk: Chunk) -> Stage:
+        def run(microbatch: int, hidden: Tensor | None) -> Tensor:
+            return self._forward(chunk, microbatch, hidden)
+
+        return ModelStage(run, chunk.sink, begins=chunk.spec.embedding, ends=chunk.spec.loss)
+
+    def _forward(self, chunk: Chunk, microbatch: int, hidden: Tensor | None) -> Tensor:
+        """One chunk's output for a microbatch; where the loss is, the number to differentiate."""
+        step, ps = self._step, self._ps
+        assert step is not None, "a forward outside of a step"
+        chunk.context.begin_microbatch(step.iteration, microbatch, microbatch * ps.dp_size + ps.dp_rank)
+        chunk.set_input(hidden)
+        with self._timers("forward-compute", log_level=2):
+            output, loss_func = self._forward_step(iter([step.batches.microbatch(microbatch)]), chunk.module)
+        chunk.set_input(None)
+        if not chunk.spec.loss:
+            return output
+        result = evaluate_loss(output, loss_func)
+        step.numbers.add(result)
+        if not torch.is_grad_enabled():
+            return result.loss
+        loss = loss_to_differentiate(result, self._per_token_loss)
+        return loss * step.loss_scale if step.loss_scale != 1.0 else loss
+
+
+def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
+    """The runner of a run, by its flags. Raises OutputPathError where the timeline cannot be written."""
+    directory = session.config.logging.log_pipeline_timeline
+    try:
+        recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
+    except OSError as error:
+        raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
+    return PipelineRunner(
+        plans,
+        session.ps,
+        engine,
+        forward_step,
+        session.timers,
+        per_token_loss=session.config.model.calculate_per_token_loss,
+        recorder=recorder,
+    )

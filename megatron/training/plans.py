@@ -1,0 +1,70 @@
+"""The pipeline plans of a run, one for each number of microbatches that it meets."""
+
+from __future__ import annotations
+
+import functools
+
+from megatron.core.models.gpt.stage_layers import StageSpec, split_stages
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
+from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.training.config import Config
+
+
+class Plans:
+    """What every rank of the pipeline does in a step, by the flags of a run (pure)."""
+
+    def __init__(self, config: Config) -> None:
+        parallel = config.parallel
+        num_layers = config.model.num_layers
+        assert num_layers is not None, "the rules ask for --num-layers"
+        self.stages: tuple[StageSpec, ...] = split_stages(parallel, num_layers)
+        num_ranks = parallel.pipeline_model_parallel_size
+        num_chunks = len(self.stages) // num_ranks
+        self.schedule = parallel.pipeline_schedule
+        self.placement = Placement(LINEAR if num_chunks == 1 else LOOPED, num_ranks, num_chunks)
+        self._masked = config.data.reset_attention_mask
+        self._group_size = parallel.microbatch_group_size_per_vp_stage
+        self._train = functools.lru_cache(maxsize=None)(self._build)
+        self._evaluate = functools.lru_cache(maxsize=None)(self._build_forward_only)
+
+    def train(self, num_microbatches: int) -> Plan:
+        """With transfers, verified. Raises PlanError."""
+        return self._train(num_microbatches)
+
+    def evaluate(self, num_microbatches: int) -> Plan:
+        """The same order of forwards, without backwards. Raises PlanError."""
+        return self._evaluate(num_microbatches)
+
+    def local_stages(self, pp_rank: int) -> tuple[int, ...]:
+        """Global stages of a pipeline rank, by chunk."""
+        return tuple(self.placement.stage_of(pp_rank, chunk) for chunk in range(self.placement.num_chunks))
+
+    def reads_data(self, pp_rank: int) -> bool:
+        """Whether a pipeline rank needs batches: for the embedding, the loss, or the masks that all its layers need."""
+        mine = (self.stages[stage] for stage in self.local_stages(pp_rank))
+        return self._masked or any(spec.embedding or spec.loss for spec in mine)
+
+    def _build(self, num_microbatches: int) -> Plan:
+        return lower(self._computations(num_microbatches), self._costs)
+
+    def _build_forward_only(self, num_microbatches: int) -> Plan:
+        return lower(forward_only(self._computations(num_microbatches)), self._costs)
+
+    def _computations(self, num_microbatches: int) -> Plan:
+        chunks = self.placement.num_chunks
+        request = Request(
+            self.placement.num_ranks,
+            num_microbatches,
+            chunks if chunks > 1 else None,
+            self._group_size if chunks > 1 else None,
+        )
+        return build_plan(self.schedule, request)
+
+    @property
+    def _costs(self) -> CostModel:
+        return CostModel.of_ranks(self.placement)

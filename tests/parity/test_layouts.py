@@ -1,0 +1,123 @@
+"""Tensor x pipeline x data parallel layouts and schedules against the plain PyTorch GPT.
+
+fp64: loss, norm and every gradient to 1e-10. The comparison bit for bit with one process is in test_schedules_bitwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness.layouts import NO_DROPOUT, Layout, assembled, microbatch, train
+from tests.harness.ranks import run_ranks
+from tests.harness.reference_gpt import ReferenceConfig, ReferenceGPT
+from tests.harness.tiny_models import VOCAB
+
+GPT: list[str] = []
+LLAMA = [
+    *"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights".split(),
+]
+EXACT = ["--fp64", *NO_DROPOUT]
+
+
+def reference_config(words: list[str]) -> ReferenceConfig:
+    llama = "--swiglu" in words
+    return ReferenceConfig(
+        num_layers=int(words[words.index("--num-layers") + 1]),
+        heads=8,
+        groups=2 if llama else 8,
+        head_dim=4,
+        ffn=64,
+        vocab=VOCAB,
+        max_positions=16,
+        positions="rope" if llama else "learned_absolute",
+        norm="RMSNorm" if llama else "LayerNorm",
+        activation="swiglu" if llama else "gelu",
+        bias=not llama,
+        tied=not llama,
+    )
+
+
+def schedules(pp: int) -> list[dict[str, object]]:
+    if pp == 1:
+        return [{}]
+    return [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}]
+
+
+def layouts(world_size: int) -> list[Layout]:
+    """Every factorisation into TP x PP x DP, with and without sequence parallel, under every schedule."""
+    sizes = range(1, world_size + 1)
+    return [
+        Layout(tp=tp, pp=pp, dp=world_size // (tp * pp), sp=sp, **schedule)
+        for tp, pp in itertools.product(sizes, sizes)
+        if world_size % (tp * pp) == 0
+        for sp in ([False, True] if tp > 1 else [False])
+        for schedule in schedules(pp)
+    ]
+
+
+def size_of(layout: Layout) -> tuple[int, int]:
+    """As few layers and microbatches as the layout can do with: 8 ranks share two cores here."""
+    return max(2, layout.pp * layout.chunks), max(2, layout.pp) * layout.dp
+
+
+def reference_step(words, global_batch, weights):
+    """Mean loss of the first global batch and its gradients, in fp64."""
+    model = ReferenceGPT(reference_config(words)).double()
+    tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
+    model.load_state_dict(tensors, strict=False)
+    missing = {name for name, _ in model.named_parameters()} ^ set(tensors)
+    assert not missing, missing
+    total = 0.0
+    for index in range(global_batch):
+        batch = microbatch(1, index)
+        loss = model(batch["tokens"], labels=batch["labels"]).mean() / global_batch
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+def assert_equals_reference(words, global_batch, results):
+    """results: Trained of each rank."""
+    loss, grads = reference_step(words, global_batch, assembled([rank.initial for rank in results]))
+    for rank in results:
+        assert abs(rank.losses[0] - loss) < 1e-10
+    ours = assembled([rank.grads for rank in results])
+    norm = np.sqrt(sum((grad**2).sum() for grad in grads.values()))
+    assert abs(results[0].norms[0] - norm) < 1e-10
+    assert {rank.norms[0] for rank in results} == {results[0].norms[0]}
+    for name, expected in grads.items():
+        difference = np.abs(ours[name] / global_batch - expected).max()
+        assert difference < 1e-10, f"{name}: {difference}"
+
+
+def check_all(ctx, cases):
+    return [train(ctx, layout, words, global_batch=batch) for layout, batch, words in cases]
+
+
+def all_equal_reference(layouts, words):
+    sizes = [size_of(layout) for layout in layouts]
+    words_of = [[*words, "--num-layers", str(num_layers)] for num_layers, _ in sizes]
+    cases = [
+        (layout, batch, words) for layout, (_, batch), words in zip(layouts, sizes, words_of, strict=True)
+    ]
+    by_rank = run_ranks(check_all, layouts[0].world_size, cases, timeout=300)
+    for number, (layout, batch, flags) in enumerate(cases):
+        try:
+            assert_equals_reference(flags, batch, [rank[number] for rank in by_rank])
+        except AssertionError as error:
+            raise AssertionError(f"{layout}, {flags}: {error}") from error
+
+
+def test_every_layout_of_four_ranks_equals_the_reference():
+    all_equal_reference(layouts(4), [*GPT, *EXACT])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_layout_of_eight_ranks_equals_the_reference(model):
+    all_equal_reference(layouts(8), [*model, *EXACT])

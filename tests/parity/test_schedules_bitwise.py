@@ -1,0 +1,92 @@
+"""Every pipeline schedule at TP = DP = 1 gives the bits of one process.
+
+Losses, norms, gradients, and weights after ten clipped steps, with dropout.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.harness.layouts import CLIP, Layout, assembled, train
+from tests.harness.ranks import run_ranks
+
+STEPS = 10
+MODELS = {
+    "fp32 tied": ["--num-layers", "8"],
+    "fp32 untied": ["--num-layers", "8", "--untie-embeddings-and-output-weights"],
+    "bf16 tied": ["--num-layers", "8", "--bf16"],
+    "bf16 untied": ["--num-layers", "8", "--bf16", "--untie-embeddings-and-output-weights", "--swiglu"],
+}
+SCHEDULES = {
+    (pp, name): Layout(pp=pp, schedule=name, chunks=2 if name == "interleaved" else 1)
+    for pp in (2, 4)
+    for name in ("gpipe", "1f1b", "interleaved")
+}
+# A sample for every run: each schedule, each dtype, tied and untied.
+SAMPLE = [
+    ((2, "gpipe"), "fp32 tied"),
+    ((2, "1f1b"), "bf16 untied"),
+    ((2, "interleaved"), "bf16 tied"),
+    ((4, "1f1b"), "fp32 untied"),
+    ((4, "interleaved"), "fp32 tied"),
+]
+
+
+def run_cases(ctx, cases):
+    return [train(ctx, layout, words, steps=STEPS) for layout, words in cases]
+
+
+@functools.cache
+def in_one_process(model):
+    (trained,) = run_ranks(run_cases, 1, [(Layout(), MODELS[model])], timeout=120)[0]
+    return trained
+
+
+def assert_same_bits(results, model):
+    alone = in_one_process(model)
+    for rank in results:
+        assert rank.losses == alone.losses
+        assert rank.norms == alone.norms
+        assert rank.zeros == alone.zeros
+    for kind in ("initial", "grads", "weights"):
+        ours = assembled([getattr(rank, kind) for rank in results])
+        expected = assembled([getattr(alone, kind)])
+        assert ours.keys() == expected.keys()
+        for name, values in expected.items():
+            assert np.array_equal(ours[name], values), f"{kind} of {name} differ"
+
+
+def check(cases):
+    for pp in sorted({schedule[0] for schedule, _ in cases}):
+        mine = [(schedule, model) for schedule, model in cases if schedule[0] == pp]
+        by_rank = run_ranks(
+            run_cases, pp, [(SCHEDULES[schedule], MODELS[model]) for schedule, model in mine], timeout=240
+        )
+        for number, (schedule, model) in enumerate(mine):
+            try:
+                assert_same_bits([rank[number] for rank in by_rank], model)
+            except AssertionError as error:
+                raise AssertionError(f"{SCHEDULES[schedule]}, {model}: {error}") from error
+
+
+def test_schedules_have_the_bits_of_one_process():
+    check(SAMPLE)
+
+
+@pytest.mark.full
+def test_every_schedule_has_the_bits_of_one_process():
+    check([(schedule, model) for schedule in SCHEDULES for model in MODELS])
+
+
+def test_dropout_and_clipping_act():
+    """What the comparison above would not show if both sides lacked it."""
+    model = "fp32 tied"
+    with_dropout = in_one_process(model)
+    (without,) = run_ranks(
+        run_cases, 1, [(Layout(), [*MODELS[model], "--hidden-dropout", "0", "--attention-dropout", "0"])]
+    )[0]
+    assert with_dropout.losses[0] != without.losses[0]
+    assert min(with_dropout.norms) > CLIP
