@@ -112,14 +112,21 @@ def test_tree_names_files_and_folders_that_exist():
     assert set(re.findall(r"\b(\w+)/(?=[\s,)])", tree)) <= folders
 
 
+def flags_in(text):
+    """Flags that a text names; --a-b/c-d stands for --a-b-d and --a-c-d."""
+    both = re.sub(r"--((?:[a-z]+-)*)([a-z]+)/([a-z]+)(-[\w-]+)", r"--\1\2\4 --\1\3\4", text)
+    return set(FLAG.findall(both))
+
+
 def flags_of_our_programs():
     """Flags of tools, benchmarks and examples, from their sources."""
     sources = [
         path for folder in ("tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
     ]
     found = {flag for path in sources for flag in re.findall(r'"(--[\w-]+)"', path.read_text())}
-    # benchmarks/single_process makes some of its flags in a loop
-    return found | {"--" + word for word in ("layers", "hidden", "heads", "seq", "vocab")}
+    # benchmarks/single_process and tools/show_schedule make some of their flags in a loop
+    looped = "layers hidden heads seq vocab time-f time-b time-w".split()
+    return found | {"--" + word for word in looped}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
@@ -131,7 +138,7 @@ def test_flags_are_known(path):
         # "--lr-warmup-*" stands for all flags that begin so
         return any(one.startswith(flag) for one in known) if flag.endswith("-") else flag in known
 
-    unknown = sorted({flag for flag in FLAG.findall(prose(path)) if not is_known(flag)})
+    unknown = sorted({flag for flag in flags_in(prose(path)) if not is_known(flag)})
     assert not unknown, f"{name(path)} mentions flags that nothing knows: {unknown}"
 
 
@@ -202,8 +209,14 @@ SMALL_MODEL = (
         ("slurm/train.sbatch", ["ckpt", *SMALL_MODEL], 16),
     ],
 )
-def test_launch_lines_of_examples_are_accepted(script, arguments, ranks, stub_path, tmp_path):
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"TP": "2"}, {"PP": "4", "CHUNKS": "2"}, {"TP": "2", "PP": "2"}],
+    ids=lambda cut: " ".join(cut) or "-",
+)
+def test_launch_lines_of_examples_are_accepted(script, arguments, ranks, cut, stub_path, tmp_path):
     variables = {
+        **cut,
         "PATH": stub_path,
         "SLURM_JOB_ID": "1",
         "SLURM_NNODES": "2",
@@ -221,6 +234,13 @@ def test_launch_lines_of_examples_are_accepted(script, arguments, ranks, stub_pa
     words, started = words_after_trainer(done.stdout.split("\0")[:-1])
     assert started == ranks
     assert not problems_of(words, ranks)
+    if "slurm" not in script:  # whose words are the caller's
+        for variable, flag in (
+            ("TP", "--tensor-model-parallel-size"),
+            ("PP", "--pipeline-model-parallel-size"),
+        ):
+            assert words[words.index(flag) + 1] == cut.get(variable, "1")
+        assert ("--sequence-parallel" in words) == ("TP" in cut)
 
 
 def documented_launch_lines():
@@ -228,8 +248,9 @@ def documented_launch_lines():
     for path in DOCUMENTS:
         for _, code in FENCE.findall(path.read_text()):
             for line in code.replace("\\\n", " ").splitlines():
-                if "pretrain_gpt.py" in line and "--num-layers" in line and "torchrun" in line:
-                    yield pytest.param(line, id=f"{name(path)}: {line.split('torchrun')[0]}torchrun")
+                launched = "torchrun" in line or "torch.distributed.run" in line
+                if launched and "pretrain_gpt.py" in line and "--num-layers" in line:
+                    yield pytest.param(line, id=f"{name(path)}: {line.split('--')[0]}")
 
 
 @pytest.mark.parametrize("line", list(documented_launch_lines()))
