@@ -1,0 +1,130 @@
+"""Messages between pipeline ranks: shapes told once, receives posted ahead, a bounded number of sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from tests.harness.ranks import run_ranks
+
+
+def op(kind, stage, microbatch, peer):
+    return (kind, stage, microbatch, 0, -1, -1, peer, 0)
+
+
+def counted(channel):
+    """The sizes of the messages that a channel starts."""
+    sizes = []
+    start = channel._start
+
+    def counting(sends, receives, group):
+        sizes.append(([t.numel() for _, t in sends], [t.numel() for _, t in receives], group.purpose))
+        return start(sends, receives, group)
+
+    channel._start = counting
+    return sizes
+
+
+def test_any_shape_and_dtype_is_told_once_a_channel():
+    tensors = [
+        torch.arange(6.0).view(2, 3).bfloat16(),
+        torch.tensor(7.0, dtype=torch.float64),
+        torch.arange(24.0).view(1, 2, 3, 4).transpose(1, 3),  # not contiguous
+        torch.empty(0, 3),
+    ]
+
+    def check(ctx):
+        ps = ctx.make_ps(pp=2)
+        got = []
+        for tensor in tensors:
+            channel = P2P(ps)
+            sizes = counted(channel)
+            for microbatch in range(2):
+                if ctx.rank == 0:
+                    channel.post([(op(SEND_F, 0, microbatch, 1), tensor + microbatch)])
+                else:
+                    (arrival,) = channel.post([(op(RECV_F, 1, microbatch, 0), None)])
+                    one = arrival.wait()
+                    got.append((one.dtype, one.tolist(), one.shape == tensor.shape))
+            channel.drain()
+            assert [len(sent) + len(received) for sent, received, _ in sizes if sent or received] == [1] * 3
+        return got
+
+    assert run_ranks(check, 2)[1] == [
+        (tensor.dtype, (tensor + m).tolist(), True) for tensor in tensors for m in range(2)
+    ]
+
+
+def test_directions_and_batches_once_hands_are_shaken():
+    """One batch: both directions at once, each over its own communicator; receives wait in any order."""
+
+    def check(ctx):
+        channel = P2P(ctx.make_ps(pp=2))
+        me, peer = ctx.rank, 1 - ctx.rank
+        value = torch.full((2,), float(me))
+        got = []
+        for step in range(3):
+            sizes = counted(channel)
+            # In one global order, as a plan has it: rank 0's messages first.
+            sends = [(op(SEND_F, me, step, peer), value + step), (op(SEND_B, me, step, peer), -value - step)]
+            receives = [(op(RECV_F, me, step, peer), None), (op(RECV_B, me, step, peer), None)]
+            arrivals = channel.post([*sends, *receives] if me == 0 else [*receives, *sends])
+            got.append([arrival.wait().tolist() for arrival in reversed(arrivals)])
+            if step:
+                assert sizes == [([2], [2], "pp_forward"), ([2], [2], "pp_backward")]
+        channel.drain()
+        return got
+
+    first, second = run_ranks(check, 2)
+    assert first == [[[-1.0 - s] * 2, [1.0 + s] * 2] for s in range(3)]
+    assert second == [[[-0.0 - s] * 2, [0.0 + s] * 2] for s in range(3)]
+
+
+def test_another_shape_is_refused_where_it_is_sent_showing_both():
+    def check(ctx):
+        channel = P2P(ctx.make_ps(pp=2))
+        if ctx.rank == 0:
+            channel.post([(op(SEND_F, 0, 0, 1), torch.zeros(2, 3))])
+            messages = []
+            for tensor in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)):
+                with pytest.raises(ValueError, match="0SEND_F1@1#0") as caught:
+                    channel.post([(op(SEND_F, 0, 1, 1), tensor)])
+                messages.append(str(caught.value))
+            channel.drain()
+            return messages
+        return channel.post([(op(RECV_F, 1, 0, 0), None)])[0].wait().shape
+
+    messages, shape = run_ranks(check, 2)
+    assert shape == (2, 3)
+    assert "float32 [2, 4] after float32 [2, 3]" in messages[0]
+    assert "float64 [2, 3] after float32 [2, 3]" in messages[1]
+
+
+def test_sends_are_kept_up_to_a_number():
+    def check(ctx):
+        channel = P2P(ctx.make_ps(pp=2), max_sends=3)
+        if ctx.rank == 1:
+            for microbatch in range(8):
+                channel.post([(op(RECV_F, 1, microbatch, 0), None)])[0].wait()
+            return None
+        held = []
+        for microbatch in range(8):
+            channel.post([(op(SEND_F, 0, microbatch, 1), torch.zeros(4))])
+            held.append(len(channel._sends))
+        channel.drain()
+        return [*held, len(channel._sends)]
+
+    held = run_ranks(check, 2)[0]
+    assert max(held) == 4  # three, and the one just posted
+    assert held[-1] == 0
+
+
+def test_more_dims_and_other_dtypes_than_a_header_can_say():
+    channel = P2P.__new__(P2P)
+    channel._shapes = {}
+    with pytest.raises(AssertionError, match="9 dims, more than 8"):
+        channel._shake_hands(op(SEND_F, 0, 0, 1), torch.zeros([1] * 9))
+    with pytest.raises(AssertionError, match=r"torch\.int32 is none of"):
+        channel._shake_hands(op(SEND_F, 0, 0, 1), torch.zeros(1, dtype=torch.int32))

@@ -1,0 +1,116 @@
+"""What a run writes about its timeline is what plan/measured.py reads."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from megatron.core.parallel_state import single_process
+from megatron.core.pipeline_parallel.plan.ir import op_text
+from megatron.core.pipeline_parallel.plan.measured import read_timeline
+from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.runtime.executor import Executor
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.pipeline_parallel.runtime.timeline import TimelineWriter
+from tests.harness.ranks import run_ranks
+from tests.harness.toy_pipeline import ToyChunk, lowered
+
+SLOW_S = 0.03
+
+
+def test_two_pipelines_write_and_are_read_back(tmp_path):
+    """Two data parallel copies of a pipeline of 2; stage 1's forwards are slow."""
+    plans = [lowered(build_plan("1f1b", Request(2, m))) for m in (3, 2)]
+
+    def check(ctx):
+        ps = ctx.make_ps(pp=2, dp=2)
+        writer = TimelineWriter(tmp_path / "timeline", ps)
+        channel = P2P(ps)
+        chunk = ToyChunk(ps.pp_rank, 2)
+
+        def run(microbatch, hidden):
+            time.sleep(SLOW_S * ps.pp_rank)
+            return chunk.run(microbatch, hidden)
+
+        stage = ModelStage(run, chunk.sink, begins=chunk.begins, ends=chunk.ends)
+        executors = [Executor(p, ps.pp_rank, {ps.pp_rank: stage}, channel, recorder=writer) for p in plans]
+        for iteration, executor in ((7, executors[0]), (8, executors[1]), (9, executors[0])):
+            executor.run(iteration)
+        writer.close()
+        return ps.pp_group.ranks
+
+    pipelines = sorted(set(run_ranks(check, 4)))
+    steps = read_timeline(tmp_path / "timeline")
+    assert [(step.iteration, step.pipeline) for step in steps] == [
+        (i, p) for i in (7, 8, 9) for p in pipelines
+    ]
+    for step in steps:
+        plan = plans[step.iteration % 7 % 2]
+        assert step.plan == plan
+        for row, spans in zip(plan.rows, step.spans, strict=True):
+            assert list(spans) == [op_text(op) for op in row]
+            ends = [0.0]
+            for span in spans.values():
+                assert span.start_s >= 0
+                assert 0 <= span.wait_s <= span.end_s - span.start_s + 1e-6
+                assert span.end_s >= ends[-1]
+                ends.append(span.end_s)
+        assert step.length_s >= SLOW_S * plan.num_microbatches
+        assert step.spans[1]["1F0"].busy_s >= SLOW_S * 0.9  # its own time is not waiting
+        # One clock: what is received ends after it was computed.
+        assert step.spans[1]["1F0"].end_s > step.spans[0]["0F0"].end_s
+        assert step.spans[0]["0BW0"].end_s > step.spans[1]["1BW0"].end_s
+
+
+def test_a_step_that_breaks_off_is_written_as_far_as_it_came(tmp_path):
+    def run(microbatch, hidden):
+        if microbatch == 2:
+            raise FloatingPointError("no number")
+        return torch.ones((), requires_grad=True)
+
+    writer = TimelineWriter(tmp_path, single_process())
+    stage = ModelStage(run, None, begins=True, ends=True)
+    executor = Executor(build_plan("1f1b", Request(1, 3)), 0, {0: stage}, None, recorder=writer)
+    with pytest.raises(FloatingPointError):
+        executor.run(4)
+    writer.close()
+    header, *lines = map(json.loads, (tmp_path / "rank-00000.jsonl").read_text().splitlines())
+    assert header["schedule"] == "1f1b"
+    assert header["stages"] == [0]
+    assert [line["op"] for line in lines] == ["0F0", "0BW0", "0F1", "0BW1"]
+    assert read_timeline(tmp_path) == []
+
+
+def test_waiting_for_a_message_is_told_apart():
+    """By a clock that only waits (5 s) and computations (1 s) move."""
+    clock = [0.0]
+    told = []
+
+    class Recorder:
+        now = staticmethod(lambda: clock[0])
+        begin_step = staticmethod(lambda plan, rank, iteration: told.append((plan.schedule, rank, iteration)))
+        record = staticmethod(lambda *times: told.append(times))
+        end_step = staticmethod(lambda: told.append("end"))
+
+    class Arrival:
+        def wait(self):
+            clock[0] += 5
+            return torch.zeros(1)
+
+    class Channel:
+        post = staticmethod(lambda messages: [Arrival() for _, tensor in messages if tensor is None])
+        drain = staticmethod(lambda: None)
+
+    def run(microbatch, hidden):
+        clock[0] += 1
+        return hidden.sum()
+
+    stage = ModelStage(run, None, begins=False, ends=True)
+    plan = lowered(build_plan("1f1b", Request(2, 1)))
+    Executor(plan, 1, {1: stage}, Channel(), recorder=Recorder()).run(3)
+    assert told == [("1f1b", 1, 3), (0, 0, 0, 0), (1, 0, 6, 5), (2, 6, 6, 0), (3, 6, 6, 0), "end"]
