@@ -36,6 +36,7 @@ def add_arguments(parser):
     group.add_argument("--fault-microbatch", type=int, default=1)
     group.add_argument("--slow-s", type=float, default=0.0)
     group.add_argument("--record-samples", default="")
+    group.add_argument("--tag-lines", action="store_true", help="each line begins with the rank that says it")
     group.add_argument(
         "--short-data", type=int, default=0, help="samples of a training set that is too short"
     )
@@ -96,6 +97,25 @@ def wrong(args, iteration, microbatch):
     return args.inject_how != "once" or EVALUATIONS[iteration] == 1
 
 
+class Tagged:
+    """A stream whose lines begin with the rank, for runs whose ranks share one output."""
+
+    def __init__(self, stream, rank):
+        self.stream = stream
+        self.rank = rank
+        self.begun = ""
+
+    def write(self, text):
+        *lines, self.begun = (self.begun + text).split("\n")
+        self.stream.write("".join(f"{self.rank}: {line}\n" for line in lines))
+
+    def flush(self):
+        self.stream.flush()
+
+    def isatty(self):
+        return False
+
+
 class Recorded:
     """A data set that notes what it is asked for, as a digest of the tokens."""
 
@@ -133,6 +153,8 @@ if __name__ == "__main__":
     config = launch_config(
         extra_args_provider=add_arguments, args_defaults={"min_lr": float(other)} if other else None
     )
+    if config.extra["tag_lines"]:
+        sys.stdout = Tagged(sys.stdout, os.environ["RANK"])
     for in_seconds, in_minutes in (
         ("timeout_s", "distributed_timeout_minutes"), ("exit_duration_s", "exit_duration_in_mins"),
     ):  # fmt: skip

@@ -1,0 +1,308 @@
+"""Whole runs over stages and tensor parallel ranks: what they print, compute and save against one process.
+
+A pipeline adds nothing to the arithmetic: its runs are compared bit for bit, with the run of as many data and tensor
+parallel ranks. Tensor parallel ranks add parts of sums in another order: theirs are compared with a tolerance.
+"""
+
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from tests.harness import launch
+from tools import show_schedule
+
+FAULTY = "tests/functional_tests/trainers/faulty.py"
+PLAIN = "tests/functional_tests/trainers/plain_pipeline.py"
+BASE = [
+    *launch.TINY,
+    *"--num-layers 4 --padded-vocab-size 128 --train-iters 4 --save ck --save-interval 4".split(),
+]
+LOGGED = "--eval-interval 2 --eval-iters 2 --log-num-zeros-in-grad --log-params-norm"
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+PP3, PP4 = "--pipeline-model-parallel-size 3", "--pipeline-model-parallel-size 4"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+CHUNKS = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+VALIDATION = re.compile(r" validation loss at (iteration \d+(?: on \w+ set)?) \| lm loss value: (\S+)")
+ENDS = " --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+
+
+class Run:
+    """A finished run, its lines and what it saved."""
+
+    def __init__(self, folder, finished):
+        self.folder, self.finished, self.output = folder, finished, finished.output
+
+    @property
+    def losses(self):
+        """Iteration -> everything that its line says, but for the times."""
+        lines = re.findall(r"^ \[[^\]]*\] (iteration .*)$", self.output, re.MULTILINE)
+        return [re.sub(r"elapsed time per iteration \(ms\): \S+ \| ", "", line) for line in lines]
+
+    @property
+    def numbers(self):
+        """Loss and gradient norm of each iteration."""
+        return {n: [float(word) for word in text.split()] for n, text in self.finished.losses().items()}
+
+    @property
+    def validation(self):
+        return VALIDATION.findall(self.output)
+
+    @functools.cached_property
+    def digests(self):
+        newest = (self.folder / "ck" / "latest_checkpointed_iteration.txt").read_text()
+        return launch.digests(self.folder / "ck", int(newest))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(ranks, flags, script): each different run once."""
+
+    @functools.cache
+    def one(ranks, flags, script=launch.GPT, data=None):
+        folder = tmp_path_factory.mktemp("run")
+        words = [*BASE, *flags.split()]
+        if data is not None:
+            left_out = ("--mock-data", "--no-create-attention-mask-in-dataloader")
+            words = [word for word in words if word not in left_out] + ["--data-path", str(data)]
+        return Run(folder, launch.ok(launch.run_forked(words, ranks=ranks, script=script, cwd=folder)))
+
+    return one
+
+
+def assert_same_bits(one, other):
+    assert one.losses
+    assert other.losses == one.losses
+    assert other.validation == one.validation
+    assert other.digests == one.digests
+
+
+# --- pipelines
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, PP2),
+        (2, f"{PP2} --pipeline-schedule gpipe"),
+        (2, CHUNKS),
+        (2, f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 3"),  # the last group is of one
+        pytest.param(4, PP4, marks=pytest.mark.full),
+        pytest.param(4, f"{PP4} --pipeline-schedule gpipe", marks=pytest.mark.full),
+    ],
+)
+def test_a_pipeline_is_one_process_bit_for_bit(run, ranks, flags):
+    """Losses, norms, zeros, parameters' norm, evaluations, and every tensor of the checkpoint."""
+    assert_same_bits(run(1, LOGGED), run(ranks, f"{LOGGED} {flags}"))
+
+
+def test_what_a_pipeline_says(run):
+    one, two, looped = run(1, LOGGED), run(2, f"{LOGGED} {PP2}"), run(2, f"{LOGGED} {CHUNKS}")
+    assert len(one.validation) == 4
+    assert "num zeros: " in two.losses[0]
+    assert "params norm: " in two.losses[0]
+    counts = {
+        what.output: dict(
+            re.findall(
+                r"parameters on \(tensor, pipeline\) model parallel rank \((\d, \d)\): (\d+)", what.output
+            )
+        )
+        for what in (one, two)
+    }
+    whole, parts = (list(map(int, count.values())) for count in counts.values())
+    assert len(parts) == 2
+    assert sum(parts) == whole[0] + 128 * 32  # both ends hold the tied embedding
+    assert " > stages: 2 of 2 layers; embedding on stage 0, loss on stage 1\n" in two.output
+    assert (
+        " > stages: 4 of 1 layer, 2 on each of 2 pipeline ranks; embedding on stage 0, loss on stage 3\n"
+        in looped.output
+    )
+    plans = [
+        json.loads(re.findall(r"^ > plan: (\{.*\})$", what.output, re.MULTILINE)[0]) for what in (two, looped)
+    ]
+    assert [plan["schedule"] for plan in plans] == ["1f1b", "interleaved"]
+    assert plans[0]["ops_per_rank"] == [{"F": 4, "B": 0, "W": 0, "BW": 4}] * 2
+    assert plans[1]["ops_per_rank"] == [{"F": 8, "B": 0, "W": 0, "BW": 8}] * 2
+    assert plans[0]["hash"] != plans[1]["hash"]
+    assert (
+        len(set(plans[0]["persistent_bytes_per_rank"])) == 2
+    )  # positions on the first, the last norm on the last
+
+
+def test_who_prints_and_who_reads(tmp_path):
+    """The last rank prints the iterations; only the first and the last stage draw samples."""
+    words = [*BASE, *PP4.split(), "--record-samples", "samples", "--tag-lines"]
+    output = launch.ok(launch.run_forked(words, ranks=4, script=FAULTY, cwd=tmp_path)).output
+    assert re.findall(r"^(\d): .*iteration +\d+/", output, re.MULTILINE) == ["3"] * 4
+    assert set(re.findall(r"^(\d): .*(?:saving|successfully saved) ", output, re.MULTILINE)) == {"0"}
+    read = [json.loads(line)["index"] for line in (tmp_path / "samples").read_text().splitlines()]
+    assert sorted(read) == sorted([*range(32)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "lines"),
+    [
+        (2, f"{PP2} --decoder-first-pipeline-num-layers 1",
+         ["stage 0 on pipeline rank 0: embedding, layer 0", "stage 1 on pipeline rank 1: layers 1-3, loss"]),
+        (3, f"{PP3} --decoder-last-pipeline-num-layers 2",
+         ["stage 1 on pipeline rank 1: layer 1", "stage 2 on pipeline rank 2: layers 2-3, loss"]),
+        (3, f"{PP3} --pipeline-model-parallel-layout Ettt||tL",
+         ["stage 1 on pipeline rank 1: no layers"]),
+        (2, f"{PP2} --pipeline-model-parallel-layout E|tt||ttL",
+         ["stage 0 on pipeline rank 0: embedding, no layers", "stage 2 on pipeline rank 0: no layers"]),
+        (3, f"{PP3}{ENDS}",
+         ["stage 0 on pipeline rank 0: embedding, layer 0", "stage 1 on pipeline rank 1: layers 1-2"]),
+        (3, f"{PP3} --allow-padding-num-layers",
+         ["stage 0 on pipeline rank 0: embedding, layer 0", "stage 1 on pipeline rank 1: layers 1-2",
+          "stage 2 on pipeline rank 2: layer 3, loss"]),
+    ],
+)  # fmt: skip
+def test_layer_splits(run, ranks, flags, lines):
+    split = run(ranks, f"{LOGGED} {flags}")
+    for line in lines:
+        assert f" > {line}\n" in split.output
+    assert_same_bits(run(1, LOGGED), split)
+
+
+PRECISION = {
+    "fp16": (
+        "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 6 --save-interval 6"
+    ),
+    "bf16, untied, per token, recomputed": (
+        "--bf16 --untie-embeddings-and-output-weights --calculate-per-token-loss --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRECISION)
+@pytest.mark.parametrize("flags", [PP2, pytest.param(CHUNKS, marks=pytest.mark.full)])
+def test_precision_and_losses(run, name, flags):
+    one, two = run(1, PRECISION[name]), run(2, f"{PRECISION[name]} {flags}")
+    assert_same_bits(one, two)
+    if name == "fp16":
+        assert "number of skipped iterations:   1 " in two.losses[0]  # an overflow, skipped on both stages
+        assert "number of skipped iterations:   0 " in two.losses[-1]
+
+
+def test_batch_ramp_up(run, tmp_path):
+    """4, 6 and 8 samples a step: plans for 2, 3 and 4 microbatches."""
+    flags = [*launch.TINY, *"--num-layers 4 --train-samples 40 --rampup-batch-size 4 2 16".split()]
+    losses = [
+        launch.ok(launch.run_forked([*flags, *more.split()], ranks=ranks, cwd=tmp_path)).losses()
+        for ranks, more in ((1, ""), (2, PP2), (2, f"{PP2} --pipeline-schedule gpipe"))
+    ]
+    assert len(losses[0]) > 5
+    assert losses[1] == losses[0]
+    assert losses[2] == losses[0]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Short documents, each with its end-of-document token."""
+    folder = tmp_path_factory.mktemp("corpus")
+    dice = np.random.default_rng(3)
+    with IndexedDatasetWriter(str(folder / "corpus"), np.dtype("<u2")) as writer:
+        for _ in range(200):
+            writer.add_document(np.append(dice.integers(0, 126, dice.integers(5, 30)), 127))
+    return folder / "corpus"
+
+
+def test_masks_reach_the_stages_between(run, corpus):
+    """--reset-attention-mask: attention of every stage needs the mask, so every stage reads."""
+    masked = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+    one, plain = run(1, masked, data=corpus), run(1, "", data=corpus)
+    assert one.losses != plain.losses
+    assert_same_bits(one, run(3, f"{masked} {PP3} --decoder-first-pipeline-num-layers 2", data=corpus))
+
+
+def test_full_validation(run, corpus):
+    whole = "--full-validation --eval-interval 2 --eval-iters 1 --split 60,20,20"
+    one, two = run(1, whole, data=corpus), run(2, f"{whole} {PP2}", data=corpus)
+    assert len(one.validation) >= 2
+    assert_same_bits(one, two)
+
+
+def test_iterations_to_skip(run):
+    flags = "--iterations-to-skip 2 3"
+    assert_same_bits(run(1, flags), run(2, f"{flags} {PP2}"))
+
+
+def test_a_measured_timeline_beside_its_plan(run, capsys):
+    """--log-pipeline-timeline: a file a rank, which the tool lays beside the plan; nothing else changes."""
+    timed = run(2, f"{LOGGED} {PP2} --log-pipeline-timeline times")
+    assert_same_bits(run(1, LOGGED), timed)
+    assert len(list((timed.folder / "times").iterdir())) == 2
+    words = ["--measured", str(timed.folder / "times"), "--iteration", "3", "--format", "json"]
+    assert show_schedule.main(words) in (0, None)
+    measured = json.loads(capsys.readouterr().out)
+    plan = json.loads(re.findall(r"^ > plan: (\{.*\})$", timed.output, re.MULTILINE)[0])
+    assert (measured["iteration"], measured["hash"]) == (3, plan["hash"])
+
+
+# --- a user's own modules
+
+
+@pytest.mark.parametrize("flags", [PP2, CHUNKS])
+def test_a_plain_module_in_a_pipeline(run, flags):
+    assert_same_bits(run(1, LOGGED, PLAIN), run(2, f"{LOGGED} {flags}", PLAIN))
+
+
+# --- tensor, pipeline and data parallel ranks together
+
+
+def test_tensor_parallel_ranks(run):
+    flags = f"{LOGGED} {NO_DROPOUT}"  # masks of attention probabilities are each rank's own
+    one = run(1, flags)
+    two, sequence = run(2, f"{flags} {TP2}"), run(2, f"{flags} {TP2} --sequence-parallel")
+    for other in (two, sequence):
+        for iteration, expected in one.numbers.items():
+            assert other.numbers[iteration] == pytest.approx(expected, rel=1e-4), iteration
+        for (where, loss), (expected_where, expected) in zip(other.validation, one.validation, strict=True):
+            assert where == expected_where
+            assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+        assert set(other.digests) == set(one.digests)
+
+
+def test_stages_add_nothing_to_tensor_parallel_ranks(run):
+    flags = f"{LOGGED} {TP2} --sequence-parallel"
+    assert_same_bits(run(2, flags), run(4, f"{flags} {PP2}"))
+
+
+def test_stages_add_nothing_to_data_parallel_ranks(run):
+    """Also with reductions that overlap backward, and with neighbouring stages on neighbouring ranks.
+
+    Untied: a tied weight's two gradients are added before the sum over data parallel ranks, or after it between stages.
+    """
+    flags = f"{LOGGED} --untie-embeddings-and-output-weights"
+    two = run(2, flags)
+    assert_same_bits(two, run(4, f"{flags} {PP2}"))
+    overlapped = f"{flags} {PP2} --use-tp-pp-dp-mapping --overlap-grad-reduce --ddp-bucket-size 4096"
+    assert_same_bits(two, run(4, overlapped))
+
+
+def test_weights_that_are_filled_where_they_are(run):
+    """--init-model-with-meta-device fills each rank's part with the bits of the whole."""
+    assert_same_bits(run(2, f"{LOGGED} {TP2}"), run(2, f"{LOGGED} {TP2} --init-model-with-meta-device"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, f"{TP2} {CHUNKS}"),
+        (4, f"{TP2} {PP2} --use-tp-pp-dp-mapping --untie-embeddings-and-output-weights"),
+        (8, f"{TP2} --sequence-parallel {PP2} --overlap-grad-reduce"),
+        (8, f"{TP2} --sequence-parallel {PP2} --use-tp-pp-dp-mapping"),
+    ],
+)
+def test_everything_together(run, ranks, flags):
+    """The same losses as one process, but for rounding."""
+    untied = "--untie-embeddings-and-output-weights" if "untie" in flags else ""
+    same = f"{LOGGED} {NO_DROPOUT}"
+    one, many = run(1, f"{same} {untied}"), run(ranks, f"{same} {flags}")
+    for iteration, expected in one.numbers.items():
+        assert many.numbers[iteration] == pytest.approx(expected, rel=1e-4), iteration
