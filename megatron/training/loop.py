@@ -261,7 +261,7 @@ class TrainingLoop:
         return (float(self._signals.requested() is not None), float(time_is_up))
 
     def _agreed_flags(self) -> tuple[float, ...]:
-        """The flags summed over ranks where no step's reduction carries them. Communicates over dp."""
+        """The flags summed over ranks where no step's reduction carries them. Communicates over world."""
         return StepNumbers(self.session.device.torch_device).reduce(self.session.ps, self._flags()).flags
 
     def _ending(self, flags: tuple[float, ...]) -> Ending | None:

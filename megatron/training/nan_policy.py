@@ -74,7 +74,8 @@ class NonFiniteSite:
     """Where non-finite values were met first.
 
     rank: global. microbatch: the first with a non-finite loss, None when all losses are finite. parameter: the first
-    with a non-finite weight (`bad_weight`) or else gradient. value: what is wrong, if it is no single place.
+    with a non-finite weight (`bad_weight`) or else gradient. value: what is wrong, if it is no single place. pp_rank:
+    the rank's place in the pipeline.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class NonFiniteSite:
     parameter: str | None = None
     bad_weight: bool = False
     value: str = "not finite"
+    pp_rank: int = 0
 
     def __str__(self) -> str:
         things = []
@@ -95,9 +97,15 @@ class NonFiniteSite:
 
 
 def first_site(sites: Iterable[NonFiniteSite | None]) -> NonFiniteSite | None:
-    """The site every rank names, from all ranks' sites: a loss before gradients, then the lowest rank."""
+    """The site every rank names, from all ranks' sites: where it began.
+
+    A bad weight makes every loss after it bad, a bad loss every gradient; gradients go from the last stage to the
+    first, so the last bad one is the origin. Then the lowest rank.
+    """
     found = [site for site in sites if site is not None]
-    return min(found, key=lambda site: (site.microbatch is None, site.rank), default=None)
+    return min(
+        found, key=lambda s: (not s.bad_weight, s.microbatch is None, -s.pp_rank, s.rank), default=None
+    )
 
 
 def compare_rerun(first: bytes, second: bytes, *, second_nonfinite: bool) -> RerunResult:

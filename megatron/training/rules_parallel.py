@@ -191,5 +191,8 @@ def _interleaving_microbatches(s: Situation) -> str | None:
         return None
     if fewest >= group:
         return None
-    where = "the first batch of --rampup-batch-size" if s.value("rampup_batch_size") else "the global batch"
-    return f"{where} has {fewest} microbatches a rank, fewer than the {group} that interleaving takes in turn"
+    batch = f"--global-batch-size {s.value('global_batch_size')}"
+    where = "the first batch of --rampup-batch-size" if s.value("rampup_batch_size") else batch
+    given = s.given("microbatch_group_size_per_vp_stage")
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage" if given else "--pipeline-model-parallel-size"
+    return f"{where} has {fewest} microbatches a rank, fewer than the {group} that interleaving takes in turn ({flag})"

@@ -211,9 +211,10 @@ class Stepper:
     def _local_site(self, numbers: StepNumbers) -> NonFiniteSite | None:
         """This rank's own, from gradients that were not reduced; None where all is finite."""
         buffer, microbatch = self._engine.model.buffer, numbers.first_nonfinite_microbatch
+        rank, pp_rank = self._ps.rank, self._ps.pp_rank
         weights = ((name, buffer.main_weight(name), True) for name in buffer.names)
         grads = ((buffer.param_of_key(key), grad, False) for key, grad in buffer.main_grads_by_key().items())
         for name, tensor, bad_weight in itertools.chain(weights, grads):
             if not bool(torch.isfinite(tensor).all()):  # sync: a failed step
-                return NonFiniteSite(self._ps.rank, microbatch, name, bad_weight)
-        return None if microbatch is None else NonFiniteSite(self._ps.rank, microbatch)
+                return NonFiniteSite(rank, microbatch, name, bad_weight, pp_rank=pp_rank)
+        return None if microbatch is None else NonFiniteSite(rank, microbatch, pp_rank=pp_rank)

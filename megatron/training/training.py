@@ -73,9 +73,11 @@ def pretrain(
     """Train a model, with Megatron's signature.
 
     train_valid_test_datasets_provider(sizes): data sets of at least these numbers of samples (train, valid, test).
-    model_provider(pre_process, post_process): an nn.Module. forward_step_func(data_iterator, model): its output and a
-    function of the output that returns (loss, report) or (loss sum, tokens, report). extra_args_provider(parser): adds
-    flags, found in `get_args()`. args_defaults: other defaults by name. config: an already parsed command line.
+    model_provider(pre_process, post_process, vp_stage): an nn.Module, the chunk of the model that this rank holds;
+    vp_stage may be left out where nothing is interleaved, and a chunk that does not embed has
+    set_input_tensor(tensor). forward_step_func(data_iterator, model): the chunk's output, and a function of the output
+    that returns (loss, report) or (loss sum, tokens, report), called where the loss is. extra_args_provider(parser):
+    adds flags, found in `get_args()`. args_defaults: other defaults by name. config: an already parsed command line.
 
     Returns when the run is done. Otherwise the process ends with a status of docs/exit_statuses.md.
     """

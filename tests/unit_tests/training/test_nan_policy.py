@@ -112,3 +112,14 @@ def test_error_names_rank_parameter_iteration_and_what_to_do():
     assert str(NonFiniteSite(0, 2, "a", bad_weight=True)).startswith(
         "the loss of microbatch 2 and the weight of a are"
     )
+
+
+def test_the_site_named_is_where_it_began():
+    """Over stages: a bad weight before the loss it spoils, a loss before its gradients, the last stage's gradient."""
+    weight = NonFiniteSite(0, None, "embedding", bad_weight=True, pp_rank=0)
+    loss = NonFiniteSite(5, 1, "output", pp_rank=1)
+    late, early = NonFiniteSite(4, None, "output", pp_rank=1), NonFiniteSite(1, None, "embedding", pp_rank=0)
+    assert first_site([weight, early, late, loss]) == weight
+    assert first_site([early, late, loss]) == loss
+    assert first_site([None, early, late]) == late
+    assert first_site([early, NonFiniteSite(0, None, "embedding", pp_rank=0)]).rank == 0
