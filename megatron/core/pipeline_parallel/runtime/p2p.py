@@ -24,14 +24,16 @@ MAX_DIMS = 8
 # A dtype's place in this list is its number in headers: only ever append.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+_RECEIVE_OF = {SEND_F: RECV_F, SEND_B: RECV_B}
+
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 class P2P:
     """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
 
-    max_sends: so many sends may be under way when a batch is posted, the oldest are waited for first; twice the
-    number of ranks by default. gloo says nothing of a send's end before it is waited for, so this is also how
+    max_sends: so many sends may be under way once a batch is posted, the oldest are waited for; twice the number of
+    ranks by default. gloo says nothing of a send's end before it is waited for, so this is also how
     long a sent tensor's memory is held.
 
     Raises PeerLostError naming the operation.
@@ -54,20 +56,21 @@ class P2P:
     def post(self, messages: Sequence[Message]) -> list[Arrival]:
         """Start a batch of transfers, one call a direction; returns without waiting for any of them.
 
-        Waits for sends of earlier batches where too many are under way, and for the headers of channels that are
-        used for the first time. Raises ValueError where a tensor has not the shape that its channel carries.
+        Waits for the oldest sends where too many are under way, and for the headers of channels that are used for the
+        first time. Raises ValueError where a tensor has not the shape that its channel carries.
         """
-        while len(self._sends) > self._max_sends:
-            self._finish_oldest_send()
         for op, tensor in messages:
             if tensor is not None:
                 self._check_shape(op, tensor)
         if all((op[0], op[6]) in self._shapes for op, _ in messages):
-            return self._post(messages)
-        arrivals = []
-        for message in messages:  # see [Note: shape handshake]
-            self._shake_hands(*message)
-            arrivals += self._post([message])
+            arrivals = self._post(messages)
+        else:
+            arrivals = []
+            for message in messages:  # see [Note: shape handshake]
+                self._shake_hands(*message)
+                arrivals += self._post([message])
+        while len(self._sends) > self._max_sends:
+            self._finish_oldest_send()
         return arrivals
 
     def drain(self) -> None:
@@ -78,22 +81,32 @@ class P2P:
     def _post(self, messages: Sequence[Message]) -> list[Arrival]:
         """One batch a direction, over channels whose shapes are known."""
         arrivals: dict[RawOp, Arrival] = {}
-        for send, receive in ((SEND_F, RECV_F), (SEND_B, RECV_B)):
-            sends = [
-                (op, tensor.contiguous()) for op, tensor in messages if op[0] == send and tensor is not None
-            ]
-            receives = [(op, self._buffer(op)) for op, _ in messages if op[0] == receive]
+        for send in self._directions(messages):
+            sends: list[tuple[RawOp, Tensor]] = []
+            receives: list[tuple[RawOp, Tensor]] = []
+            for op, tensor in messages:
+                if op[0] == send and tensor is not None:
+                    sends.append((op, tensor.contiguous()))
+                elif op[0] == _RECEIVE_OF[send]:
+                    receives.append((op, self._buffer(op)))
             sent, received = self._start(sends, receives, self._groups[send])
-            self._sends += zip((op for op, _ in sends), sent, strict=True)
+            for (op, _), pending in zip(sends, sent, strict=True):
+                self._sends.append((op, pending))
             for (op, buffer), pending in zip(receives, received, strict=True):
                 arrivals[op] = _Receive(op, buffer, pending)
         return [arrivals[op] for op, tensor in messages if tensor is None]
 
+    @staticmethod
+    def _directions(messages: Sequence[Message]) -> list[int]:
+        """SEND_F and SEND_B as far as they or their receives are there. One that sends goes first: a result was just
+        computed, and somebody waits for it."""
+        kinds = {op[0] for op, _ in messages}
+        order = (SEND_B, SEND_F) if SEND_B in kinds else (SEND_F, SEND_B)
+        return [send for send in order if send in kinds or _RECEIVE_OF[send] in kinds]
+
     def _start(
         self, sends: Sequence[tuple[RawOp, Tensor]], receives: Sequence[tuple[RawOp, Tensor]], group: Group
     ) -> tuple[list[Pending], list[Pending]]:
-        if not sends and not receives:
-            return [], []
         try:
             return send_receive(
                 [(tensor, op[6]) for op, tensor in sends], [(tensor, op[6]) for op, tensor in receives], group
