@@ -180,6 +180,7 @@ def test_survivor_of_a_killed_peer(tmp_path, flags, victim, microbatch):
     else:  # with the computation, which has many collectives
         place = r"rank 0: stage 0, iteration 4, 0(?:F|BW)\d: lost a peer in \w+ over group 'tp'"
     assert re.match(place, told[1]), told[1]
+    assert record["reason"].endswith(told[1])
 
 
 @pytest.mark.full
