@@ -219,10 +219,23 @@ def test_masks_reach_the_stages_between(run, corpus):
     assert_same_bits(one, run(3, f"{masked} {PP3} --decoder-first-pipeline-num-layers 2", data=corpus))
 
 
-def test_full_validation(run, corpus):
-    whole = "--full-validation --eval-interval 2 --eval-iters 1 --split 60,20,20"
-    one, two = run(1, whole, data=corpus), run(2, f"{whole} {PP2}", data=corpus)
-    assert len(one.validation) >= 2
+@pytest.fixture(scope="module")
+def odd_corpus(tmp_path_factory):
+    """Five microbatches of validation: a step of four, and one that is left."""
+    folder = tmp_path_factory.mktemp("corpus")
+    dice = np.random.default_rng(4)
+    with IndexedDatasetWriter(str(folder / "corpus"), np.dtype("<u2")) as writer:
+        for _ in range(20):
+            writer.add_document(dice.integers(0, 127, 32))
+    return folder / "corpus"
+
+
+@pytest.mark.parametrize("flags", [PP2, CHUNKS])
+def test_full_validation(run, odd_corpus, flags):
+    """Also where the last microbatches are fewer than interleaving takes in turn."""
+    whole = "--full-validation --eval-interval 2 --eval-iters 1 --split 45,55,0"
+    one, two = run(1, whole, data=odd_corpus), run(2, f"{whole} {flags}", data=odd_corpus)
+    assert len(one.validation) == 3
     assert_same_bits(one, two)
 
 
