@@ -44,7 +44,8 @@ DESCRIPTIONS: Mapping[ExitStatus, str] = {
     ExitStatus.CHECKPOINT: "checkpoint: missing, damaged or of another model; or one could not be written",
     ExitStatus.DATA: "data: a corpus, tokenizer or index file is missing or damaged",
     ExitStatus.NON_FINITE: "a loss or gradient was NaN or infinite and `--nan-policy` says to stop",
-    ExitStatus.PEER_LOST: "another rank was lost or hangs; the message names it",
+    ExitStatus.PEER_LOST: "another rank was lost or hangs; the message names it, and in a pipeline the stage, iteration"
+    " and operation in which it was missed",
     ExitStatus.RERUN_PERSISTENT: "`--nan-policy rerun-once`: the step gives the same non-finite bits twice;"
     " checkpoint kept, resume on other machines to tell a bad device from a bad model",
     ExitStatus.RERUN_INVALID: "`--nan-policy rerun-once`: two different non-finite results:"
@@ -216,8 +217,9 @@ def report_failure(
     reason = str(error) or type(error).__name__
     print(failure_message(error, status, rank), file=out, flush=True)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
-        reason = diagnose()
-        print(f"[rank {rank}] {reason}", file=out, flush=True)
+        found = diagnose()
+        print(f"[rank {rank}] {found}", file=out, flush=True)
+        reason = f"{found}; {reason}"  # who is to blame, then where it was missed
     if isinstance(error, TrainingExit):
         iteration = error.iteration if error.iteration is not None else iteration
         checkpoint = error.checkpoint or checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from megatron.core.models.gpt.stage_layers import StageSpec, split_stages
@@ -53,7 +54,13 @@ class Plans:
         return lower(self._computations(num_microbatches), self._costs)
 
     def _build_forward_only(self, num_microbatches: int) -> Plan:
-        return lower(forward_only(self._computations(num_microbatches)), self._costs)
+        # A whole validation set may end with fewer microbatches than interleaving's group: of a larger plan, those that
+        # there are.
+        chunks = self.placement.num_chunks
+        least = (self._group_size or self.placement.num_ranks) if chunks > 1 else 1
+        plan = forward_only(self._computations(max(num_microbatches, least)))
+        rows = tuple(tuple(op for op in row if op[2] < num_microbatches) for row in plan.rows)
+        return lower(dataclasses.replace(plan, num_microbatches=num_microbatches, rows=rows), self._costs)
 
     def _computations(self, num_microbatches: int) -> Plan:
         chunks = self.placement.num_chunks
