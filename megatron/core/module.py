@@ -30,6 +30,10 @@ class ModelContext:
         self.grads.microbatch = index
 
 
+class ModelError(ValueError):
+    """A model, its provider or its loss function cannot do what the flags ask of it."""
+
+
 class MegatronModule(nn.Module):
     """A model of ours: carries its context and the facts about its parameters."""
 

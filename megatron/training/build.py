@@ -18,7 +18,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
-from megatron.core.module import MegatronModule, ModelContext
+from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
@@ -151,7 +151,7 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
 def _build_chunk(
     config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider, chunk: int
 ) -> Chunk:
-    """Call the user's provider for one chunk. Raises ValueError for what the model or provider cannot do."""
+    """Call the user's provider for one chunk. Raises ModelError for what the model or provider cannot do."""
     stage = plans.local_stages(ps.pp_rank)[chunk]
     spec = plans.stages[stage]
     several = plans.placement.num_chunks > 1
@@ -159,7 +159,7 @@ def _build_chunk(
     if "vp_stage" in inspect.signature(model_provider).parameters:
         arguments["vp_stage"] = chunk if several else None
     elif several:
-        raise ValueError(
+        raise ModelError(
             "interleaving builds several chunks a rank: give the model provider a third argument vp_stage, the "
             "number of the chunk that it is to build"
         )
@@ -171,17 +171,17 @@ def _build_chunk(
         return Chunk(stage, spec, module, module.context, module.context.grads)
     what = type(module).__name__
     if on_meta:
-        raise ValueError(
+        raise ModelError(
             "--init-model-with-meta-device needs a model that says how its weights start (MegatronModule): leave the "
             f"flag out for {what}"
         )
     if ps.tp_size > 1:
-        raise ValueError(
+        raise ModelError(
             "--tensor-model-parallel-size needs a model that says which part of each weight it holds "
             f"(MegatronModule): use 1 for {what}"
         )
     if not spec.embedding and not callable(getattr(module, "set_input_tensor", None)):
-        raise ValueError(
+        raise ModelError(
             f"--pipeline-model-parallel-size: {what} has no set_input_tensor(tensor), which hands a stage what the "
             "one before has computed"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import collectives
+from megatron.core.module import ModelError
 from megatron.core.parallel_state import ParallelState
 
 LossFunc = Callable[[Tensor], tuple[Any, ...]]
@@ -38,7 +39,7 @@ def evaluate_loss(output: Tensor, loss_func: LossFunc) -> MicrobatchLoss:
         return MicrobatchLoss(loss, torch.as_tensor(num_tokens, device=loss.device), report)
     if len(result) == 2:
         return MicrobatchLoss(result[0], None, result[1])
-    raise ValueError(
+    raise ModelError(
         f"the loss function returned {len(result)} values; return (loss, report) or (loss sum, num tokens, report)"
     )
 
@@ -81,10 +82,10 @@ class StepNumbers:
     def agree(self, names: Sequence[str]) -> None:
         """Take the names that all ranks agreed on (`agreed_names`): a stage without the loss reports none itself.
 
-        Raises ValueError where the loss function reports other losses than it did first.
+        Raises ModelError where the loss function reports other losses than it did first.
         """
         if self._report and self.names != tuple(names):
-            raise ValueError(
+            raise ModelError(
                 f"the loss function reported {list(self.names)}, and {list(names)} before: in a pipeline report the "
                 "same losses in every step, because stages without the loss know them by their order"
             )
@@ -141,7 +142,7 @@ def loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tenso
     """The number whose gradient is summed over microbatches: see [Note: where gradients are divided]."""
     if per_token_loss:
         if result.num_tokens is None:
-            raise ValueError(
+            raise ModelError(
                 "--calculate-per-token-loss needs a loss function that returns (loss sum, num tokens, report)"
             )
         return result.loss

@@ -9,6 +9,7 @@ from megatron.core.collectives import PeerLostError
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.enums import ModelType
+from megatron.core.module import ModelError
 from megatron.core.optimizer.grad_scaler import GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
@@ -48,6 +49,7 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     MissingPackageError: ExitStatus.CONFIGURATION,
     OutputPathError: ExitStatus.CONFIGURATION,
     ScheduleError: ExitStatus.CONFIGURATION,
+    ModelError: ExitStatus.CONFIGURATION,
     CheckpointError: ExitStatus.CHECKPOINT,
     OptimizerStateError: ExitStatus.CHECKPOINT,
     GradScalerStateError: ExitStatus.CHECKPOINT,

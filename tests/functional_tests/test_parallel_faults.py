@@ -77,14 +77,14 @@ def test_wrong_flags_are_refused_before_torch(tmp_path, flags, says):
     ("flags", "says"),
     [
         (f"{PP2} --without set_input_tensor",
-         "ValueError: --pipeline-model-parallel-size: Part has no set_input_tensor"),
-        (TP2, "ValueError: --tensor-model-parallel-size needs a model that says which part of each weight it holds"),
+         "--pipeline-model-parallel-size: Part has no set_input_tensor"),
+        (TP2, "--tensor-model-parallel-size needs a model that says which part of each weight it holds"),
         (f"{CHUNKS} --without vp_stage",
-         "ValueError: interleaving builds several chunks a rank: give the model provider a third argument vp_stage"),
-        (f"{PP2} --init-model-with-meta-device", "ValueError: --init-model-with-meta-device needs a model that says"),
-        (f"{CHUNKS} --same-names", "names are those of the whole model"),
+         "interleaving builds several chunks a rank: give the model provider a third argument vp_stage"),
+        (f"{PP2} --init-model-with-meta-device", "--init-model-with-meta-device needs a model that says"),
+        (f"{CHUNKS} --same-names", "give the parameters of different chunks different names"),
         (f"{PP2} --same-names",
-         "ValueError: pipeline stages 0 and 1 both have a parameter 'blocks.0.up.weight': give the parameters of"),
+         "pipeline stages 0 and 1 both have a parameter 'blocks.0.up.weight': give the parameters of"),
     ],
 )  # fmt: skip
 def test_modules_that_cannot_be_cut(tmp_path, flags, says):
@@ -92,10 +92,10 @@ def test_modules_that_cannot_be_cut(tmp_path, flags, says):
     with launch.forked(words, script=PLAIN, ranks=2, cwd=tmp_path) as group:
         group.wait_for(re.escape(says), timeout_s=30)
         run = group.wait(timeout_s=30)
-    assert set(run.statuses) <= {1, 6}, (
-        run.output
-    )  # 6: a rank whose own part is fine, once the other has left
-    assert 1 in run.statuses
+    # 6: a rank whose own part is fine, once the other has left
+    assert set(run.statuses) <= {2, 6}, run.output
+    assert 2 in run.statuses
+    assert "Traceback" not in run.output
 
 
 # --- NaN

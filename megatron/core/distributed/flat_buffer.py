@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import FlatLayout, ParamSpec, plan_layouts
+from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -194,7 +195,7 @@ def main_grad_dtype(weights: torch.dtype, config: DistributedDataParallelConfig)
 def _spec(name: str, parameter: nn.Parameter, meta: ParamMeta) -> ParamSpec:
     dtype = str(parameter.dtype)
     if dtype not in _DTYPES:
-        raise ValueError(f"parameter {name} is {dtype}: trained parameters are one of {sorted(_DTYPES)}")
+        raise ModelError(f"parameter {name} is {dtype}: trained parameters are one of {sorted(_DTYPES)}")
     assert meta.grad_keys[0] == name, f"parameter {name}: its first use is {meta.grad_keys[0]!r}"
     return ParamSpec(name, parameter.numel(), dtype, group_of(meta))
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
+from megatron.core.module import ModelError
+
 
 class ModelChunks:
     """Chunks of one rank, one pipeline stage each.
 
     parameters: of all chunks, in their order. holders: name -> the chunks that hold it (several hold it only as the
     very same tensor). names_of: the names of each chunk. stage_of: name -> global stage, the first of several.
+
+    Raises ModelError where chunks have different parameters of one name.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], stages: tuple[int, ...] | None = None) -> None:
@@ -25,10 +29,11 @@ class ModelChunks:
         for chunk, module in enumerate(modules):
             for name, parameter in module.named_parameters():
                 known = self.parameters.setdefault(name, parameter)
-                assert known is parameter, (
-                    f"chunks {self.holders[name][0]} and {chunk} both have a parameter {name!r}: names are those of "
-                    "the whole model"
-                )
+                if known is not parameter:
+                    raise ModelError(
+                        f"model chunks {self.holders[name][0]} and {chunk} both have a parameter {name!r}: give the "
+                        "parameters of different chunks different names, those of the whole model"
+                    )
                 other = name_of.setdefault(id(parameter), name)
                 assert other == name, f"one tensor has two names, {other!r} and {name!r}"
                 self.holders.setdefault(name, []).append(chunk)

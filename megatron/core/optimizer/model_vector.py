@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group, ParallelState
 from megatron.core.param_meta import Region
 
@@ -48,7 +49,7 @@ class ModelVector:
 
     size: regions of the whole model. owned: (name, region) of those that this rank answers for.
 
-    Raises ValueError where stages have different parameters of one name.
+    Raises ModelError where stages have different parameters of one name.
     """
 
     def __init__(self, buffer: FlatBuffer, ps: ParallelState) -> None:
@@ -100,14 +101,14 @@ def _facts(buffer: FlatBuffer, name: str) -> _Facts:
 
 
 def _first_stages(everyone: list[list[_Facts]]) -> dict[str, int]:
-    """name -> the first stage that holds it. Raises ValueError where others hold one that is not the same."""
+    """name -> the first stage that holds it. Raises ModelError where others hold one that is not the same."""
     first: dict[str, int] = {}
     shared: dict[str, bool] = {}
     for facts in (facts for rank in everyone for facts in rank):
         other = first.setdefault(facts.name, facts.stage)
         both_shared = shared.setdefault(facts.name, facts.shared) and facts.shared
         if other != facts.stage and not both_shared:
-            raise ValueError(
+            raise ModelError(
                 f"pipeline stages {min(other, facts.stage)} and {max(other, facts.stage)} both have a parameter "
                 f"{facts.name!r}: give the parameters of different stages different names, those of the whole model"
             )

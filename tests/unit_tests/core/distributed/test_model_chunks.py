@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.module import ModelError
 
 
 def linear(name: str) -> nn.Module:
@@ -31,7 +32,7 @@ def test_one_tensor_in_two_chunks_is_one_parameter():
 
 
 def test_names_that_are_not_the_models_are_refused():
-    with pytest.raises(AssertionError, match=r"chunks 0 and 1 both have a parameter 'a.weight'"):
+    with pytest.raises(ModelError, match=r"chunks 0 and 1 both have a parameter 'a.weight'"):
         ModelChunks((linear("a"), linear("a")))
     first, last = linear("a"), linear("b")
     last["b"].weight = first["a"].weight

@@ -153,7 +153,7 @@ def test_two_parameters_of_one_name_and_wrong_copies_are_refused():
         build_optimizer(OptimizerConfig(), cut_buffer(ps, {ps.pp_rank: ["l0.norm"]}), ps)
 
     with pytest.raises(
-        RanksError, match=r"ValueError: pipeline stages 0 and 1 both have a parameter 'l0.norm': give"
+        RanksError, match=r"ModelError: pipeline stages 0 and 1 both have a parameter 'l0.norm': give"
     ):
         run_ranks(same_name, 2)
 

@@ -235,9 +235,7 @@ def test_the_log_shows_the_map():
         return layer_map_lines(specs, Placement(kind, pp, len(specs) // pp))
 
     assert lines(8, LINEAR) == [" > stages: 1 of 8 layers"]
-    assert lines(8, LINEAR, pp=4) == [
-        " > stages: 4 of 2 layers; embedding on stage 0, loss on stage 3"
-    ]
+    assert lines(8, LINEAR, pp=4) == [" > stages: 4 of 2 layers; embedding on stage 0, loss on stage 3"]
     assert lines(4, LOOPED, pp=2, chunks=2) == [
         " > stages: 4 of 1 layer, 2 on each of 2 pipeline ranks; embedding on stage 0, loss on stage 3"
     ]
