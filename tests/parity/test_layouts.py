@@ -117,6 +117,31 @@ def test_every_layout_of_four_ranks_equals_the_reference():
     all_equal_reference(layouts(4), [*GPT, *EXACT])
 
 
+REPEATED = [
+    Layout(tp=4, sp=True),
+    Layout(tp=2, pp=2, schedule="interleaved", chunks=2),
+    Layout(tp=2, sp=True, dp=2, more=("--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
+    Layout(pp=2, dp=2, schedule="gpipe", more=("--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
+]
+
+
+def train_twice(ctx):
+    words = ["--num-layers", "4"]
+    return [[train(ctx, layout, words, global_batch=4, steps=3) for _ in range(2)] for layout in REPEATED]
+
+
+def test_a_run_repeated_at_one_layout_has_the_same_bits():
+    by_rank = run_ranks(train_twice, 4, timeout=120)
+    for number, layout in enumerate(REPEATED):
+        first, second = ([rank[number][run] for rank in by_rank] for run in (0, 1))
+        assert [rank.losses for rank in first] == [rank.losses for rank in second], layout
+        assert [rank.norms for rank in first] == [rank.norms for rank in second], layout
+        for kind in ("grads", "weights"):
+            one, other = (assembled([getattr(rank, kind) for rank in run]) for run in (first, second))
+            for name, values in one.items():
+                assert np.array_equal(values, other[name]), f"{layout}: {kind} of {name}"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_every_layout_of_eight_ranks_equals_the_reference(model):

@@ -44,9 +44,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tensor: TensorParallel) -> Tensor:
         probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         columns = logits.shape[-1]
-        labels = (labels - tensor.rank * columns).unsqueeze(-1)
+        labels = labels.unsqueeze(-1)
+        unknown = (labels < 0) | (labels >= tensor.size * columns)  # stay outside, for the lookup to refuse
+        labels = labels - tensor.rank * columns
         held = (labels >= 0) & (labels < columns)
-        labels = labels.clamp(0, columns - 1)
+        labels = torch.where(unknown, labels, labels.clamp(0, columns - 1))
         highest = probabilities.amax(-1, keepdim=True)
         all_reduce(highest, tensor.peers, "max")
         label_logit = probabilities.gather(-1, labels).masked_fill_(~held, 0.0)

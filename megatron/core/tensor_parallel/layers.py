@@ -190,9 +190,14 @@ class _ShardedLookup(torch.autograd.Function):
 
 
 def local_ids(ids: Tensor, rows: int, tensor: TensorParallel) -> tuple[Tensor, Tensor]:
-    """(ids as rows of this rank's `rows`, those it does not hold wrapped; bool: it does not hold this id)."""
+    """(ids as rows of this rank's `rows`, those of other ranks wrapped; bool: it does not hold this id).
+
+    An id that no rank holds stays outside, for the lookup to refuse.
+    """
     relative = ids - tensor.rank * rows
-    return relative.remainder(rows), (relative < 0) | (relative >= rows)
+    unknown = (ids < 0) | (ids >= tensor.size * rows)
+    held = torch.where(unknown, relative, relative.remainder(rows))
+    return held, (relative < 0) | (relative >= rows)
 
 
 class VocabParallelEmbedding(SinkModule):

@@ -40,7 +40,10 @@ class _Recompute(torch.autograd.Function):
         ]
         with torch.enable_grad(), ctx.clock.restored():
             output = ctx.segment(*inputs)
-        torch.autograd.backward(output, grads[0])
+        if (
+            output.requires_grad
+        ):  # not where all of the segment is frozen and only its input's gradient is asked for
+            torch.autograd.backward(output, grads[0])
         return None, None, None, *(None if leaf is None else leaf.grad for leaf in inputs)
 
 

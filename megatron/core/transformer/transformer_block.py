@@ -81,7 +81,7 @@ class TransformerBlock(nn.Module):
                 return x
 
             if dropped and self.training:
-                anchor = next(p for p in layers[first].parameters() if p.requires_grad)
+                anchor = next((p for p in layers[first].parameters() if p.requires_grad), None)
                 x = recomputed(run, self.context, x, anchor=anchor)
             else:
                 x = run(x)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.core.sink_module import LayerFactory
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -19,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slic
 from megatron.core.tensor_parallel.shards import even_bands
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import WeightGradAccumulator
-from tests.harness.ranks import RankContext, share_ranks
+from tests.harness.ranks import RankContext, run_ranks, share_ranks
 from tests.harness.tiny_models import join_parts
 
 S, B, IN, OUT = 8, 3, 12, 16
@@ -158,9 +159,25 @@ def test_lookup(size, sp, table):
 
 def test_local_ids():
     class Third:
-        rank = 2
+        rank, size = 2, 4
 
     held, outside = local_ids(torch.tensor([0, 7, 8, 11, 12]), 4, Third)
     assert outside.tolist() == [True, True, False, False, True]
     assert held[2:4].tolist() == [0, 3]
     assert ((held >= 0) & (held < 4)).all()
+    for unknown in (-1, 16, 1000):  # held by nobody: no rank looks it up in silence
+        for rank in range(4):
+            Third.rank = rank
+            with pytest.raises(IndexError):
+                F.embedding(local_ids(torch.tensor([unknown]), 4, Third)[0], torch.zeros(4, 2))
+
+
+def check_unknown_label(ctx):
+    tensor = TensorParallel.of(ctx.make_ps(tp=2), False)
+    for label in (-1, 8):
+        with pytest.raises((RuntimeError, IndexError)):
+            vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([label]), tensor)
+
+
+def test_a_label_that_no_rank_holds_is_refused():
+    run_ranks(check_unknown_label, 2)

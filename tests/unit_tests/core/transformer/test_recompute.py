@@ -118,3 +118,18 @@ def test_chunks():
     ]
     assert of(1, recompute_method="block", recompute_num_layers=4) == [(0, 1, True), (1, 1, False)]
     assert recompute_chunks(tiny_config(), 3) == [(0, 3, False)]
+
+
+def test_a_frozen_model_below_a_trained_head_can_be_recomputed():
+    flags = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    grads = []
+    for more in ({}, flags):
+        model = tiny_model(untie_embeddings_and_output_weights=True, **more)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith("decoder.layers.1"))
+        backward_microbatch(model, tiny_batch())
+        grads.append({name: grad.clone() for name, grad in model.summed_grads().items()})
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
+    assert grads[0]["decoder.layers.0.mlp.linear_fc1.weight"].any()
+    assert not grads[0]["decoder.layers.1.mlp.linear_fc1.weight"].any()
