@@ -154,12 +154,12 @@ def _blame(culprit: ProgressRecord, waiter: ProgressRecord, now: float, *, silen
     if silent:
         age_s = max(0.0, now - culprit.published_at)
         return (
-            f"{text}; last seen {age_s:.1f} s ago in step {culprit.step}, phase {culprit.phase}"
+            f"{text}; last heard of {age_s:.1f} s ago, then in step {culprit.step}, phase {culprit.phase}"
             " (killed, stopped, or busy without giving the interpreter free)"
         )
     age_s = max(0.0, now - culprit.progressed_at)
     where = f"in step {culprit.step}, phase {culprit.phase}"
-    return f"{text}; last seen {age_s:.1f} s ago {where} (alive, but it makes no progress)"
+    return f"{text}; last heard of {age_s:.1f} s ago, then {where} (alive, but it makes no progress)"
 
 
 def _mismatch(mine: ProgressRecord, records: Mapping[int, ProgressRecord]) -> str | None:

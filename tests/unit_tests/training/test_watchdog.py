@@ -59,7 +59,7 @@ def test_late_rank_is_named_with_everything_one_wants_to_know():
     records = {0: mine, 1: rec(1, {"dp@0": 2}, ("all_reduce", "dp", ALL), phase="data"), 2: failing(2)}
     assert find_culprit(mine, records, {0, 1, 2}, 3, NOW).startswith(
         "rank 1 (host node1, pid 41) missed all_reduce #3 of group 'dp' at step 17, phase grad-sync; "
-        "last seen 5.2 s ago in step 17, phase data"
+        "last heard of 5.2 s ago, then in step 17, phase data"
     )
 
 
@@ -68,7 +68,7 @@ def test_silent_rank_is_named_even_if_it_had_begun_the_same_collective():
     dead = rec(1, {"dp@0": 3}, ("all_reduce", "dp", ALL), published_at=NOW - 4.0)
     text = find_culprit(mine, {0: mine, 1: dead, 2: failing(2)}, {0, 2}, 3, NOW)
     assert text.startswith("rank 1 (host node1, pid 41) was lost during all_reduce #3 of group 'dp'")
-    assert "last seen 4.0 s ago" in text
+    assert "last heard of 4.0 s ago" in text
     assert "killed" in text
 
 
