@@ -5,7 +5,7 @@ how many collectives it has begun, and a side thread publishes that to the store
 that loses a peer calls `diagnose`, which takes less than 2 s and says, for example,
 
     rank 1 (host node7, pid 4242) missed all_reduce #3 of group 'dp' at step 17, phase grad-sync; last heard of
-    5.2 s ago in step 17, phase data
+    5.2 s ago, then in step 17, phase data
 
 Torch-free: the store (set, get, check, clone) is passed in. Who is to blame is decided in
 `culprit.py`, which is pure.
