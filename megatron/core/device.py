@@ -177,13 +177,15 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def set_threads(local_world_size: int, cores: int | None = None) -> int:
-    """Share the machine's cores between its ranks; returns the threads this rank computes with.
+def set_threads(local_world_size: int, cores: int | None = None, *, threads: int | None = None) -> int:
+    """Share the machine's cores between its ranks, or take `threads`; returns the threads this rank computes with.
 
-    One rank too many threads slows everybody: two ranks of two threads on two cores run 2.6 to 6.4 times
-    slower than of one thread (spinning barriers).
+    The number decides the bits of sums that threads share out, so runs to be compared need the same one. One rank
+    too many threads slows everybody: two ranks of two threads on two cores run 2.6 to 6.4 times slower than of one
+    thread (spinning barriers). What OMP_NUM_THREADS says is replaced: torchrun sets it to 1 unasked.
     """
-    threads = max(1, (available_cores() if cores is None else cores) // local_world_size)
+    if threads is None:
+        threads = max(1, (available_cores() if cores is None else cores) // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

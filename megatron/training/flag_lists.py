@@ -203,7 +203,7 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         "--create-all-gather-group --enable-full-sharding-in-hsdp --no-gradient-reduce-div-fusion "
         "--fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather "
         "--torch-fsdp2-no-reshard-after-forward ",
-        values="--num-distributed-optimizer-instances=1 --outer-dp-sharding-strategy=no_shard "
+        values="--outer-dp-sharding-strategy=no_shard "
         "--suggested-communication-unit-size --fsdp-reshard-policy --fsdp-memory-budget "
         "--nccl-communicator-config-path "
         "--megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32 "

@@ -36,7 +36,6 @@ class LaunchEnv:
     cuda_device_max_connections: int | None = None
     cublas_workspace_config: str | None = None
     nccl_algo: str | None = None
-    omp_num_threads: int | None = None
     slurm_job_id: str | None = None
 
     @classmethod
@@ -62,7 +61,6 @@ class LaunchEnv:
             cuda_device_max_connections=_optional_integer(source, "CUDA_DEVICE_MAX_CONNECTIONS"),
             cublas_workspace_config=source.get("CUBLAS_WORKSPACE_CONFIG"),
             nccl_algo=source.get("NCCL_ALGO"),
-            omp_num_threads=_optional_integer(source, "OMP_NUM_THREADS"),
             slurm_job_id=source.get("SLURM_JOB_ID"),
         )
         if not 0 <= env.rank < env.world_size or not 0 <= env.local_rank < env.local_world_size:
@@ -89,7 +87,6 @@ def _optional_integer(source: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     try:
-        # OMP_NUM_THREADS may list a number for each nesting level.
-        return int(text.split(",")[0])
+        return int(text)
     except ValueError:
         raise LaunchEnvError(f"environment variable {name}={text!r} is no integer") from None

@@ -5,25 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.models.gpt.stage_layers import (
-    StageLayersError,
-    StageSpec,
-    layer_map_lines,
-    split_stages,
-)
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import build_plan
-from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.rank_grid import RankGridError
 from megatron.training.config import Config
 from megatron.training.microbatches import BatchScheduleError
+from megatron.training.plans import Plans
 
 # Beyond so many forwards a simulation would make --check-config wait.
 MOST_FORWARDS = 50_000
-INTERLEAVED = "interleaved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,29 +69,21 @@ class PipelineFacts:
         ]
 
 
-def stage_placement(config: Config) -> tuple[tuple[StageSpec, ...], Placement]:
-    """The stages of a run and which pipeline rank holds which. Raises StageLayersError."""
-    stages = split_stages(config.parallel, config.model.num_layers)
-    num_ranks = config.parallel.pipeline_model_parallel_size
-    chunks = len(stages) // num_ranks
-    return stages, Placement(LOOPED if chunks > 1 else LINEAR, num_ranks, chunks)
-
-
 def pipeline_facts(config: Config) -> PipelineFacts | None:
     """Facts of a configuration, sound or not; None where layers do not divide over stages."""
     if config.model.num_layers is None:
         return None
     try:
-        stages, placement = stage_placement(config)
+        plans = Plans(config)
     except StageLayersError:
         return None
     microbatches = _microbatches(config)
-    schedule = config.parallel.pipeline_schedule or ("interleaved" if placement.num_chunks > 1 else "1f1b")
-    group = config.parallel.microbatch_group_size_per_vp_stage if schedule == INTERLEAVED else None
     bubble = None
-    if microbatches is not None and microbatches * placement.num_stages <= MOST_FORWARDS:
-        bubble = _bubble_rate(schedule, placement, microbatches, group)
-    return PipelineFacts(schedule, placement, stages, microbatches, group, bubble)
+    if microbatches is not None and microbatches * plans.placement.num_stages <= MOST_FORWARDS:
+        bubble = _bubble_rate(plans, microbatches)
+    return PipelineFacts(
+        plans.schedule, plans.placement, plans.stages, microbatches, plans.group_size, bubble
+    )
 
 
 def _microbatches(config: Config) -> int | None:
@@ -110,10 +94,8 @@ def _microbatches(config: Config) -> int | None:
     return schedule.num_microbatches(schedule.rampup[2] + 1 if schedule.rampup is not None else 0)
 
 
-def _bubble_rate(schedule: str, placement: Placement, microbatches: int, group: int | None) -> float | None:
-    chunks = placement.num_chunks if schedule == INTERLEAVED else None
+def _bubble_rate(plans: Plans, microbatches: int) -> float | None:
     try:
-        plan = build_plan(schedule, Request(placement.num_ranks, microbatches, chunks, group))
-        return simulate(plan, CostModel.of_ranks(plan.placement)).bubble_rate
+        return simulate(plans.computations(microbatches), plans.costs).bubble_rate
     except PlanError:  # a rule tells
         return None

@@ -17,7 +17,11 @@ from megatron.training.config import Config
 
 
 class Plans:
-    """What every rank of the pipeline does in a step, by the flags of a run (pure)."""
+    """What every rank of the pipeline does in a step, by the flags of a run (pure).
+
+    stages: by global stage. group_size: microbatches that interleaving takes in turn, None without. costs: equal
+    ranks, F = B = W. Raises StageLayersError where layers do not divide over stages.
+    """
 
     def __init__(self, config: Config) -> None:
         parallel = config.parallel
@@ -28,10 +32,18 @@ class Plans:
         num_chunks = len(self.stages) // num_ranks
         self.schedule = parallel.pipeline_schedule
         self.placement = Placement(LINEAR if num_chunks == 1 else LOOPED, num_ranks, num_chunks)
+        self.group_size = parallel.microbatch_group_size_per_vp_stage if num_chunks > 1 else None
+        self.costs = CostModel.of_ranks(self.placement)
         self._masked = config.data.reset_attention_mask
-        self._group_size = parallel.microbatch_group_size_per_vp_stage
         self._train = functools.lru_cache(maxsize=None)(self._build)
         self._evaluate = functools.lru_cache(maxsize=None)(self._build_forward_only)
+
+    def computations(self, num_microbatches: int) -> Plan:
+        """Without transfers. Raises PlanError."""
+        request = Request(
+            self.placement.num_ranks, num_microbatches, self.placement.num_chunks, self.group_size
+        )
+        return build_plan(self.schedule, request)
 
     def train(self, num_microbatches: int) -> Plan:
         """With transfers, verified. Raises PlanError."""
@@ -51,27 +63,13 @@ class Plans:
         return self._masked or any(spec.embedding or spec.loss for spec in mine)
 
     def _build(self, num_microbatches: int) -> Plan:
-        return lower(self._computations(num_microbatches), self._costs)
+        return lower(self.computations(num_microbatches), self.costs)
 
     def _build_forward_only(self, num_microbatches: int) -> Plan:
         # A whole validation set may end with fewer microbatches than interleaving's group: of a larger plan, those that
         # there are.
         chunks = self.placement.num_chunks
-        least = (self._group_size or self.placement.num_ranks) if chunks > 1 else 1
-        plan = forward_only(self._computations(max(num_microbatches, least)))
+        least = (self.group_size or self.placement.num_ranks) if chunks > 1 else 1
+        plan = forward_only(self.computations(max(num_microbatches, least)))
         rows = tuple(tuple(op for op in row if op[2] < num_microbatches) for row in plan.rows)
-        return lower(dataclasses.replace(plan, num_microbatches=num_microbatches, rows=rows), self._costs)
-
-    def _computations(self, num_microbatches: int) -> Plan:
-        chunks = self.placement.num_chunks
-        request = Request(
-            self.placement.num_ranks,
-            num_microbatches,
-            chunks if chunks > 1 else None,
-            self._group_size if chunks > 1 else None,
-        )
-        return build_plan(self.schedule, request)
-
-    @property
-    def _costs(self) -> CostModel:
-        return CostModel.of_ranks(self.placement)
+        return lower(dataclasses.replace(plan, num_microbatches=num_microbatches, rows=rows), self.costs)

@@ -130,11 +130,21 @@ class _Resolver:
         if v["sequence_parallel"] and v["tensor_model_parallel_size"] == 1:
             self.warnings.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1")
             self.derive("sequence_parallel", False)
+        self.distributed_optimizer_instances()
         backend = "nccl" if self.machine.has_gpu else "gloo"
         if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
             self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
             self.derive("distributed_backend", backend)
         self.fill("distributed_backend", backend)
+
+    def distributed_optimizer_instances(self) -> None:
+        v = self.values
+        sharded = v["use_distributed_optimizer"] or v["data_parallel_sharding_strategy"] != "no_shard"
+        if v["num_distributed_optimizer_instances"] > 1 and not sharded:
+            self.warnings.append(
+                f"--num-distributed-optimizer-instances {v['num_distributed_optimizer_instances']}: the process groups "
+                "are made and nothing else changes, as no optimizer state is sharded"
+            )
 
     def model(self) -> None:
         v = self.values

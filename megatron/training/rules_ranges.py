@@ -76,7 +76,8 @@ _FROM_ONE = (
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers microbatch_group_size_per_vp_stage "
     "save_interval save_retain_interval log_interval eval_interval exit_interval exit_duration_in_mins "
     "tensorboard_log_interval tensorboard_queue_size num_dataset_builder_threads distributed_timeout_minutes "
-    "nan_max_skips hysteresis loss_scale_window iterations_to_skip"
+    "nan_max_skips hysteresis loss_scale_window iterations_to_skip "
+    "threads_per_rank num_distributed_optimizer_instances"
 )
 for _name in _FROM_ONE.split():
     _at_least(_name, 1)
@@ -98,5 +99,6 @@ for _name in "train_iters train_samples lr_decay_iters lr_decay_samples eval_ite
     _at_most(_name, _MOST_COUNT)
 _at_most("num_layers", MAX_LAYERS)
 _at_most("pipeline_model_parallel_size", MAX_STAGES)
+_at_most("threads_per_rank", 1024)  # far more than cores end the process where the system refuses a thread
 _at_most("seed", 2**32 - 2**20)  # NumPy's generators take 32 bits; stages add to the seed
 _at_most("mid_level_dataset_surplus", 1)

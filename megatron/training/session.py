@@ -75,7 +75,7 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     started_at = time.monotonic()
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
-    threads = device.set_threads(env.local_world_size)
+    threads = device.set_threads(env.local_world_size, threads=config.training.threads_per_rank)
     here = device.current_device(
         env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None
     )
@@ -90,7 +90,13 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     watchdog = Watchdog(
         store, env.rank, env.world_size, store_host=f"{env.master_addr} (rank 0 or its launcher)"
     )
-    ps = parallel_state.make_parallel_state(grid, here, timeout, observer=watchdog.collective)
+    ps = parallel_state.make_parallel_state(
+        grid,
+        here,
+        timeout,
+        observer=watchdog.collective,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+    )
     compare_across_ranks(
         lambda value: collectives.all_gather_json(value, ps.control_group),
         {**config.flat(), **config.extra},

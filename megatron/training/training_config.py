@@ -29,6 +29,13 @@ class TrainingConfig:
     exit_duration_in_mins: int | None = arg(None, "save and exit after this time", unit="min")
     iterations_to_skip: tuple[int, ...] = arg((), "iterations whose batch is drawn but not trained on")
     deterministic_mode: bool = arg(False, "only kernels that give the same bits every time")
+    threads_per_rank: int | None = arg(
+        None,
+        "threads that one rank computes with; the same number gives the same bits",
+        unit="threads",
+        derived="cores of the machine // its ranks",
+        ours=True,
+    )
     manual_gc: bool = arg(False, "Python's garbage collection only at fixed steps")
     manual_gc_interval: int = arg(
         0, "steps between collections with --manual-gc; 0 = never", unit="iterations"
@@ -127,7 +134,8 @@ class LoggingConfig:
     )
     log_pipeline_timeline: str | None = arg(
         None,
-        "folder for the start and end of every operation of the pipeline, one JSONL file a rank",
+        "folder for the start and end of every operation of the pipeline, one JSONL file a rank; files of an earlier "
+        "run are moved to old-1, old-2, ... in it",
         ours=True,
     )
     progress: Literal["auto", "off"] = arg(

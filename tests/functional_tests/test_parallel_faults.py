@@ -29,7 +29,7 @@ def faulty(folder, flags, ranks=2):
     ("flags", "says"),
     [
         (f"{CHUNKS} --global-batch-size 2",
-         ["--global-batch-size 2 has 1 microbatches a rank, fewer than the 2 that interleaving takes",
+         ["--global-batch-size 2 has 1 microbatch a rank, fewer than the 2 that interleaving takes",
           "(--pipeline-model-parallel-size)", "larger global batch"]),
         (f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 5",
          ["--microbatch-group-size-per-virtual-pipeline-stage", "fewer than the 5"]),

@@ -16,6 +16,12 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: bool = arg(
         False, "shard the optimizer state over data parallel ranks (ZeRO-1)"
     )
+    num_distributed_optimizer_instances: int = arg(
+        1,
+        "divide the data parallel ranks into so many instances, each with the whole sharded optimizer state; as long "
+        "as no state is sharded, only the process groups are made",
+        unit="instances",
+    )
     overlap_grad_reduce: bool = arg(
         False, "reduce buckets of gradients during the last backward, instead of after it"
     )

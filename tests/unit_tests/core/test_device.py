@@ -78,6 +78,15 @@ def test_threads_default_to_the_cores_there_are():
         torch.set_num_threads(1)
 
 
+def test_threads_that_were_asked_for_are_taken_whatever_the_cores():
+    try:
+        for threads in (3, 1):
+            assert set_threads(2, 8, threads=threads) == threads
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_generators_and_rng_states_replay():
     a, b = CPU.generator(7), CPU.generator(7)
     assert torch.equal(torch.randn(5, generator=a), torch.randn(5, generator=b))

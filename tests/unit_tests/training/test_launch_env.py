@@ -13,7 +13,6 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
-    "OMP_NUM_THREADS": "4,2",
 }
 
 
@@ -31,12 +30,7 @@ def test_torchrun():
         1,
         4,
     )
-    assert (env.master_addr, env.master_port, env.restart_count, env.omp_num_threads) == (
-        "node0",
-        29500,
-        2,
-        4,
-    )
+    assert (env.master_addr, env.master_port, env.restart_count) == ("node0", 29500, 2)
 
 
 @pytest.mark.parametrize("bad", [{"RANK": "x"}, {"RANK": "8"}, {"LOCAL_RANK": "-1"}, {"MASTER_PORT": "no"}])

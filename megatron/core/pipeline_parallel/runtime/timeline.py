@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megatron.core import collectives
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
@@ -30,12 +33,17 @@ class Recorder(Protocol):
 class TimelineWriter:
     """A `Recorder` that writes one file a rank under `directory`, anew for each run.
 
+    What an earlier run (also the one that is resumed) wrote there is moved to its subdirectory `old-1`, or the next
+    number that is free, a timeline of its own. Communicates over the world: every rank makes one. Raises OSError, on
+    every rank where it is the first one that cannot move files.
+
     A step's lines are written at its end, in one piece. On CUDA every operation is waited for, so a run that is
     measured overlaps less than one that is not.
     """
 
     def __init__(self, directory: Path, ps: ParallelState) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        _set_earlier_aside(directory, ps)
         self._pipeline = ps.pp_group.ranks
         self._device = ps.device
         self._file = (directory / file_name(ps.rank)).open("w")
@@ -70,3 +78,31 @@ class TimelineWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _set_earlier_aside(directory: Path, ps: ParallelState) -> None:
+    """Move an earlier run's files away before any rank opens its own. Communicates over the world."""
+    failed: str | None = None
+    if ps.is_first_rank:
+        # All of them: an earlier run may have had more ranks.
+        try:
+            _move_aside(directory, sorted(directory.glob("rank-*.jsonl")))
+        except OSError as error:
+            failed = str(error)
+    failed = collectives.broadcast_json(failed, ps.control_group)
+    if failed is not None:
+        raise OSError(failed)
+    mine = directory / file_name(ps.rank)
+    if mine.exists():  # in a folder of this machine's own, which the first rank does not see
+        with contextlib.suppress(FileNotFoundError):  # a network file system may show what is gone
+            _move_aside(directory, [mine])
+
+
+def _move_aside(directory: Path, files: Sequence[Path]) -> None:
+    number = 1
+    while any((directory / f"old-{number}" / file.name).exists() for file in files):
+        number += 1
+    for file in files:
+        target = directory / f"old-{number}"
+        target.mkdir(exist_ok=True)
+        file.rename(target / file.name)

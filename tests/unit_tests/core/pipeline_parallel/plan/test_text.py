@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.plan.text import (
     to_json,
     to_torch_csv,
 )
+from megatron.core.pipeline_parallel.plan.verify import verify
 
 
 def plans():
@@ -25,6 +26,7 @@ def plans():
         yield plan
         yield lower(plan, CostModel.of_ranks(plan.placement))
         yield forward_only(plan)
+        yield lower(forward_only(plan), CostModel.of_ranks(plan.placement))
     rows = (
         parse_row("0F0 3F0.1[0:2] (0F1;3BW0) (0F2;3BW1)".split()),
         parse_row("1UNSHARD 1F0 1REDUCE[1:4] 1SEND_STATE@0#3 1VALIDATE 1STEP".split()),
@@ -36,6 +38,17 @@ def plans():
 @pytest.mark.parametrize(("write", "read"), [(to_csv, from_csv), (to_json, from_json)])
 def test_round_trips(plan, write, read):
     assert read(write(plan)) == plan
+
+
+@pytest.mark.parametrize(("write", "read"), [(to_csv, from_csv), (to_json, from_json)])
+def test_a_plan_without_backwards_stays_one(write, read):
+    """It would be no sound plan otherwise: every activation waits for a backward."""
+    plan = forward_only(build_plan("1f1b", Request(2, 3)))
+    plan = read(write(lower(plan, CostModel.of_ranks(plan.placement))))
+    assert plan.forward_only
+    verify(plan)
+    with pytest.raises(PlanError):
+        verify(dataclasses.replace(plan, forward_only=False))
 
 
 def test_changed_files_are_refused():

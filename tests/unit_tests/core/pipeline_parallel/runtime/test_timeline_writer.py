@@ -67,6 +67,52 @@ def test_two_pipelines_write_and_are_read_back(tmp_path):
         assert step.spans[0]["0BW0"].end_s > step.spans[1]["1BW0"].end_s
 
 
+def test_an_earlier_timeline_is_moved_aside_whole_and_still_readable(tmp_path):
+    """Also of a run that had more ranks: its files would be taken for this run's."""
+    plan = build_plan("1f1b", Request(1, 2))
+
+    def run(ctx, iteration):
+        ps = ctx.make_ps(dp=ctx.world_size)
+        writer = TimelineWriter(tmp_path, ps)
+        stage = ModelStage(lambda m, h: torch.ones((), requires_grad=True), None, begins=True, ends=True)
+        Executor(plan, 0, {0: stage}, P2P(ps), recorder=writer).run(iteration)
+        writer.close()
+
+    for iteration, ranks in enumerate((2, 3, 1, 2)):
+        run_ranks(run, ranks, iteration)
+    for folder, iteration, ranks in ((".", 3, 2), ("old-1", 0, 2), ("old-2", 1, 3), ("old-3", 2, 1)):
+        steps = read_timeline(tmp_path / folder)
+        assert [(step.iteration, step.pipeline) for step in steps] == [
+            (iteration, (r,)) for r in range(ranks)
+        ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("old-1", "old-2", "old-3", "rank-00000.jsonl", "rank-00001.jsonl")
+    ]
+
+
+def test_a_rank_moves_its_own_file_where_the_first_one_does_not_see_it(tmp_path):
+    def check(ctx):
+        folder = tmp_path / f"machine{ctx.rank}"
+        for _ in range(2):
+            TimelineWriter(folder, ctx.make_ps(dp=2)).close()
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jsonl"))
+
+    for rank, found in enumerate(run_ranks(check, 2)):
+        assert found == [f"old-1/rank-0000{rank}.jsonl", f"rank-0000{rank}.jsonl"]
+
+
+def test_what_cannot_be_moved_ends_every_rank(tmp_path):
+    (tmp_path / "rank-00000.jsonl").touch()
+    (tmp_path / "old-1").touch()  # no folder
+
+    def check(ctx):
+        with pytest.raises(OSError, match="old-1"):
+            TimelineWriter(tmp_path, ctx.make_ps(dp=2))
+
+    run_ranks(check, 2)
+    assert (tmp_path / "rank-00000.jsonl").exists()
+
+
 def test_a_step_that_breaks_off_is_written_as_far_as_it_came(tmp_path):
     def run(microbatch, hidden):
         if microbatch == 2:
