@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import collectives
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, B, F, Plan, PlanError, W
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.registry import build_plan
@@ -118,6 +119,9 @@ class SlowChannel:
         now = self.clock.now()
         return [SlowArrival(one, now, self) for one in self.channel.post(messages)]
 
+    def release(self, sends: Iterable[Key]) -> None:
+        self.channel.release(sends)
+
     def drain(self) -> None:
         self.channel.drain()
 
@@ -156,6 +160,9 @@ class IdleStage:
 class NoChannel:
     def post(self, messages: Sequence[Message]) -> list[Arrival]:
         return []
+
+    def release(self, sends: Iterable[Key]) -> None:
+        pass
 
     def drain(self) -> None:
         pass

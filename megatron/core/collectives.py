@@ -34,7 +34,8 @@ class Pending:
     """A collective under way. `wait()` completes it (once; later calls do nothing).
 
     buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
-    rank of the other end, of a point to point message.
+    rank of the other end, of a point to point message. holds_temporary: one of the buffers is neither the caller's
+    input nor output, so every one of these under way takes memory of its own.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class Pending:
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
         peer: int | None = None,
+        *,
+        holds_temporary: bool = False,
     ) -> None:
+        self.holds_temporary = holds_temporary
         self._op = op
         self._group = group
         self._work = work
@@ -53,6 +57,10 @@ class Pending:
         self._finish = finish
         self._peer = peer
         self._started = time.monotonic()
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return at once, or raise. gloo says so of what was waited for, and of nothing else."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         if self._work is not None:
@@ -126,6 +134,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: boo
         ),
         (received, input, output),
         finish=lambda: sum_in_rank_order(received, output),
+        holds_temporary=True,
     )
 
 
@@ -145,8 +154,8 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     """bucket <- its sum over the group, in place, always asynchronous. Its size is a multiple of the group's.
 
     On gloo the sum runs in rank order, in fp32 at least: see [Note: sums in rank order] in
-    distributed/distributed_data_parallel. Its second half (gathering the sums) is issued by `wait()`, so
-    waits on several must come in the same order on all ranks.
+    distributed/distributed_data_parallel. It receives beside the bucket (`holds_temporary`), and its second half
+    (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     """
     order_free = group.size == 2 and bucket.element_size() >= 4  # a sum of two has one order
     if group.size == 1 or group.backend != "gloo" or order_free:
@@ -165,6 +174,7 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
         lambda: dist.all_to_all_single(received, bucket, group=group.process_group, async_op=True),
         (received, bucket),
         finish=gather_sums,
+        holds_temporary=True,
     )
 
 
@@ -319,11 +329,13 @@ def _launch(
     call: Callable[[], dist.Work],
     buffers: tuple[Tensor, ...],
     finish: Callable[[], None] | None = None,
+    *,
+    holds_temporary: bool = False,
 ) -> Pending:
     _observe(op, group)
     with _peer_loss_named(op, group, time.monotonic()):
         work = call()
-    pending = Pending(op, group, work, buffers, finish)
+    pending = Pending(op, group, work, buffers, finish, holds_temporary=holds_temporary)
     if not async_op:
         pending.wait()
     return pending

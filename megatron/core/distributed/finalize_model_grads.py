@@ -3,8 +3,8 @@
 Two kinds, both rare, both found in `ParamMeta` and fixed when the engine is built:
 
 - partial regions (norms under sequence parallel, replicated key and value rows): each of the tensor parallel ranks
-  that hold a region has the gradient of its own tokens or heads. All of them, of all parameters, travel in one
-  collective.
+  that hold a region has the gradient of its own tokens or heads. They are packed, those of all parameters, and travel
+  in as few collectives as a buffer of bounded size allows.
 - shared parameters (tied embeddings): the first and the last pipeline stage each have the gradient of their own use.
   A sum of two has one order, so it is, bit for bit, what one process gets from adding the uses (`combine_uses`).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from megatron.core import collectives
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
+
+MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large enough for any link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,49 +36,67 @@ class _Packed:
     start: int
 
 
+@dataclasses.dataclass
+class _Pack:
+    """What travels in one collective: `numel` elements of the packed buffer."""
+
+    items: list[_Packed] = dataclasses.field(default_factory=list)
+    numel: int = 0
+
+
 class PartialSums:
     """Adds the parts of gradients that several tensor parallel ranks hold.
 
     Ranks that hold another rectangle must not be added: a region of c copies has one slot for each block of c ranks,
-    a rank fills its own block's and leaves the others zero. Communicates over tp.
+    a rank fills its own block's and leaves the others zero. max_packed: the packed buffer has at most so many elements
+    (and what rounds them up to the group's size); larger regions are cut. Communicates over tp.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: Group) -> None:
+    def __init__(self, buffer: FlatBuffer, group: Group, *, max_packed: int = MAX_PACKED) -> None:
+        assert max_packed >= group.size, f"{max_packed} elements for {group.size} slots"
         self._buffer = buffer
         self._group = group
-        self._packed: dict[torch.dtype, list[_Packed]] = {}
-        self._numel: dict[torch.dtype, int] = {}
+        self._max_packed = max_packed
+        self._packs: dict[torch.dtype, list[_Pack]] = {}
+        plan = []
         for name in buffer.names:
             for region in buffer.param_meta[name].parts:
                 if region.partial:
                     self._add_region(name, region)
-        plan = [
-            [str(dtype), [[p.name, list(p.region.shape), p.region.copies] for p in packed]]
-            for dtype, packed in self._packed.items()
-        ]
-        _assert_agreed(plan, group, "partial regions")
+                    dtype = str(buffer.main_grad(name).dtype)
+                    plan.append([dtype, name, list(region.shape), region.copies])
+        _assert_agreed([max_packed, plan], group, "partial regions")
 
     def _add_region(self, name: str, region: Region) -> None:
         copies, size = region.copies, self._group.size
         assert size % copies == 0, f"{name}: {copies} copies of {region} over {size} tensor parallel ranks"
-        dtype = self._buffer.main_grad(name).dtype
-        used = self._numel.get(dtype, 0)
-        start = used + self._group.rank // copies * region.numel
-        self._packed.setdefault(dtype, []).append(_Packed(name, region, start))
-        self._numel[dtype] = used + size // copies * region.numel
+        packs = self._packs.setdefault(self._buffer.main_grad(name).dtype, [])
+        slots = size // copies
+        for piece in _cut(region, self._max_packed // slots):
+            if not packs or packs[-1].numel + slots * piece.numel > self._max_packed:
+                packs.append(_Pack())
+            pack = packs[-1]
+            pack.items.append(_Packed(name, piece, pack.numel + self._group.rank // copies * piece.numel))
+            pack.numel += slots * piece.numel
 
     def add(self) -> None:
         """Every partial region holds the sum over its copies. Raises PeerLostError."""
-        for dtype, packed in self._packed.items():
-            views = [item.region.view(self._buffer.main_grad(item.name)) for item in packed]
-            flat = torch.zeros(
-                _round_up(self._numel[dtype], self._group.size), dtype=dtype, device=views[0].device
+        for dtype, packs in self._packs.items():
+            most = max(_round_up(pack.numel, self._group.size) for pack in packs)
+            packed = torch.empty(
+                most, dtype=dtype, device=self._buffer.main_grad(packs[0].items[0].name).device
             )
-            for item, view in zip(packed, views, strict=True):
-                _part(flat, item).copy_(view)
-            collectives.sum_gradients(flat, self._group).wait()
-            for item, view in zip(packed, views, strict=True):
-                view.copy_(_part(flat, item))
+            for pack in packs:
+                self._add_pack(pack, packed[: _round_up(pack.numel, self._group.size)])
+
+    def _add_pack(self, pack: _Pack, flat: Tensor) -> None:
+        views = [item.region.view(self._buffer.main_grad(item.name)) for item in pack.items]
+        flat.zero_()
+        for item, view in zip(pack.items, views, strict=True):
+            _part(flat, item).copy_(view)
+        collectives.sum_gradients(flat, self._group).wait()
+        for item, view in zip(pack.items, views, strict=True):
+            view.copy_(_part(flat, item))
 
 
 class SharedSums:
@@ -103,6 +124,28 @@ class SharedSums:
             flat[: grad.numel()].copy_(grad)
             collectives.sum_gradients(flat, self._group).wait()
             grad.copy_(flat[: grad.numel()])
+
+
+def _cut(region: Region, most: int) -> Iterator[Region]:
+    """The region in pieces of at most `most` elements, in order: by rows, and rows that are too long by theirs."""
+    if region.numel <= most:
+        yield region
+        return
+    dim = next(dim for dim, size in enumerate(region.shape) if size > 1)
+    num_rows = max(1, most // (region.numel // region.shape[dim]))
+    for row in range(0, region.shape[dim], num_rows):
+        rows = min(num_rows, region.shape[dim] - row)
+        piece = dataclasses.replace(
+            region,
+            local=_with(region.local, dim, region.local[dim] + row),
+            offset=_with(region.offset, dim, region.offset[dim] + row),
+            shape=_with(region.shape, dim, rows),
+        )
+        yield from _cut(piece, most)
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _part(flat: Tensor, item: _Packed) -> Tensor:

@@ -16,7 +16,9 @@ from megatron.core.distributed.shard_layout import Bucket
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import ParamMeta
 
-MAX_IN_FLIGHT = 2  # buckets being reduced at a time: bounds what the exchange needs beside the buffer
+MAX_TEMPORARIES = (
+    2  # reductions under way that hold memory beside the buffer (gloo's exchange; NCCL's hold none)
+)
 
 
 class ReductionQueue:
@@ -84,10 +86,13 @@ class ReductionQueue:
         if self._average:
             reducer.grads.mul_(1 / self._group.size)
             self._buffer.grads_divided_by = self._group.size
-        # Waiting here is safe: every rank launches the same buckets in the same order.
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft()[1].wait()
+        self._make_room()
         self._in_flight.append((index, collectives.sum_gradients(reducer.grads, self._group)))
+
+    def _make_room(self) -> None:
+        """Wait until one more may hold a temporary. Safe: every rank launches the same buckets in the same order."""
+        while sum(pending.holds_temporary for _, pending in self._in_flight) >= MAX_TEMPORARIES:
+            self._in_flight.popleft()[1].wait()
 
 
 class _Reducer:

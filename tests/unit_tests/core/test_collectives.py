@@ -72,6 +72,18 @@ def test_every_collective_matches_its_definition():
         collectives.reduce_scatter(out, values_of(ctx.rank, n, torch.bfloat16), ctx.ps.dp_group)
         return out
 
+    def temporaries(ctx):
+        bucket, out = values_of(ctx.rank, n), torch.empty(n // world)
+        reduced = ctx.ps.dp_reduce_group
+        started = [
+            collectives.sum_gradients(bucket, reduced),
+            collectives.reduce_scatter(out, bucket.clone(), reduced, async_op=True),
+            collectives.all_reduce(bucket.clone(), reduced, async_op=True),
+        ]
+        for one in started:
+            one.wait()
+        return [one.holds_temporary for one in started], [one.is_completed() for one in started]
+
     def sum_gradients(ctx):
         results = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -100,12 +112,14 @@ def test_every_collective_matches_its_definition():
         reduce_scatter,
         reduce_scatter_own_slice,
         reduce_scatter_bf16,
+        temporaries,
         sum_gradients,
         broadcast,
         json_values,
     ]
     got = share_ranks(world, {check.__name__: check for check in checks})
 
+    assert got["temporaries"] == [([True, True, False], [True] * 3)] * world
     exact = torch.stack([values_of(r, n, torch.float64) for r in range(world)])
     single = [values_of(r, n) for r in range(world)]
     ordered = in_rank_order(single)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import RawOp
 
 Message = tuple[RawOp, Tensor | None]  # a SEND_* with what it sends, or a RECV_*
@@ -27,6 +28,10 @@ class Channel(Protocol):
 
         A sent tensor belongs to the channel from now on, and nobody writes to it.
         """
+
+    def release(self, sends: Iterable[Key]) -> None:
+        """These sends are complete, something that arrived proves it: nothing of them need be kept beyond the next
+        `post`. The channel may know already."""
 
     def drain(self) -> None:
         """After the step's last operation: return once every send is complete."""

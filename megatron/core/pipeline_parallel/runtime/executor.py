@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.core.peer_loss import PeerLostError
+from megatron.core.pipeline_parallel.plan.echoes import Key, echoes
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
     LAST_COMPUTE,
@@ -34,7 +35,6 @@ from megatron.core.pipeline_parallel.runtime.timeline import Recorder
 from megatron.core.protocols import GradSync, Stage
 
 Handler = Callable[[RawOp], None]
-Key = tuple[int, int, int]  # (kind of the transfer that carries it, stage at that end, microbatch)
 
 
 class _Step(NamedTuple):
@@ -85,6 +85,7 @@ class Executor:
         self._waited_s = 0.0
         self._check(handlers or {})
         self._program = self._compile(handlers or {})
+        self._echoes = echoes(plan, rank)
 
     def run(self, iteration: int = 0) -> None:
         """Do the row once. Afterwards every message is through and nothing is kept; gradients are this rank's own
@@ -255,14 +256,18 @@ class Executor:
 
     def _take(self, kind: int, stage: int, microbatch: int) -> Tensor:
         """An input, waited for if it is still on its way."""
-        one = self._incoming.pop((kind, stage, microbatch))
+        key = (kind, stage, microbatch)
+        one = self._incoming.pop(key)
         if isinstance(one, Tensor):
             return one
         if self._recorder is None:
-            return one.wait()
-        start = self._recorder.now()
-        tensor = one.wait()
-        self._waited_s += self._recorder.now() - start
+            tensor = one.wait()
+        else:
+            start = self._recorder.now()
+            tensor = one.wait()
+            self._waited_s += self._recorder.now() - start
+        if key in self._echoes:
+            self._channel.release(self._echoes[key])
         return tensor
 
     def _hand_on(

@@ -9,14 +9,14 @@ posted message by message in that order.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import PeerLostError, Pending, send_receive
 from megatron.core.parallel_state import Group, ParallelState
+from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
 
@@ -32,9 +32,9 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 class P2P:
     """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
 
-    max_sends: so many sends may be under way once a batch is posted, the oldest are waited for; twice the number of
-    ranks by default. gloo says nothing of a send's end before it is waited for, so this is also how
-    long a sent tensor's memory is held.
+    A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through. Whoever
+    knows says so by `release`; NCCL is asked at every batch. max_sends: so many of the others may be under way once a
+    batch is posted, the oldest are waited for; twice the number of ranks by default.
 
     Raises PeerLostError naming the operation.
     """
@@ -51,7 +51,11 @@ class P2P:
         self._shapes: dict[
             tuple[int, int], Shape
         ] = {}  # (kind of transfer, peer) -> what this channel carries
-        self._sends: deque[tuple[RawOp, Pending]] = deque()
+        # Under way, in the order in which they were posted; headers apart.
+        self._sends: dict[Key, tuple[RawOp, Pending]] = {}
+        self._proven: list[Key] = []  # sends that are known to be complete
+        self._headers: list[tuple[RawOp, Pending]] = []
+        self._asks = ps.pp_forward_group.backend != "gloo"  # whether a send can be asked if it is through
 
     def post(self, messages: Sequence[Message]) -> list[Arrival]:
         """Start a batch of transfers, one call a direction; returns without waiting for any of them.
@@ -69,14 +73,28 @@ class P2P:
             for message in messages:  # see [Note: shape handshake]
                 self._shake_hands(*message)
                 arrivals += self._post([message])
+        while self._proven:
+            key = self._proven.pop()
+            if key in self._sends:  # not waited for before, to make room
+                self._finish_send(key)
+        if self._asks:
+            self._finish_completed_sends()
         while len(self._sends) > self._max_sends:
-            self._finish_oldest_send()
+            self._finish_send(next(iter(self._sends)))
         return arrivals
+
+    def release(self, sends: Iterable[Key]) -> None:
+        """Sends that an arrival proved complete: their memory is given back by the next `post`, once its messages are
+        on their way. Here a computation is about to start that somebody waits for."""
+        self._proven += sends
 
     def drain(self) -> None:
         """Return once every send is complete."""
+        self._proven.clear()
+        while self._headers:
+            _wait(*self._headers.pop())
         while self._sends:
-            self._finish_oldest_send()
+            self._finish_send(next(iter(self._sends)))
 
     def _post(self, messages: Sequence[Message]) -> list[Arrival]:
         """One batch a direction, over channels whose shapes are known."""
@@ -91,7 +109,9 @@ class P2P:
                     receives.append((op, self._buffer(op)))
             sent, received = self._start(sends, receives, self._groups[send])
             for (op, _), pending in zip(sends, sent, strict=True):
-                self._sends.append((op, pending))
+                key = op[:3]
+                assert key not in self._sends, f"{op_text(op)}: posted again before it was through"
+                self._sends[key] = (op, pending)
             for (op, buffer), pending in zip(receives, received, strict=True):
                 arrivals[op] = _Receive(op, buffer, pending)
         return [arrivals[op] for op, tensor in messages if tensor is None]
@@ -135,7 +155,7 @@ class P2P:
         if tensor is not None:
             header = torch.tensor(_header(op, tensor), device=self._device)
             sent, _ = self._start([(op, header)], [], self._groups[op[0]])
-            self._sends.append((op, sent[0]))
+            self._headers.append((op, sent[0]))
             self._shapes[channel] = (tensor.dtype, tuple(tensor.shape))
             return
         header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self._device)
@@ -144,8 +164,17 @@ class P2P:
         code, num_dims, *dims = header.tolist()  # sync: the shape of a channel, once
         self._shapes[channel] = (DTYPES[code], tuple(dims[:num_dims]))
 
-    def _finish_oldest_send(self) -> None:
-        _wait(*self._sends.popleft())
+    def _finish_send(self, key: Key) -> None:
+        """Wait even where it is known to be through: that is what gives the memory back, and tells of an error."""
+        _wait(*self._sends.pop(key))
+
+    def _finish_completed_sends(self) -> None:
+        """Oldest first, up to one that is under way."""
+        while self._sends:
+            key = next(iter(self._sends))
+            if not self._sends[key][1].is_completed():
+                return
+            self._finish_send(key)
 
 
 class _Receive:

@@ -9,6 +9,7 @@ from torch import nn
 from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from tests.harness.ranks import RanksError, run_ranks, share_ranks
@@ -106,6 +107,69 @@ def test_all_partial_regions_travel_in_one_collective_and_none_where_there_are_n
         return [c for c in (run_ddp_without_parts(ctx), calls)[1] if c[0] == "tp"]
 
     assert run_ranks(nothing, 2) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_a_bounded_buffer_have_the_bits_of_one_collective(monkeypatch, dtype):
+    """Rows and long rows are cut, in tensors of one to three dims; nothing else is touched."""
+    shapes = {"norm": (7,), "qkv": (6, 5), "deep": (2, 3, 4), "one": (1, 1)}
+    sizes = []
+    real = collectives.sum_gradients
+    monkeypatch.setattr(collectives, "sum_gradients", lambda b, g: (sizes.append(b.numel()), real(b, g))[1])
+
+    def body(ctx):
+        ps = ctx.make_ps(tp=4)
+        half = ps.tp_rank // 2
+        kv = Region((2, 1), (2 + 4 * half, 1), (4, 3), copies=2, partial=True)  # not contiguous
+        deep = Region((0, 0, 1), (0, 3 * half, 1), (2, 3, 2), copies=2, partial=True)
+        meta = {
+            "norm": ParamMeta("norm", (7,), regions=(Region((0,), (0,), (7,), copies=4, partial=True),)),
+            "qkv": ParamMeta("qkv", (10, 5), regions=(kv, Region((0, 0), (0, 0), (2, 5)))),
+            "deep": ParamMeta("deep", (2, 6, 4), regions=(deep, Region((1, 2, 3), (1, 2, 3), (1, 1, 1)))),
+            "one": ParamMeta(
+                "one", (1, 1), regions=(Region((0, 0), (0, 0), (1, 1), copies=4, partial=True),)
+            ),
+        }
+        parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+        config = DistributedDataParallelConfig(grad_reduce_in_bf16=True)
+        results = []
+        for limit in (MAX_PACKED, 4, 5, 8, 12, 23):
+            sizes.clear()
+            buffer = FlatBuffer(parameters, meta, config, dp_size=1, device=torch.device("cpu"))
+            assert buffer.main_grad("qkv").dtype == dtype
+            for name, shape in shapes.items():
+                buffer.main_grad(name).copy_(values(name, shape, ctx.rank))
+            PartialSums(buffer, ps.tp_group, max_packed=limit).add()
+            results.append(({n: buffer.main_grad(n).clone() for n in shapes}, limit, list(sizes)))
+        untouched = values("qkv", shapes["qkv"], ctx.rank).to(dtype)
+        assert torch.equal(results[0][0]["qkv"][:, [0, 4]], untouched[:, [0, 4]])
+        assert not torch.equal(results[0][0]["qkv"][2:, 1:4], untouched[2:, 1:4])
+        return results
+
+    total = 7 + 2 * 12 + 2 * 12 + 1
+    for (whole, _, once), *pieces in run_ranks(body, 4):
+        assert once == [total]
+        for grads, limit, each in pieces:
+            assert all(torch.equal(grads[name], whole[name]) for name in shapes), limit
+            assert max(each) <= -(-limit // 4) * 4
+            assert len(each) >= total / limit
+
+
+def test_replicated_rows_of_a_large_model_need_no_more_than_the_limit():
+    """16 ranks, 8 groups of keys and values, hidden 8192, 80 layers: 5 GiB at once."""
+    region = Region((0, 0), (0, 0), (256, 8192), copies=2, partial=True)
+    limit = MAX_PACKED // 8
+    pieces = list(_cut(region, limit))
+    assert [piece.numel * 8 for piece in pieces] == [MAX_PACKED]
+    pieces = list(_cut(region, 3 * 8192 - 1))
+    assert [piece.local[0] for piece in pieces] == list(range(0, 256, 2))
+    pieces = list(_cut(region, 5000))
+    assert [(piece.local, piece.shape) for piece in pieces[:3]] == [
+        ((0, 0), (1, 5000)),
+        ((0, 5000), (1, 3192)),
+        ((1, 0), (1, 5000)),
+    ]
+    assert sum(piece.numel for piece in pieces) == region.numel
 
 
 def run_ddp_without_parts(ctx):

@@ -260,6 +260,37 @@ def test_outputs_are_freed_while_their_backward_is_still_to_come():
     assert first[-1] == 0
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe"])
+def test_the_plan_says_which_sends_are_through(name):
+    """No send is waited for to make room where the bound is far, and 1F1B holds few however many microbatches."""
+    chunks = 2 if name == "interleaved" else None
+    plan = lowered(build_plan(name, Request(3, 9, chunks)))
+
+    def check(ctx):
+        channel = P2P(ctx.make_ps(pp=3), max_sends=10**6)
+        held, post = [], channel.post
+
+        def counting(messages):
+            arrivals = post(messages)
+            held.append(len(channel._sends))
+            return arrivals
+
+        channel.post = counting
+        values = run_rank(plan, ctx.rank, channel)
+        assert not channel._sends
+        return values, max(held)
+
+    by_rank = run_ranks(check, 3)
+    assert by_stage([values for values, _ in by_rank]) == run_alone(plan.placement.num_stages, 9)
+    held = [most for _, most in by_rank]
+    if name == "1f1b":
+        assert held == [3, 3, 2]
+    elif name == "interleaved":
+        assert max(held) <= 9, held
+    else:
+        assert held == [9, 9, 9]  # nothing comes back before the last forward
+
+
 def test_a_lost_peer_is_told_with_rank_stage_iteration_and_operation():
     plan = lowered(build_plan("1f1b", Request(2, 4)))
 

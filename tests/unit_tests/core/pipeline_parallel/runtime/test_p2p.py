@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
+from megatron.core.collectives import Pending
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from tests.harness.ranks import run_ranks
@@ -119,6 +123,72 @@ def test_sends_are_kept_up_to_a_number():
     held = run_ranks(check, 2)[0]
     assert max(held) == 3
     assert held[-1] == 0
+
+
+def test_a_released_send_is_kept_no_longer():
+    """Its memory is free after the next batch. A release may come too late; only the others count for the bound."""
+
+    def check(ctx):
+        channel = P2P(ctx.make_ps(pp=2), max_sends=2)
+        if ctx.rank == 1:
+            for microbatch in range(4):
+                channel.post([(op(RECV_F, 1, microbatch, 0), None)])[0].wait()
+                channel.post([(op(SEND_B, 1, microbatch, 0), torch.zeros(1))])
+            channel.drain()
+            return None
+        held = []
+        for microbatch in range(4):
+            array = np.zeros(4, dtype=np.float32)
+            alive = weakref.ref(array)
+            channel.post([(op(SEND_F, 0, microbatch, 1), torch.from_numpy(array))])
+            (arrival,) = channel.post([(op(RECV_B, 0, microbatch, 1), None)])
+            del array
+            arrival.wait()
+            held.append((alive() is not None, len(channel._sends)))
+            if microbatch != 1:
+                channel.release([(SEND_F, 0, microbatch), (SEND_F, 0, 17)])
+                assert alive() is not None  # somebody waits for the computation that starts now
+            channel.post([])
+            held.append((alive() is not None, len(channel._sends)))
+        channel.drain()
+        return [*held, len(channel._sends), len(channel._headers)]
+
+    kept, free = (True, 1), (False, 0)
+    assert run_ranks(check, 2)[0] == [
+        kept,
+        free,
+        kept,
+        kept,
+        (True, 2),
+        (False, 1),
+        (True, 2),
+        (False, 1),
+        0,
+        0,
+    ]
+
+
+def test_completed_sends_are_dropped_where_the_backend_says_so(monkeypatch):
+    def check(ctx):
+        channel = P2P(ctx.make_ps(pp=2), max_sends=9)
+        assert not channel._asks  # gloo knows nothing before it is waited for
+        if ctx.rank == 1:
+            for microbatch in range(6):
+                channel.post([(op(RECV_F, 1, microbatch, 0), None)])[0].wait()
+            return None
+        through, held = set(), []
+        channel._asks = True
+        monkeypatch.setattr(Pending, "is_completed", lambda self: id(self) in through)
+        for microbatch in range(6):
+            channel.post([(op(SEND_F, 0, microbatch, 1), torch.zeros(4))])
+            held.append([key[2] for key in channel._sends])
+            if microbatch in (1, 3, 4):  # the first two; one behind another that is under way; all
+                done = {1: (0, 1), 3: (3,), 4: (2, 4)}[microbatch]
+                through |= {id(channel._sends[SEND_F, 0, m][1]) for m in done}
+        channel.drain()
+        return held
+
+    assert run_ranks(check, 2)[0] == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5]]
 
 
 def test_more_dims_and_other_dtypes_than_a_header_can_say():
