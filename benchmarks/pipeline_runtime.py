@@ -47,7 +47,7 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
-from megatron.core.pipeline_parallel.runtime.timeline import TimelineWriter
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from tests.harness.ranks import RankContext, run_ranks
 
 MS = 1e-3

@@ -48,7 +48,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.pipeline_parallel.runtime.timeline import TimelineWriter
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.ranks import RankContext, run_ranks
 
@@ -123,6 +123,7 @@ class OurTrainer:
         for group in self.optimizer.param_groups:  # the schedule's part
             group["lr"] = LEARNING_RATE
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
+        self.writer = None if timeline is None else TimelineWriter(timeline, ps)
         plan = build_plan("1f1b", Request(NUM_RANKS, microbatches))
         stage = ModelStage(self._forward, sink, begins=self.rank == 0, ends=self.last)
         self.executor = Executor(
@@ -131,7 +132,7 @@ class OurTrainer:
             {self.rank: stage},
             P2P(ps),
             self.model,
-            recorder=None if timeline is None else TimelineWriter(timeline, ps),
+            recorder=self.writer,
         )
         self.batches: Batches = []
         self.total, self.iteration = 0.0, 0
@@ -288,6 +289,8 @@ def run_case(ctx: RankContext, dtype: str, args: argparse.Namespace) -> dict[str
     for pair in range(args.steps):
         for name in ("ours", "torch") if pair % 2 == 0 else ("torch", "ours"):
             runs[name].append(timed(trainers[name], batches))
+    if ours.writer is not None:
+        ours.writer.close()
     return runs
 
 

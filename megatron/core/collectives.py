@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Group
-from megatron.core.peer_loss import PEER_LOST_STATUS, PeerLostError, peer_loss_named
-
-__all__ = ["PEER_LOST_STATUS", "PeerLostError"]  # told here, raised here
+from megatron.core.peer_loss import peer_loss_named
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-PEER_LOST_STATUS = 6  # the exit status of a rank that lost a peer (docs: exit statuses)
-
 # What backends and stores say when a peer is gone or silent, as against a call with wrong shapes or types.
 _LOST = re.compile(
     r"connection|timed? ?out|peer|socket|broken pipe|remote process|monitoredBarrier|aborted", re.IGNORECASE
@@ -26,7 +24,7 @@ class PeerLostError(RuntimeError):
     call has only one. where: what the rank was doing, see `at`.
     """
 
-    status = PEER_LOST_STATUS
+    status = 6
 
     def __init__(
         self,

@@ -15,8 +15,9 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage, Run
-from megatron.core.pipeline_parallel.runtime.timeline import Recorder, TimelineWriter
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
@@ -131,6 +132,11 @@ class PipelineRunner:
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
         self._named(numbers, training=False)
+
+    def close(self) -> None:
+        """The run is over: close the recorder."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _named(self, numbers: StepNumbers, *, training: bool) -> StepNumbers:
         """Tell the numbers the names of the losses, which stages without a loss do not know by themselves."""

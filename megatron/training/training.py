@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from megatron.core.collectives import PeerLostError
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.enums import ModelType
@@ -14,6 +13,7 @@ from megatron.core.optimizer.grad_scaler import GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
 from megatron.core.optional import MissingPackageError
+from megatron.core.peer_loss import PeerLostError
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from megatron.training import global_vars
 from megatron.training.arguments import launch_config
@@ -139,7 +139,10 @@ class _Run:
             engine = build_engine(config, session.ps, plans, model_provider)
             runner = build_runner(session, plans, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, plans, engine, runner)
-        return self.loop.run(datasets_provider)
+        try:
+            return self.loop.run(datasets_provider)
+        finally:
+            runner.close()
 
     @property
     def _iteration(self) -> int | None:

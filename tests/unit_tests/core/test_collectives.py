@@ -11,6 +11,7 @@ import torch
 
 from megatron.core import collectives
 from megatron.core.parallel_state import make_parallel_state, single_process
+from megatron.core.peer_loss import PeerLostError
 from megatron.core.rank_grid import RankGrid
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
@@ -177,7 +178,7 @@ def test_dead_peer_is_a_peer_lost_error_naming_op_group_and_rank():
         try:
             for _ in range(100):
                 collectives.all_reduce(x, ps.dp_reduce_group)
-        except collectives.PeerLostError as error:
+        except PeerLostError as error:
             raise AssertionError(
                 f"CAUGHT {error.op}|{error.purpose}|{error.rank}|{error.status}|{error}"
             ) from None
@@ -195,9 +196,9 @@ def test_silent_peer_times_out_and_the_barrier_names_it():
         if ctx.rank == 1:
             time.sleep(2.5)
             return None
-        with pytest.raises(collectives.PeerLostError, match=r"barrier.*rank.*1") as caught:
+        with pytest.raises(PeerLostError, match=r"barrier.*rank.*1") as caught:
             collectives.barrier(ps.control_group)
-        with pytest.raises(collectives.PeerLostError, match="all_reduce"):
+        with pytest.raises(PeerLostError, match="all_reduce"):
             collectives.all_reduce(torch.ones(3), ps.dp_group)
         return str(caught.value)
 
@@ -212,7 +213,7 @@ def test_a_wrong_call_is_not_blamed_on_a_peer():
             collectives.all_gather(torch.empty(5), torch.empty(2), ctx.ps.dp_group)
         with pytest.raises(RuntimeError) as caught:
             collectives.all_reduce(torch.zeros(2).to(torch.float8_e4m3fn), ctx.ps.dp_group)
-        return isinstance(caught.value, collectives.PeerLostError)
+        return isinstance(caught.value, PeerLostError)
 
     assert run_ranks(body, 2) == [False, False]
 
@@ -343,7 +344,7 @@ def test_a_dead_or_silent_end_is_named():
                 sends, receives = collectives.send_receive(*calls, ps.pp_forward_group)
                 for pending in (*sends, *receives):
                     pending.wait()
-            except collectives.PeerLostError as error:
+            except PeerLostError as error:
                 told.append(f"{peer}|{error.peer}|{error.status}|{error.at('stage 0, 0SEND_F1')}")
         raise AssertionError("CAUGHT " + " & ".join(told))
 

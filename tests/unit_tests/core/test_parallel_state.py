@@ -16,6 +16,7 @@ from megatron.core.parallel_state import (
     make_parallel_state,
     single_process,
 )
+from megatron.core.peer_loss import PeerLostError
 from megatron.core.rank_grid import TP_PP_DP_ORDER, RankGrid, RankGridError
 from megatron.core.rank_groups import PURPOSES, own_ranks
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
@@ -223,7 +224,7 @@ def test_a_peer_that_dies_while_groups_are_made_is_a_lost_peer(tmp_path, dies, n
                 init_method=f"file://{tmp_path}/meet",
             )
             make_parallel_state(RankGrid(3, dp=3), ctx.device, timeout, lambda *call: seen.append(call[:2]))
-        except collectives.PeerLostError as error:
+        except PeerLostError as error:
             words = f"CAUGHT {error.purpose}|{error.status}|{seen[-1:]}|{error}"
             raise AssertionError(words) from None  # the harness does not wait for a rank that failed
 

@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
 )
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
-from megatron.core.pipeline_parallel.runtime.timeline import Recorder
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync, Stage
 
 Handler = Callable[[RawOp], None]

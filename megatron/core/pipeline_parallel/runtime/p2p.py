@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import PeerLostError, Pending, send_receive
+from megatron.core.collectives import Pending, send_receive
 from megatron.core.parallel_state import Group, ParallelState
+from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.pipeline_parallel.runtime.timeline import TimelineWriter
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from tests.harness.ranks import run_ranks
 from tests.harness.toy_pipeline import ToyChunk, lowered
 

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from megatron.core import collectives
 from megatron.core.parallel_state import ParallelState
@@ -14,24 +13,8 @@ from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
 
 
-class Recorder(Protocol):
-    """Who is told by an executor when its operations ran. Times are the recorder's own (`now`)."""
-
-    def now(self) -> float:
-        """Seconds, once everything that was begun on the device is done."""
-
-    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
-        """A pipeline rank begins its row."""
-
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
-        """The operation at `place` of the row ran; at its beginning it waited for a message for wait_s."""
-
-    def end_step(self) -> None:
-        """The row is through, or broke off."""
-
-
 class TimelineWriter:
-    """A `Recorder` that writes one file a rank under `directory`, anew for each run.
+    """A `Recorder` (runtime/recorder.py) that writes one file a rank under `directory`, anew for each run.
 
     What an earlier run (also the one that is resumed) wrote there is moved to its subdirectory `old-1`, or the next
     number that is free, a timeline of its own. Communicates over the world: every rank makes one. Raises OSError, on
@@ -77,6 +60,7 @@ class TimelineWriter:
         self._lines.clear()
 
     def close(self) -> None:
+        """Nothing more is written."""
         self._file.close()
 
 

@@ -1,0 +1,67 @@
+"""The runner of a run: its end."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.device import Device
+from megatron.core.parallel_state import single_process
+from megatron.training import training
+from megatron.training.pipeline import PipelineRunner
+from megatron.training.timers import Timers
+
+
+class ClosedError(Exception):
+    """Told by a recorder that was closed."""
+
+
+def test_closing_a_runner_closes_its_recorder():
+    def close():
+        raise ClosedError
+
+    ps, engine = single_process(Device("cpu")), SimpleNamespace(chunks=[])
+
+    def runner(recorder):
+        return PipelineRunner(
+            None, ps, engine, None, Timers(0), per_token_loss=False, recorder=recorder
+        ).close()
+
+    runner(None)
+    with pytest.raises(ClosedError):
+        runner(SimpleNamespace(close=close))
+
+
+@pytest.mark.parametrize("error", [None, FloatingPointError("no number")])
+def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
+    log = []
+
+    def loop_run(_provider):
+        log.append("run")
+        if error is not None:
+            raise error
+        return "ending"
+
+    session = SimpleNamespace(
+        config=SimpleNamespace(flat=dict, extra={}),
+        ps=SimpleNamespace(rank=1, world_size=2),
+        device=None,
+        tokenizer=None,
+        timers=None,
+        watchdog=SimpleNamespace(phase=lambda _words: contextlib.nullcontext()),
+    )
+    for name, value in {
+        "initialize": session,
+        "Plans": None,
+        "build_engine": None,
+        "build_runner": SimpleNamespace(close=lambda: log.append("close")),
+        "TrainingLoop": SimpleNamespace(run=loop_run),
+    }.items():
+        monkeypatch.setattr(training, name, lambda *_args, value=value: value)
+    for name in ("set_global_variables", "provide"):
+        monkeypatch.setattr(training.global_vars, name, lambda *_args, **_kwargs: None)
+    run = object.__new__(training._Run)
+    run.env, run.config, run.signals = SimpleNamespace(rank=1), None, None
+    with pytest.raises(FloatingPointError) if error else contextlib.nullcontext():
+        assert run.run(None, None, None) == "ending"
+    assert log == ["run", "close"]
