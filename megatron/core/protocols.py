@@ -7,7 +7,7 @@ on a step drives a `Stepper` (optimizer). None of them imports another.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -103,8 +103,8 @@ class GradSync(Protocol):
 class Stepper(Protocol):
     """An optimizer whose step can be decided on, and undone."""
 
-    def local_state(self) -> Any:
-        """This rank's part of what a step is decided on: squared sums and finiteness of its gradients."""
+    def local_state(self) -> Tensor:
+        """This rank's part of what a step is decided on: squared sums of its gradients, finite if these are."""
 
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update the weights with gradients * clip_coefficient / divisor."""

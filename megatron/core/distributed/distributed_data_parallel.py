@@ -36,7 +36,7 @@ from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.reduction_queue import ReductionQueue
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
-from megatron.core.protocols import Work
+from megatron.core.protocols import GradSync, Work
 from megatron.core.weight_grad import WeightGradAccumulator
 
 
@@ -49,8 +49,8 @@ class _Step:
     chunks_left: list[int]
 
 
-class DistributedDataParallel:
-    """Reduces the gradients of any `nn.Module`s over the data parallel ranks: a `protocols.GradSync`.
+class DistributedDataParallel(GradSync):
+    """Reduces the gradients of any `nn.Module`s over the data parallel ranks.
 
     chunks: this rank's model chunks, or its only one; their parameters' names are those of the whole model.
     param_meta: facts about the parameters; derived for modules that are not ours. sinks: where each chunk's layers put

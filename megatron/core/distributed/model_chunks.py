@@ -13,7 +13,7 @@ class ModelChunks:
     parameters: of all chunks, in their order. holders: name -> the chunks that hold it (several hold it only as the
     very same tensor). names_of: the names of each chunk. stage_of: name -> global stage, the first of several.
 
-    Raises ModelError where chunks have different parameters of one name.
+    Raises ModelError where chunks have different parameters of one name, or one parameter under two.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], stages: tuple[int, ...] | None = None) -> None:
@@ -35,7 +35,11 @@ class ModelChunks:
                         "parameters of different chunks different names, those of the whole model"
                     )
                 other = name_of.setdefault(id(parameter), name)
-                assert other == name, f"one tensor has two names, {other!r} and {name!r}"
+                if other != name:
+                    raise ModelError(
+                        f"one tensor has two names, {other!r} and {name!r}: give a parameter that several chunks hold "
+                        "the same name in all of them"
+                    )
                 self.holders.setdefault(name, []).append(chunk)
                 self.names_of[chunk].append(name)
         self.stage_of = {name: stages[chunks[0]] for name, chunks in self.holders.items()}

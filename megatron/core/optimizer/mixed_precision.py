@@ -21,11 +21,13 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.flat_buffer import Arena, FlatBuffer
+from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, squared_sums, zero_counts
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, build_param_groups, flat_slices
 from megatron.core.parallel_state import ParallelState
+from megatron.core.protocols import Stepper
 
 
 class OptimizerStateError(ValueError):
@@ -54,9 +56,9 @@ class _Snapshot:
     tensors: list[Tensor]
 
 
-class MixedPrecisionOptimizer:
-    """See the module; a `protocols.Stepper`. State exists from the start, so that a checkpoint can be read into it in
-    place. Building it communicates over mp."""
+class MixedPrecisionOptimizer(Stepper):
+    """See the module. State exists from the start, so that a checkpoint can be read into it in
+    place. Building it communicates over mp. Raises ModelError where all parameters are frozen."""
 
     def __init__(self, config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState) -> None:
         self.config = config
@@ -65,7 +67,8 @@ class MixedPrecisionOptimizer:
         self.num_steps = 0
         self._kept: _Snapshot | None = None
         self._vector = ModelVector(buffer, ps)
-        assert self._vector.size, "nothing to train: all parameters are frozen"
+        if not self._vector.size:
+            raise ModelError("nothing to train: all parameters are frozen; leave requires_grad on for some")
         self._slices = flat_slices(buffer)
         self._torch: torch.optim.Optimizer | None = None  # of a stage without parameters
         self.param_groups: list[ParamGroup] = []

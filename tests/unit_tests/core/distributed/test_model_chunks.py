@@ -36,7 +36,7 @@ def test_names_that_are_not_the_models_are_refused():
         ModelChunks((linear("a"), linear("a")))
     first, last = linear("a"), linear("b")
     last["b"].weight = first["a"].weight
-    with pytest.raises(AssertionError, match=r"one tensor has two names, 'a.weight' and 'b.weight'"):
+    with pytest.raises(ModelError, match=r"one tensor has two names, 'a.weight' and 'b.weight'"):
         ModelChunks((first, last))
     for stages in ((3, 1), (2, 2), (0,)):
         with pytest.raises(AssertionError, match="stages"):
