@@ -33,7 +33,7 @@ from megatron.training.reporter import Reporter
 from megatron.training.session import Session, say
 from megatron.training.signals import SignalHandler
 from megatron.training.state import TrainState
-from megatron.training.step import Stepper
+from megatron.training.step import StepRunner
 from megatron.training.step_batches import StepBatches
 from megatron.training.step_numbers import StepNumbers
 
@@ -72,7 +72,7 @@ class TrainingLoop:
             config.reliability.nan_max_skips,
             dynamic_loss_scale=engine.scaler.dynamic,
         )
-        self._stepper = Stepper(
+        self._step_runner = StepRunner(
             config, session.ps, engine, runner, self._nan_policy, session.timers, session.watchdog
         )
         global_vars.provide(
@@ -214,7 +214,7 @@ class TrainingLoop:
             self._skip_batch(data, number, batch_size, num_microbatches)
             return self._agreed_flags()
         try:
-            result = self._stepper.step(
+            result = self._step_runner.step(
                 data.train, iteration=number, num_microbatches=num_microbatches, flags=self._flags()
             )
         except NonFiniteError as error:

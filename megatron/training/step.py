@@ -2,6 +2,12 @@
 
 Nothing changes before the decision: a step that is skipped, repeated or aborted leaves weights and optimizer as they
 were.
+
+[Note: where gradients are divided] Backward runs on each microbatch's mean loss (its token sum with
+`--calculate-per-token-loss`) times the loss scale. Gradients are summed over microbatches and data parallel ranks,
+and divided once, inside the optimizer, by `StepRunner._divisor`. With `--ddp-average-in-collective` the reduction
+divides by the data parallel ranks, which `FlatBuffer.grads_divided_by` records and the optimizer takes back out of
+the divisor.
 """
 
 from __future__ import annotations
@@ -64,7 +70,7 @@ class _Attempt:
         return self.totals.nonfinite_microbatches > 0 or self.stats.nonfinite
 
 
-class Stepper:
+class StepRunner:
     """Runs optimizer steps over one engine."""
 
     def __init__(

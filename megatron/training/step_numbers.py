@@ -1,9 +1,4 @@
-"""What a step's microbatches amount to: the loss of each, and numbers summed over them and over ranks.
-
-[Note: where gradients are divided] Backward runs on each microbatch's mean loss (its token sum with
-`--calculate-per-token-loss`) times the loss scale. Gradients are summed over microbatches and data-parallel ranks and
-divided once, inside the optimizer, by `Totals.divisor`. Nothing is divided in the reduction.
-"""
+"""What a step's microbatches amount to: the loss of each, and numbers summed over them and over ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +59,7 @@ class StepNumbers:
         if result.num_tokens is not None:
             self._tokens += result.num_tokens
         for name, value in result.report.items():
-            pair = _sum_and_count(value, self._device)
+            pair = _sum_and_count(name, value, self._device)
             self._report[name] = self._report[name] + pair if name in self._report else pair
 
     @property
@@ -111,8 +106,6 @@ class StepNumbers:
 
 def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:
     """The names of the losses on every rank, from the ranks that compute them. Communicates over control."""
-    if ps.pp_size == 1:
-        return tuple(names)
     everyone = collectives.all_gather_json(list(names), ps.control_group)
     return tuple(next((found for found in everyone if found), ()))
 
@@ -127,19 +120,24 @@ class Totals:
     losses: Mapping[str, tuple[float, float]]  # name -> (sum, count); their ratio is what is logged
 
 
-def _sum_and_count(value: Any, device: torch.device) -> Tensor:
-    """A reported loss as [sum, count] in float64: a pair as it is, a single number with count 1."""
-    if isinstance(value, tuple | list):
-        parts = [torch.as_tensor(v, dtype=torch.float64, device=device).detach().reshape(()) for v in value]
-        assert len(parts) == 2, f"a reported loss is a number or (sum, count), got {len(parts)} values"
-        return torch.stack(parts)
-    flat = torch.as_tensor(value, dtype=torch.float64, device=device).detach().reshape(-1)
-    assert flat.numel() in (1, 2), f"a reported loss is a number or (sum, count), got {flat.numel()} values"
+def _sum_and_count(name: str, value: Any, device: torch.device) -> Tensor:
+    """A reported loss as [sum, count] in float64: a pair as it is, a single number with count 1.
+
+    Raises ModelError for anything else.
+    """
+    values = value if isinstance(value, tuple | list) else (value,)
+    parts = [torch.as_tensor(v, dtype=torch.float64, device=device).detach().reshape(-1) for v in values]
+    flat = torch.cat(parts) if parts else torch.empty(0)
+    expected = (2,) if value is values else (1, 2)
+    if flat.numel() not in expected:
+        raise ModelError(
+            f"the loss function reported {flat.numel()} values as {name!r}: report a number or (sum, count)"
+        )
     return flat if flat.numel() == 2 else torch.cat([flat, flat.new_ones(1)])
 
 
 def loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tensor:
-    """The number whose gradient is summed over microbatches: see [Note: where gradients are divided]."""
+    """The number whose gradient is summed over microbatches: see [Note: where gradients are divided] in step.py."""
     if per_token_loss:
         if result.num_tokens is None:
             raise ModelError(

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from megatron.core.module import ModelError
 from megatron.training.step_numbers import MicrobatchLoss, StepNumbers, evaluate_loss
 from tests.harness.ranks import run_ranks
 
@@ -51,6 +52,7 @@ def test_numbers_are_summed_over_ranks_in_one_vector():
     assert totals.losses == {"lm loss": (22.0, 16.0), "pair": (22.0, 8.0), "one": (20.0, 4.0)}
 
 
-def test_a_report_of_three_numbers_is_a_bug():
-    with pytest.raises(AssertionError, match="got 3 values"):
-        StepNumbers(CPU).add(MicrobatchLoss(torch.zeros(()), None, {"x": (1, 2, 3)}))
+@pytest.mark.parametrize("value", [(1, 2, 3), torch.ones(3), (1.0, torch.ones(2))])
+def test_a_report_of_three_numbers_is_refused_by_name(value):
+    with pytest.raises(ModelError, match=r"reported 3 values as 'x': report a number or \(sum, count\)"):
+        StepNumbers(CPU).add(MicrobatchLoss(torch.zeros(()), None, {"x": value}))
