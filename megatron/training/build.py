@@ -84,18 +84,25 @@ def build_gpt_model(
 ) -> GPTModel:
     """The GPT that the flags describe, on torch's current default device: this rank's part, or with no ps all of it.
 
-    vp_stage: which of the rank's chunks. pre_process, post_process: the chunk embeds, computes the loss.
+    vp_stage: which of the rank's chunks. pre_process, post_process: the chunk embeds, computes the loss. Raises
+    ModelError where they are not those of the stage.
     """
     padded_vocab_size = config.model.padded_vocab_size
     assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
     tensor, layers = TensorParallel(), None
     if ps is not None:
         plans = Plans(config)
+        if plans.placement.num_chunks > 1 and vp_stage is None:
+            raise ModelError(
+                "interleaving builds several chunks a rank: pass the model provider's vp_stage on to build_gpt_model"
+            )
         spec = plans.stages[plans.local_stages(ps.pp_rank)[vp_stage or 0]]
-        given = (pre_process, post_process)
-        assert given == (spec.embedding, spec.loss), (
-            f"pre_process, post_process {given} for a stage of {spec}"
-        )
+        given, held = (pre_process, post_process), (spec.embedding, spec.loss)
+        if given != held:
+            raise ModelError(
+                f"build_gpt_model: pre_process, post_process {given} for a stage of {held}: pass on what the model "
+                "provider is given"
+            )
         tensor, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
     return GPTModel(
         config.model,
