@@ -13,10 +13,17 @@ from megatron.core.datasets.gpt_dataset_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.rank_grid import DEFAULT_ORDER, TP_PP_DP_ORDER, RankGrid, dense_grid, expert_grid
+from megatron.core.rank_grid import (
+    DEFAULT_ORDER,
+    TP_PP_DP_ORDER,
+    RankGrid,
+    RankGridError,
+    dense_grid,
+    expert_grid,
+)
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.microbatches import BatchSchedule
+from megatron.training.microbatches import BatchSchedule, BatchScheduleError
 from megatron.training.training_config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -113,13 +120,12 @@ class Config:
             for field in dataclasses.fields(group_cls):
                 yield group, field.name, getattr(getattr(self, group), field.name)
 
-    def replace(self, **values: Any) -> Config:
-        """A copy with some settings changed, named by destination; their origin becomes "derived"."""
-        origin = {**self.origin, **dict.fromkeys(values, "derived")}
+    def replace(self, *, origin: str = "derived", **values: Any) -> Config:
+        """A copy with some settings changed, named by destination, and with their origin."""
         return Config.from_flat(
             {**self.flat(), **values},
             extra=self.extra,
-            origin=origin,
+            origin={**self.origin, **dict.fromkeys(values, origin)},
             warnings=self.warnings,
             notes=self.notes,
         )
@@ -175,6 +181,13 @@ class Config:
     def batch_schedule(self) -> BatchSchedule:
         """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
         t = self.training
+        sizes: dict[str, int | None] = {
+            "--micro-batch-size": t.micro_batch_size,
+            "--global-batch-size": t.global_batch_size,
+        }
+        for flag, size in sizes.items():
+            if size is None or size < 1:
+                raise BatchScheduleError(f"{flag} {size}: must be at least 1")
         ramp = t.rampup_batch_size
         return BatchSchedule(
             micro_batch_size=t.micro_batch_size,
@@ -183,6 +196,13 @@ class Config:
             rampup=(ramp[0], ramp[1], ramp[2]) if ramp is not None else None,
             decrease_if_needed=t.decrease_batch_size_if_needed,
         )
+
+    def batch_schedule_or_none(self) -> BatchSchedule | None:
+        """None where the flags make no schedule, which rules of its own tell."""
+        try:
+            return self.batch_schedule()
+        except (BatchScheduleError, RankGridError):
+            return None
 
     @property
     def total_iterations(self) -> int:

@@ -9,9 +9,7 @@ from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, l
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.rank_grid import RankGridError
 from megatron.training.config import Config
-from megatron.training.microbatches import BatchScheduleError
 from megatron.training.plans import Plans
 
 # Beyond so many forwards a simulation would make --check-config wait.
@@ -87,9 +85,8 @@ def pipeline_facts(config: Config) -> PipelineFacts | None:
 
 
 def _microbatches(config: Config) -> int | None:
-    try:
-        schedule = config.batch_schedule()
-    except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
+    schedule = config.batch_schedule_or_none()
+    if schedule is None:
         return None
     return schedule.num_microbatches(schedule.rampup[2] + 1 if schedule.rampup is not None else 0)
 

@@ -15,7 +15,6 @@ from megatron.core.models.gpt.stage_layers import StageLayersError, num_chunks
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
-from megatron.training.microbatches import BatchScheduleError
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
@@ -170,10 +169,12 @@ class _Resolver:
     def pipeline(self) -> None:
         """The schedule, and the size of microbatch groups, follow from the number of chunks."""
         v = self.values
+        if v["num_layers"] is None:
+            return  # a rule tells
         parallel = Config.from_flat(v).parallel
         try:
             interleaved = num_chunks(parallel, v["num_layers"]) > 1
-        except (StageLayersError, TypeError):
+        except StageLayersError:
             return  # a rule tells
         self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
         if interleaved:
@@ -204,8 +205,8 @@ class _Resolver:
         snapshot = Config.from_flat(v)
         try:
             replicas = snapshot.data_parallel_size
-        except (RankGridError, TypeError):
-            return
+        except RankGridError:
+            return  # a rule tells
         if v["micro_batch_size"] is not None:
             self.fill("global_batch_size", v["micro_batch_size"] * replicas)
 
@@ -240,16 +241,16 @@ class _Resolver:
         if not v["train_iters"] or (v["lr_decay_iters"] or 0) > v["train_iters"]:
             return
         config = Config.from_flat(v)
-        try:
-            run = config.batch_schedule().samples_of(v["train_iters"])
-            lengths = schedule_lengths(
-                config.optimizer,
-                train_iters=v["train_iters"],
-                train_samples=None,
-                global_batch_size=v["global_batch_size"],
-            )
-        except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
+        batches = config.batch_schedule_or_none()
+        if batches is None:
             return  # a rule tells
+        run = batches.samples_of(v["train_iters"])
+        lengths = schedule_lengths(
+            config.optimizer,
+            train_iters=v["train_iters"],
+            train_samples=None,
+            global_batch_size=v["global_batch_size"],
+        )
         schedule = lengths.decay_samples
         if v["weight_decay_incr_style"] != "constant":
             schedule = max(schedule, lengths.total_samples)

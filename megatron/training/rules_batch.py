@@ -101,10 +101,8 @@ def _length(s: Situation) -> str | None:
         return "--train-iters 0: there is nothing to train"
     if samples is None or samples < 0:
         return None
-    try:
-        batch = s.config.batch_schedule().global_batch_size(0)
-    except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
-        batch = 1
+    schedule = s.config.batch_schedule_or_none()
+    batch = 1 if schedule is None else schedule.global_batch_size(0)
     return (
         f"--train-samples {samples}: less than the first global batch of {batch}" if samples < batch else None
     )

@@ -11,7 +11,6 @@ from megatron.core.models.gpt.stage_layers import (
 )
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
-from megatron.training.microbatches import BatchScheduleError
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rule_table import RuleTable, Situation
 
@@ -208,11 +207,10 @@ def _interleaving_microbatches(s: Situation) -> str | None:
     group = s.value("microbatch_group_size_per_vp_stage")
     if group is None or s.value("pipeline_schedule") != INTERLEAVED or (_chunks(s) or 1) == 1:
         return None
-    try:
-        # A ramp only rises: its first batch is the smallest of the run.
-        fewest = s.config.batch_schedule().num_microbatches(0)
-    except (BatchScheduleError, RankGridError, TypeError, ZeroDivisionError):
-        return None
+    schedule = s.config.batch_schedule_or_none()
+    if schedule is None:
+        return None  # has a rule of its own
+    fewest = schedule.num_microbatches(0)  # a ramp only rises: its first batch is the smallest of the run
     if fewest >= group:
         return None
     batch = f"--global-batch-size {s.value('global_batch_size')}"

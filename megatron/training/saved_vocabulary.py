@@ -1,4 +1,4 @@
-"""The padded vocabulary of the checkpoint to load, which does not follow the tensor parallel size (floor 0)."""
+"""The padded vocabulary: of the checkpoint to load it does not follow the tensor parallel size (floor 0)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from megatron.core.dist_checkpointing.catalog import checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.config import Config
 from megatron.training.problems import ConfigurationError, Problem
+
+CHECKPOINT = "checkpoint"  # the origin of a size that a checkpoint gave
 
 
 def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:
@@ -30,7 +32,7 @@ def with_saved_vocabulary(config: Config, size: int) -> Config:
     """The configuration with a checkpoint's padded vocabulary, which TP must divide. Raises ConfigurationError."""
     tp = config.parallel.tensor_model_parallel_size
     if size % tp == 0:
-        return config.replace(padded_vocab_size=size)
+        return config.replace(padded_vocab_size=size, origin=CHECKPOINT)
     problem = Problem(
         "vocabulary",
         ("--load", "--tensor-model-parallel-size"),
@@ -39,3 +41,21 @@ def with_saved_vocabulary(config: Config, size: int) -> Config:
         f"choose a tensor parallel size that divides {size}",
     )
     raise ConfigurationError([problem])
+
+
+def check_holds_tokenizer(config: Config, vocab_size: int) -> None:
+    """Refuse a padded vocabulary with fewer than the tokenizer's `vocab_size` ids. Raises ConfigurationError."""
+    padded = config.model.padded_vocab_size
+    assert padded is not None, "the padded vocabulary is not known yet"
+    if padded >= vocab_size:
+        return
+    if config.origin.get("padded_vocab_size") == CHECKPOINT:
+        flags: tuple[str, ...] = ("--load", "--tokenizer-type")
+        told = f"the padded vocabulary of {padded} of the checkpoint in {config.checkpoint.load}"
+        fix = "use the tokenizer of that run"
+    else:
+        flags = ("--padded-vocab-size",)
+        told = f"--padded-vocab-size {padded}"
+        fix = f"leave it unset, or give at least {vocab_size}"
+    message = f"{told} is smaller than the tokenizer's vocabulary of {vocab_size}"
+    raise ConfigurationError([Problem("padded-vocab-size", flags, message, fix)])

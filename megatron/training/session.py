@@ -16,14 +16,18 @@ import torch
 
 from megatron.core import collectives, device, parallel_state
 from megatron.core.device import Device
+from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.parallel_state import ParallelState
-from megatron.core.tokenizers.build import build_from_config, padded_vocab_size
+from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.problems import ConfigurationError, Problem
-from megatron.training.saved_vocabulary import saved_padded_vocabulary, with_saved_vocabulary
+from megatron.training.saved_vocabulary import (
+    check_holds_tokenizer,
+    saved_padded_vocabulary,
+    with_saved_vocabulary,
+)
 from megatron.training.startup_check import compare_across_ranks
 from megatron.training.timers import Timers
 from megatron.training.watchdog import Watchdog
@@ -148,21 +152,13 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) ->
                 say(f" > padded vocab of the checkpoint in {config.checkpoint.load}: {saved}")
             config = with_saved_vocabulary(config, saved)
     if config.model.padded_vocab_size is None:
-        padded = padded_vocab_size(
+        padded = padded_vocabulary(
             tokenizer.vocab_size,
             config.model.make_vocab_size_divisible_by,
             config.parallel.tensor_model_parallel_size,
         )
         return config.replace(padded_vocab_size=padded)
-    if config.model.padded_vocab_size < tokenizer.vocab_size:
-        problem = Problem(
-            "padded-vocab-size",
-            ("--padded-vocab-size",),
-            f"--padded-vocab-size {config.model.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size}",
-            f"leave it unset, or give at least {tokenizer.vocab_size}",
-        )
-        raise ConfigurationError([problem])
+    check_holds_tokenizer(config, tokenizer.vocab_size)
     return config
 
 

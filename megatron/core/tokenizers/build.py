@@ -117,9 +117,3 @@ def _build(
             raise TokenizerError(
                 f"--tokenizer-type {tokenizer_type}: choose one of {', '.join(TOKENIZER_TYPES)}"
             )
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """The vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x --tensor-model-parallel- size."""
-    multiple = divisible_by * tp_size
-    return -(-vocab_size // multiple) * multiple

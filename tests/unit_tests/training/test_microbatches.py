@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.training.arguments import parse_config
 from megatron.training.microbatches import BatchSchedule, BatchScheduleError
+from tests.harness.launch_lines import SMALL
 
 
 def test_constant_batch():
@@ -62,3 +64,19 @@ def test_decrease_if_needed_rounds_down():
 def test_batches_that_do_not_divide_are_refused(args, words):
     with pytest.raises(BatchScheduleError, match=words):
         BatchSchedule(*args)
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "global_batch_size"])
+@pytest.mark.parametrize("size", [None, 0, -2])
+def test_a_configuration_without_sizes_has_no_schedule(name, size):
+    config = parse_config(SMALL)
+    assert config.batch_schedule_or_none() == config.batch_schedule()
+    config = config.replace(**{name: size})
+    with pytest.raises(BatchScheduleError, match=f"--{name.replace('_', '-')} {size}: must be at least 1"):
+        config.batch_schedule()
+    assert config.batch_schedule_or_none() is None
+
+
+@pytest.mark.parametrize("size", [0, -1, 3])
+def test_a_configuration_whose_ranks_make_no_grid_has_no_schedule(size):
+    assert parse_config(SMALL).replace(tensor_model_parallel_size=size).batch_schedule_or_none() is None

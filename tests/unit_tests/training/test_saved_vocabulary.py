@@ -11,13 +11,13 @@ from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron.training import session
 from megatron.training.arguments import ConfigurationError, launch_config, parse_config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.saved_vocabulary import saved_padded_vocabulary
+from megatron.training.saved_vocabulary import check_holds_tokenizer, saved_padded_vocabulary
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
 
 
 def save_with(root, padded_vocab_size):
-    config = parse_config([*SMALL, "--padded-vocab-size", str(padded_vocab_size)]).flat()
+    config = parse_config(SMALL).replace(padded_vocab_size=padded_vocab_size).flat()
     weight = LocalPiece("model.w", (2,), (0,), torch.zeros(2))
     save(root, 10, [weight], {"config": config, "consumed_train_samples": 0}, {})
 
@@ -82,3 +82,29 @@ def test_a_damaged_checkpoint_is_left_to_its_loading(tmp_path):
     manifest = tmp_path / "iter_0000010" / "manifest.json"
     manifest.write_text(manifest.read_text()[:-10])
     assert saved_padded_vocabulary({"load": str(tmp_path), "ckpt_step": None}) is None
+
+
+@pytest.mark.parametrize("by_rules", [False, True])
+def test_a_checkpoint_of_a_smaller_tokenizer_is_refused_by_name(tmp_path, by_rules):
+    save_with(tmp_path, 256)  # the tokenizer has 257
+
+    def refused(ctx, config):
+        torch.set_num_threads(1)
+        with pytest.raises(ConfigurationError) as caught:
+            session._with_vocabulary(config, ByteTokenizer(), ctx.ps)
+        return str(caught.value)
+
+    config = config_at(1, tmp_path)
+    if by_rules:  # as --use-checkpoint-args leaves it
+        config = config.replace(padded_vocab_size=256, origin="checkpoint")
+    (told,) = run_ranks(refused, 1, config)
+    assert f"the padded vocabulary of 256 of the checkpoint in {tmp_path} is smaller than" in told
+    assert "use the tokenizer of that run" in told
+    assert "leave it unset" not in told
+
+
+def test_a_given_size_below_the_tokenizers_is_told_as_given(tmp_path):
+    config = config_at(1, tmp_path).replace(padded_vocab_size=256, origin="flag")
+    with pytest.raises(ConfigurationError, match=r"--padded-vocab-size 256 is smaller than .* of 257"):
+        check_holds_tokenizer(config, 257)
+    check_holds_tokenizer(config, 256)

@@ -10,7 +10,6 @@ from megatron.core.tokenizers.build import (
     TOKENIZER_TYPES,
     build_from_config,
     build_tokenizer,
-    padded_vocab_size,
 )
 from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron.core.tokenizers.tokenizer import TokenizerError
@@ -205,12 +204,6 @@ def test_missing_extra_names_the_pip_line(bpe, monkeypatch):
     monkeypatch.setattr(huggingface_tokenizer, "require", missing)
     with pytest.raises(MissingPackageError, match=r"megatron-zero\[hf\]"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
-
-
-def test_padding_of_the_vocabulary():
-    assert padded_vocab_size(257, 128, 1) == 384
-    assert padded_vocab_size(50257, 128, 8) == 51200
-    assert padded_vocab_size(256, 128, 2) == 256
 
 
 def test_types_are_those_of_the_flag():
