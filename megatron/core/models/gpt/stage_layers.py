@@ -69,13 +69,6 @@ def num_chunks(config: ModelParallelConfig, num_layers: int) -> int:
     return len(split_stages(config, num_layers)) // config.pipeline_model_parallel_size
 
 
-def layers_of_ranks(config: ModelParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers on each pipeline rank, all chunks together. Raises StageLayersError."""
-    ranks = config.pipeline_model_parallel_size
-    counts = [len(spec.layers) for spec in split_stages(config, num_layers)]
-    return tuple(sum(counts[rank::ranks]) for rank in range(ranks))
-
-
 def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[str]:
     """For the log: what each stage holds and on which pipeline rank; one line where all hold equally many layers."""
     assert len(specs) == placement.num_stages, f"{len(specs)} stages, {placement} has {placement.num_stages}"
