@@ -43,7 +43,7 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
 
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
-    its consumer, alike at both ends and in one order a channel; no deadlock although sends block until they are met;
+    its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
     activations never negative; gradients of a stage in microbatch order, unless the plan is not bitwise (in B and in
     W: norms are computed in B). A forward_only plan has one F each and no backward.
     deadlock: False leaves that check to a pass that walks the plan next.
@@ -181,17 +181,17 @@ class _Check:
         if peer != self.ranks[source]:
             return f"stage {source} is on rank {self.ranks[source]}, not {peer}"
         need = stage * self.total + microbatch + (0 if kind == RECV_F else self.size)
-        channel = (peer, rank, SEND_F if kind == RECV_F else SEND_B)
-        return self._note(self.received, self.receives[channel], need, pair)
+        route = (peer, rank, SEND_F if kind == RECV_F else SEND_B)
+        return self._note(self.received, self.receives[route], need, pair)
 
     @staticmethod
-    def _note(pairs: list[int], channel: list[int], need: int, pair: int) -> str:
+    def _note(pairs: list[int], route: list[int], need: int, pair: int) -> str:
         if pairs[need] >= 0:
             return "is there twice"
         if pair < 0:
             return "has no message number"
         pairs[need] = pair
-        channel.append(need)
+        route.append(need)
         return ""
 
     def all_computed(self) -> None:
@@ -210,7 +210,7 @@ class _Check:
         raise PlanError(f"rank {self.ranks[stage]}: {names} is missing")
 
     def all_matched(self) -> None:
-        """Every send has its receive, with one number of its own, in one order at both ends of a channel."""
+        """Every send has its receive, with one number of its own, in one order at both ends of a route."""
         if self.sent != self.received:
             need = next(need for need in range(2 * self.size) if self.sent[need] != self.received[need])
             backward, at = divmod(need, self.size)
@@ -231,10 +231,10 @@ class _Check:
         numbers = [pair for pair in self.sent if pair >= 0]
         if len(numbers) != len(set(numbers)):
             raise PlanError("two messages have the same number")
-        for channel, sent in self.sends.items():
-            received = self.receives[channel]
+        for route, sent in self.sends.items():
+            received = self.receives[route]
             if sent != received:
-                sender, receiver, kind = channel
+                sender, receiver, kind = route
                 place = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
                 one, other = sent[place] % self.total, received[place] % self.total
                 raise PlanError(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron.core.module import ModelError
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.echoes import Key, echoes
 from megatron.core.pipeline_parallel.plan.ir import (
@@ -92,7 +93,8 @@ class Executor:
         until `grad_sync.finish()`, which is the caller's.
 
         iteration: for messages and the timeline. Communicates over the pipeline, and with whom the stages do.
-        Raises PeerLostError naming rank, stage, iteration and operation; other errors get a note that says so.
+        Raises PeerLostError naming rank, stage, iteration and operation, ModelError where a stage hands on what cannot
+        go to the next; other errors than the first get a note that says where.
         """
         for store in (self._outgoing, self._incoming, self._gathering):
             store.clear()
@@ -274,9 +276,11 @@ class Executor:
         self, tensor: Tensor | None, send: int, receive: int, stage: int, target: int, microbatch: int
     ) -> None:
         """A result goes to the channel, or straight to the other stage where that is on this rank too."""
-        assert tensor is not None, (
-            f"stage {stage} handed nothing on to stage {target} for microbatch {microbatch}"
-        )
+        if tensor is None:
+            raise ModelError(
+                f"stage {stage} handed nothing on to stage {target} for microbatch {microbatch}: a stage answers with"
+                " a tensor wherever another one follows"
+            )
         if self._is_local[target]:
             self._incoming[receive, target, microbatch] = tensor
         else:

@@ -1,10 +1,11 @@
 """Messages between pipeline ranks: asynchronous, batched, over one communicator a direction.
 
-[Note: shape handshake] A receive needs a buffer before its message comes. The first message of a channel (sender,
-receiver, direction) is therefore preceded by a header with dtype and shape, for which the receiver waits; all later
-messages of the channel have that shape. Waiting there cannot deadlock: `add_comm` puts messages into both rows in one
-global order that is a valid execution even if every message blocks. A batch in which a channel is new is
-posted message by message in that order.
+A route is what messages of one sender, receiver and direction take.
+
+[Note: shape handshake] A receive needs a buffer before its message comes. The first message of a route is therefore
+preceded by a header with dtype and shape, for which the receiver waits; all later messages of the route have that
+shape. Waiting there cannot deadlock: `add_comm` puts messages into both rows in one global order that is a valid
+execution even if every message blocks. A batch in which a route is new is posted message by message in that order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Pending, send_receive
+from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group, ParallelState
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.echoes import Key
@@ -49,9 +51,8 @@ class P2P:
         }
         self._device = ps.device.torch_device
         self._max_sends = 2 * ps.pp_forward_group.size if max_sends is None else max_sends
-        self._shapes: dict[
-            tuple[int, int], Shape
-        ] = {}  # (kind of transfer, peer) -> what this channel carries
+        # This rank's routes: (kind of transfer, peer) -> what they carry.
+        self._shapes: dict[tuple[int, int], Shape] = {}
         # Under way, in the order in which they were posted; headers apart.
         self._sends: dict[Key, tuple[RawOp, Pending]] = {}
         self._proven: list[Key] = []  # sends that are known to be complete
@@ -61,8 +62,8 @@ class P2P:
     def post(self, messages: Sequence[Message]) -> list[Arrival]:
         """Start a batch of transfers, one call a direction; returns without waiting for any of them.
 
-        Waits for the oldest sends where too many are under way, and for the headers of channels that are used for the
-        first time. Raises ValueError where a tensor has not the shape that its channel carries.
+        Waits for the oldest sends where too many are under way, and for the headers of routes that are used for the
+        first time. Raises ModelError where a tensor has not the shape that its route carries, or cannot be sent.
         """
         for op, tensor in messages:
             if tensor is not None:
@@ -98,7 +99,7 @@ class P2P:
             self._finish_send(next(iter(self._sends)))
 
     def _post(self, messages: Sequence[Message]) -> list[Arrival]:
-        """One batch a direction, over channels whose shapes are known."""
+        """One batch a direction, over routes whose shapes are known."""
         arrivals: dict[RawOp, Arrival] = {}
         for send in self._directions(messages):
             sends: list[tuple[RawOp, Tensor]] = []
@@ -140,30 +141,30 @@ class P2P:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _check_shape(self, op: RawOp, tensor: Tensor) -> None:
-        """A channel carries tensors of one shape."""
+        """A route carries tensors of one shape."""
         known = self._shapes.get((op[0], op[6]))
         if known is not None and (tensor.dtype != known[0] or tensor.shape != known[1]):
-            raise ValueError(
+            raise ModelError(
                 f"{op_text(op)}: {_shape_text(tensor.dtype, tensor.shape)} after {_shape_text(*known)}; what stages"
                 " hand on must have one shape for all microbatches, in training and in evaluation"
             )
 
     def _shake_hands(self, op: RawOp, tensor: Tensor | None) -> None:
-        """Tell or hear what a channel will carry, unless both ends know."""
-        channel = (op[0], op[6])
-        if channel in self._shapes:
+        """Tell or hear what a route will carry, unless both ends know."""
+        route = (op[0], op[6])
+        if route in self._shapes:
             return
         if tensor is not None:
             header = torch.tensor(_header(op, tensor), device=self._device)
             sent, _ = self._start([(op, header)], [], self._groups[op[0]])
             self._headers.append((op, sent[0]))
-            self._shapes[channel] = (tensor.dtype, tuple(tensor.shape))
+            self._shapes[route] = (tensor.dtype, tuple(tensor.shape))
             return
         header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self._device)
         _, received = self._start([], [(op, header)], self._groups[op[0]])
         _wait(op, received[0])
-        code, num_dims, *dims = header.tolist()  # sync: the shape of a channel, once
-        self._shapes[channel] = (DTYPES[code], tuple(dims[:num_dims]))
+        code, num_dims, *dims = header.tolist()  # sync: the shape of a route, once
+        self._shapes[route] = (DTYPES[code], tuple(dims[:num_dims]))
 
     def _finish_send(self, key: Key) -> None:
         """Wait even where it is known to be through: that is what gives the memory back, and tells of an error."""
@@ -197,10 +198,19 @@ def _wait(op: RawOp, pending: Pending) -> None:
 
 
 def _header(op: RawOp, tensor: Tensor) -> list[int]:
-    assert tensor.dtype in DTYPES, f"{op_text(op)}: {tensor.dtype} is none of {DTYPES}"
-    assert tensor.dim() <= MAX_DIMS, f"{op_text(op)}: {tensor.dim()} dims, more than {MAX_DIMS}"
+    """What goes ahead of a route's first tensor. Raises ModelError for what a header cannot say."""
+    told = f"{op_text(op)}: a stage handed on {_shape_text(tensor.dtype, tensor.shape)}; "
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(_dtype_text(dtype) for dtype in DTYPES)
+        raise ModelError(f"{told}between stages go hidden states of one of the types {names}")
+    if tensor.dim() > MAX_DIMS:
+        raise ModelError(f"{told}that is {tensor.dim()} dimensions, and between stages go at most {MAX_DIMS}")
     return [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]
 
 
 def _shape_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return f"{_dtype_text(dtype)} {list(shape)}"
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.module import ModelError
 from megatron.core.weight_grad import WeightGradAccumulator
 
 # (microbatch, hidden or None) -> output, or the number to differentiate
@@ -52,16 +53,19 @@ class ModelStage:
         return self._sink is not None
 
     def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
-        """F. hidden: as the stage before returned it. Returns None where the loss is computed."""
+        """F. hidden: as the stage before returned it. Returns None where the loss is computed.
+
+        Raises ModelError where the chunk's output is no tensor.
+        """
         assert (hidden is None) == self._begins, (
             f"F{microbatch}: begins {self._begins}, hidden {hidden is not None}"
         )
         if not torch.is_grad_enabled():
-            output = self._run(microbatch, hidden)
+            output = self._output(microbatch, hidden)
             return None if self._ends else output
         assert microbatch not in self._saved, f"a second F{microbatch} before its backward"
         leaf = None if hidden is None else hidden.detach().requires_grad_()
-        output = self._run(microbatch, leaf)
+        output = self._output(microbatch, leaf)
         self._saved[microbatch] = _Saved(leaf, get_gradient_edge(output) if output.requires_grad else None)
         return None if self._ends else output.detach()
 
@@ -83,6 +87,15 @@ class ModelStage:
         assert not self._saved, f"no backward of microbatches {sorted(self._saved)}"
         if self._sink is not None:
             self._sink.check_flushed()
+
+    def _output(self, microbatch: int, hidden: Tensor | None) -> Tensor:
+        output: object = self._run(microbatch, hidden)  # user code, whose types nobody has checked
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"the forward of microbatch {microbatch} returned {type(output).__name__}; a stage returns one tensor,"
+                " hidden states for the next stage or the loss"
+            )
+        return output
 
     def _backward(self, microbatch: int, grad: Tensor | None, *, split: bool) -> Tensor | None:
         assert (grad is None) == self._ends, f"B{microbatch}: ends {self._ends}, gradient {grad is not None}"

@@ -94,7 +94,7 @@ def test_numbers_of_messages_are_their_own(lowered):
         verify(dataclasses.replace(lowered, rows=rows))
 
 
-def test_order_of_a_channel():
+def test_order_of_a_route():
     plan = plan_of(
         "0F0 0F1 0SEND_F0@1#0 0SEND_F1@1#1 0RECV_B0@1#2 0RECV_B1@1#3 0BW0 0BW1",
         "1RECV_F1@0#1 1RECV_F0@0#0 1F0 1F1 1BW0 1SEND_B0@0#2 1BW1 1SEND_B1@0#3",

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import Kind, Op, Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
@@ -193,6 +194,24 @@ def test_what_stages_cannot_do_is_refused_at_the_start():
     plan = build_plan("1f1b", Request(2, 1))
     with pytest.raises(PlanError, match=r"1F0: the plan has no transfers; `lower` adds them"):
         Executor(plan, 1, {1: stage}, NoChannel())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_stage_that_hands_nothing_on_is_the_models_mistake(training):
+    plan = build_plan("1f1b", Request(2, 1))
+    plan = lowered(plan if training else forward_only(plan))
+    stage = ModelStage(lambda _microbatch, _hidden: None, None, begins=True, ends=False)
+    with (
+        torch.set_grad_enabled(training),
+        pytest.raises(
+            ModelError, match="microbatch 0 returned NoneType; a stage returns one tensor"
+        ) as caught,
+    ):
+        Executor(plan, 0, {0: stage}, NoChannel()).run(3)
+    assert caught.value.__notes__ == ["pipeline rank 0, stage 0, iteration 3, 0F0"]
+    stage.forward = lambda _microbatch, _hidden: None  # a stage of another class
+    with pytest.raises(ModelError, match="stage 0 handed nothing on to stage 1 for microbatch 0"):
+        Executor(plan, 0, {0: stage}, NoChannel()).run()
 
 
 def test_an_error_says_where_it_hit():
