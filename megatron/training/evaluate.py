@@ -2,12 +2,87 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 from megatron.core.parallel_state import ParallelState
+from megatron.training.data import DataIterators, EvaluationSet
 from megatron.training.pipeline import PipelineRunner
+from megatron.training.plans import Plans
+from megatron.training.reporter import Reporter
+from megatron.training.session import Session
+from megatron.training.state import TrainState
 from megatron.training.step_batches import StepBatches
 from megatron.training.step_numbers import StepNumbers
+
+
+class Evaluator:
+    """A run's evaluations: between iterations where the flags ask for one, and at the end. All ranks take part."""
+
+    def __init__(
+        self,
+        session: Session,
+        plans: Plans,
+        runner: PipelineRunner,
+        reporter: Reporter,
+        state: TrainState,
+        data: DataIterators,
+    ) -> None:
+        self._session = session
+        self._config = session.config
+        self._runner = runner
+        self._reporter = reporter
+        self._state = state
+        self._data = data
+        self._reads = plans.reads_data(session.ps.pp_rank)
+
+    def if_due(self) -> None:
+        """After an iteration: on the validation sets, every --eval-interval iterations."""
+        interval, iteration = self._config.evaluation.eval_interval, self._state.iteration
+        if not interval or iteration % interval or not self._data.valid:
+            return
+        paused = self._reporter.pause()
+        collect = self._config.training.manual_gc and self._config.training.manual_gc_eval
+        if collect:
+            gc.collect()
+        self._evaluate(self._data.valid, f"iteration {iteration}")
+        self._count_validation_samples()
+        if collect:
+            gc.collect()
+        self._reporter.resume(paused)
+
+    def at_end(self) -> None:
+        """After the last iteration: on the validation sets and on the test sets."""
+        iteration = self._state.iteration
+        self._evaluate(self._data.valid, f"iteration {iteration} on validation set")
+        self._count_validation_samples()
+        self._evaluate(self._data.test, f"iteration {iteration} on test set")
+
+    def _evaluate(self, sets: list[EvaluationSet], where: str) -> None:
+        evaluation = self._config.evaluation
+        if not evaluation.eval_iters:
+            return
+        per_batch = self._config.training.global_batch_size // (
+            self._config.training.micro_batch_size * self._session.ps.dp_size
+        )
+        for held_out in sets:
+            count = len(held_out.batches) if held_out.whole else evaluation.eval_iters * per_batch
+            with self._session.watchdog.phase("evaluate"):
+                losses = evaluate(
+                    self._runner,
+                    self._session.ps,
+                    StepBatches(iter(held_out.batches if self._reads else ()), reads=self._reads),
+                    iteration=self._state.iteration,
+                    num_microbatches=count,
+                    microbatches_at_a_time=per_batch,
+                )
+            self._reporter.evaluated(where, losses, held_out.name)
+
+    def _count_validation_samples(self) -> None:
+        """Where the next evaluation goes on reading; one that reads the whole set starts at its beginning."""
+        if not self._config.data.full_validation:
+            evaluated = self._config.evaluation.eval_iters * self._config.training.global_batch_size
+            self._state.consumed_valid_samples += evaluated
 
 
 def evaluate(

@@ -19,11 +19,10 @@ from megatron.training.checkpointing import Checkpointer, Restored
 from megatron.training.data import (
     DataIterators,
     DatasetsProvider,
-    EvaluationSet,
     build_data_iterators,
     first_difference,
 )
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import Evaluator
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.flops import train_step_flops
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
@@ -34,7 +33,6 @@ from megatron.training.session import Session, say
 from megatron.training.signals import SignalHandler
 from megatron.training.state import TrainState
 from megatron.training.step import StepRunner
-from megatron.training.step_batches import StepBatches
 from megatron.training.step_numbers import StepNumbers
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
@@ -101,12 +99,13 @@ class TrainingLoop:
         if not config.evaluation.skip_train:
             self._compare_data(data)
         self._reporter = Reporter(session, self.engine, self.state)
+        evaluator = Evaluator(session, self._plans, self._runner, self._reporter, self.state, data)
         writers = self._reporter.writers
         global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
         try:
-            ending = self._train(data) if not config.evaluation.skip_train else None
+            ending = self._train(data, evaluator) if not config.evaluation.skip_train else None
             if ending is None:
-                self._final_evaluation(data)
+                evaluator.at_end()
                 ending = Ending(
                     ExitStatus.DONE, "evaluated" if config.evaluation.skip_train else "trained to the end"
                 )
@@ -179,7 +178,7 @@ class TrainingLoop:
 
     # --- the loop
 
-    def _train(self, data: DataIterators) -> Ending | None:
+    def _train(self, data: DataIterators, evaluator: Evaluator) -> Ending | None:
         """Iterate to the end of the run (None) or to a reason to stop earlier."""
         session, state = self.session, self.state
         if state.finished:
@@ -195,7 +194,7 @@ class TrainingLoop:
             flags = self._iteration(data)
             if (directory := self._checkpointer.maybe_finalize()) is not None:
                 self._committed(directory)
-            self._evaluate_if_due(data)
+            evaluator.if_due()
             ending = self._ending(flags)
             self._save_if_due(last=ending is not None or state.finished)
             if ending is not None:
@@ -325,50 +324,3 @@ class TrainingLoop:
     def _committed(self, directory: Path) -> None:
         self.last_checkpoint = str(directory)
         self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
-
-    def _evaluate_if_due(self, data: DataIterators) -> None:
-        interval, iteration = self._config.evaluation.eval_interval, self.state.iteration
-        if not interval or iteration % interval or not data.valid:
-            return
-        paused = self._reporter.pause()
-        collect = self._config.training.manual_gc and self._config.training.manual_gc_eval
-        if collect:
-            gc.collect()
-        self._evaluate(data.valid, f"iteration {iteration}")
-        self._count_validation_samples()
-        if collect:
-            gc.collect()
-        self._reporter.resume(paused)
-
-    def _final_evaluation(self, data: DataIterators) -> None:
-        iteration = self.state.iteration
-        self._evaluate(data.valid, f"iteration {iteration} on validation set")
-        self._count_validation_samples()
-        self._evaluate(data.test, f"iteration {iteration} on test set")
-
-    def _evaluate(self, sets: list[EvaluationSet], where: str) -> None:
-        evaluation = self._config.evaluation
-        if not evaluation.eval_iters:
-            return
-        per_batch = self._config.training.global_batch_size // (
-            self._config.training.micro_batch_size * self.session.ps.dp_size
-        )
-        reads = self._plans.reads_data(self.session.ps.pp_rank)
-        for held_out in sets:
-            count = len(held_out.batches) if held_out.whole else evaluation.eval_iters * per_batch
-            with self.session.watchdog.phase("evaluate"):
-                losses = evaluate(
-                    self._runner,
-                    self.session.ps,
-                    StepBatches(iter(held_out.batches if reads else ()), reads=reads),
-                    iteration=self.state.iteration,
-                    num_microbatches=count,
-                    microbatches_at_a_time=per_batch,
-                )
-            self._reporter.evaluated(where, losses, held_out.name)
-
-    def _count_validation_samples(self) -> None:
-        """Where the next evaluation goes on reading; one that reads the whole set starts at its beginning."""
-        if not self._config.data.full_validation:
-            evaluated = self._config.evaluation.eval_iters * self._config.training.global_batch_size
-            self.state.consumed_valid_samples += evaluated
