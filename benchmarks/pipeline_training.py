@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plain_gpt import Block
+from benchmarks.plain_gpt import Block, copy_weights, set_schedule
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -120,9 +120,7 @@ class OurTrainer:
             stages=[self.rank],
         )
         self.optimizer = build_optimizer(optimizer, self.model.buffer, ps)
-        for group in self.optimizer.param_groups:  # the schedule's part
-            group["lr"] = LEARNING_RATE
-            group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
+        set_schedule(self.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
         self.writer = None if timeline is None else TimelineWriter(timeline, ps)
         plan = build_plan("1f1b", Request(NUM_RANKS, microbatches))
         stage = ModelStage(self._forward, sink, begins=self.rank == 0, ends=self.last)
@@ -231,35 +229,6 @@ class TorchTrainer:
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, squared.sqrt())
 
 
-def copy_weights(ours: OurTrainer, theirs: TorchTrainer) -> None:
-    """Torch's stage starts from our weights (its QKV rows are all queries, all keys, all values)."""
-    source = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
-    heads = ours.gpt.config.num_attention_heads
-    names = {
-        "ln_1": "input_layernorm",
-        "ln_2": "pre_mlp_layernorm",
-        "c_attn": "self_attention.linear_qkv",
-        "c_proj": "self_attention.linear_proj",
-        "c_fc": "mlp.linear_fc1",
-        "mlp_proj": "mlp.linear_fc2",
-        "wte": "embedding.word_embeddings",
-        "wpe": "embedding.position_embeddings",
-        "ln_f": "decoder.final_layernorm",
-        "lm_head": "output_layer",
-    }
-    with torch.no_grad():
-        for name, parameter in theirs.model.named_parameters():
-            head, _, kind = name.rpartition(".")
-            if head.startswith("blocks."):
-                _, number, module = head.split(".")
-                value = source[f"decoder.layers.{number}.{names[module]}.{kind}"]
-                if module == "c_attn":
-                    value = value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
-            else:
-                value = source[f"{names[head]}.{kind}"]
-            parameter.copy_(value)
-
-
 def make_batches(args: argparse.Namespace, shape: dict[str, int]) -> Batches:
     generator = torch.Generator().manual_seed(5)
     text = torch.randint(shape["vocab"], (args.global_batch, shape["seq"] + 1), generator=generator)
@@ -281,7 +250,8 @@ def run_case(ctx: RankContext, dtype: str, args: argparse.Namespace) -> dict[str
     timeline = args.log_pipeline_timeline and args.log_pipeline_timeline / dtype
     ours = OurTrainer(shape, DTYPES[dtype], ctx.make_ps(pp=NUM_RANKS), len(batches), timeline)
     theirs = TorchTrainer(shape, DTYPES[dtype], args.peer_bf16 == "pure", ctx.rank, len(batches))
-    copy_weights(ours, theirs)
+    weights = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
+    copy_weights(weights, theirs.model, shape["heads"])
     trainers: dict[str, Trainer] = {"ours": ours, "torch": theirs}
     runs: dict[str, list[tuple[Any, ...]]] = {
         name: [timed(trainer, batches)] for name, trainer in trainers.items()

@@ -1,13 +1,32 @@
-"""The peer of `single_process.py`: a GPT and a training step as a plain PyTorch script writes them
-(nanoGPT's style)."""
+"""The peer of `single_process.py` and `pipeline_training.py`: a GPT and a training step as a plain PyTorch script
+writes them (nanoGPT's style), and our trainer's weights and schedule as both benchmarks need them."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+from megatron.core.optimizer.param_groups import ParamGroup
+
+# Modules of the plain model by our names for them; those of a block are our decoder layer's.
+BLOCK_NAMES = {
+    "ln_1": "input_layernorm",
+    "ln_2": "pre_mlp_layernorm",
+    "c_attn": "self_attention.linear_qkv",
+    "c_proj": "self_attention.linear_proj",
+    "c_fc": "mlp.linear_fc1",
+    "mlp_proj": "mlp.linear_fc2",
+}
+TOP_NAMES = {
+    "wte": "embedding.word_embeddings",
+    "wpe": "embedding.position_embeddings",
+    "ln_f": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+}
 
 
 class Block(nn.Module):
@@ -73,3 +92,26 @@ class PlainTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total
+
+
+def copy_weights(ours: Mapping[str, Tensor], plain: nn.Module, heads: int) -> None:
+    """The plain model, or a stage of one, starts from our weights (its QKV rows are all queries, all keys, all
+    values)."""
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            head, _, kind = name.rpartition(".")
+            if head.startswith("blocks."):
+                _, number, module = head.split(".")
+                value = ours[f"decoder.layers.{number}.{BLOCK_NAMES[module]}.{kind}"]
+                if module == "c_attn":
+                    value = value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+            else:
+                value = ours[f"{TOP_NAMES[head]}.{kind}"]
+            parameter.copy_(value)
+
+
+def set_schedule(param_groups: Iterable[ParamGroup], lr: float, weight_decay: float) -> None:
+    """What the trainer's schedule does to our optimizer's groups at every step; here once, the rates stay."""
+    for group in param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plain_gpt import PlainTrainer
+from benchmarks.plain_gpt import PlainTrainer, copy_weights, set_schedule
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -72,9 +72,7 @@ class OurTrainer:
             self.gpt, ps, DistributedDataParallelConfig(), meta, context.grads
         )
         self.optimizer = build_optimizer(optimizer, self.model.buffer, ps)
-        for group in self.optimizer.param_groups:  # the schedule's part
-            group["lr"] = optimizer.lr
-            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
+        set_schedule(self.optimizer.param_groups, optimizer.lr, optimizer.weight_decay)
 
     def step(self, batches: Batches) -> float:
         total = 0.0
@@ -94,36 +92,6 @@ class OurTrainer:
         return total
 
 
-def copy_weights(ours: OurTrainer, plain: PlainTrainer) -> None:
-    """The plain model starts from our weights (its QKV rows are all queries, all keys, all values)."""
-    source = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
-    heads = ours.gpt.config.num_attention_heads
-    names = {
-        "ln_1": "input_layernorm",
-        "ln_2": "pre_mlp_layernorm",
-        "c_attn": "self_attention.linear_qkv",
-        "c_proj": "self_attention.linear_proj",
-        "c_fc": "mlp.linear_fc1",
-        "mlp_proj": "mlp.linear_fc2",
-    }
-    top = {
-        "wte": "embedding.word_embeddings",
-        "wpe": "embedding.position_embeddings",
-        "ln_f": "decoder.final_layernorm",
-    }
-    with torch.no_grad():
-        for name, parameter in plain.model.named_parameters():
-            head, _, kind = name.rpartition(".")
-            if head.startswith("blocks."):
-                _, number, module = head.split(".")
-                value = source[f"decoder.layers.{number}.{names[module]}.{kind}"]
-                if module == "c_attn":
-                    value = value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
-            else:
-                value = source[f"{top[head]}.{kind}"]
-            parameter.copy_(value)
-
-
 def make_batches(micro_batch: int, args: argparse.Namespace) -> Batches:
     generator = torch.Generator().manual_seed(5)
     text = torch.randint(args.vocab, (args.global_batch, args.seq + 1), generator=generator)
@@ -141,7 +109,8 @@ def time_case(dtype: str, micro_batch: int, args: argparse.Namespace) -> dict[st
     """Interleaved steps of both; medians and the median ratio of the pairs."""
     batches = make_batches(micro_batch, args)
     ours, plain = OurTrainer(shape_of(args), DTYPES[dtype]), PlainTrainer(shape_of(args), DTYPES[dtype])
-    copy_weights(ours, plain)
+    weights = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
+    copy_weights(weights, plain.model, shape_of(args)["heads"])
     trainers: dict[str, Trainer] = {"ours": ours, "plain": plain}
     losses = {name: timed(trainer, batches)[0] for name, trainer in trainers.items()}  # warm-up
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
