@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding
 from megatron.core.module import MegatronModule, ModelContext
-from megatron.core.protocols import WeightGradSink
 from megatron.core.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
@@ -24,14 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GPTModel(MegatronModule):
-    """A decoder-only transformer whose gradients all go to a sink; `.grad` stays None.
+    """A decoder-only transformer whose gradients all go to its `context.grads`; `.grad` stays None.
 
     config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout. device:
     torch's default device if not given; parameters are filled there, or left empty on the meta device for an
     engine to materialise and fill (`tensor_parallel.init`). layers: global numbers of the layers held here;
     all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss. A stage
-    that does neither and has no layers hands on what it is given. sink: where gradients go instead of
-    `context.grads` (a pipeline that defers weight gradients). tensor: the ranks that share every layer, this one
+    that does neither and has no layers hands on what it is given. tensor: the ranks that share every layer, this one
     alone by default; all of them must call the model alike, because its layers communicate over them (tp).
 
     Raises ValueError where learned positions do not cover the sequence, or sizes do not divide over `tensor`.
@@ -48,7 +46,6 @@ class GPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         layers: Sequence[int] | None = None,
-        sink: WeightGradSink | None = None,
         tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
@@ -57,12 +54,11 @@ class GPTModel(MegatronModule):
         _check_divisible(config, padded_vocab_size, self.tensor)
         self.config = config
         self.context = ModelContext(seed=seed)
-        self.sink: WeightGradSink = self.context.grads if sink is None else sink
         self.pre_process, self.post_process = pre_process, post_process
         self.padded_vocab_size = padded_vocab_size
         self.tied = not config.untie_embeddings_and_output_weights
         factory = LayerFactory(
-            sink=self.sink,
+            sink=self.context.grads,
             dtype=params_dtype,
             device=torch.get_default_device() if device is None else torch.device(device),
             init_std=config.init_method_std,
@@ -161,7 +157,7 @@ class GPTModel(MegatronModule):
         assert self.embedding is not None
         words = self.embedding.word_embeddings
         return column_linear(
-            hidden, words.weight, sink=self.sink, key=words.key("weight"), tensor=self.tensor
+            hidden, words.weight, sink=self.context.grads, key=words.key("weight"), tensor=self.tensor
         )
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

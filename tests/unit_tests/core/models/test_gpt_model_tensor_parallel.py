@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt.generate import Sampling, generate
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import SequenceShard, TensorParallel
 from tests.harness.ranks import RankContext, run_ranks
 from tests.harness.tiny_models import (
@@ -42,21 +43,6 @@ MODELS = {
 SIZES = (2, 4)
 
 
-class DeferringSink:
-    """Files what B puts, as a pipeline's sink does; W hands it on."""
-
-    deferring = True
-
-    def __init__(self):
-        self.filed = []
-
-    def put(self, key, x, dy):
-        assert not isinstance(x, SequenceShard) or x._whole is None, "gathered in B already"
-        self.filed.append((key, x, dy))
-
-    def done(self, key, microbatch): ...
-
-
 @dataclasses.dataclass
 class Outcome:
     loss: torch.Tensor
@@ -70,11 +56,8 @@ def outcome(tensor: TensorParallel, flags: dict) -> Outcome:
     config = tiny_config(**flags)
     model = tiny_stage(config, tensor=tensor)
     loss = backward_microbatch(model, tiny_batch())
-    sink = DeferringSink()
-    later = tiny_stage(config, tensor=tensor, sink=sink)
-    backward_microbatch(later, tiny_batch())
-    for contribution in sink.filed:
-        later.context.grads.put(*contribution)
+    later = tiny_stage(config, tensor=tensor)
+    backward_split(later)
     grads = model.summed_grads()
     with torch.no_grad():
         logits = model.eval()(tiny_batch()[0], tiny_batch()[2])
@@ -85,6 +68,24 @@ def outcome(tensor: TensorParallel, flags: dict) -> Outcome:
         parts_of(model, grads),
         all(torch.equal(grad, grads[name]) for name, grad in later.summed_grads().items()),
     )
+
+
+def backward_split(model: GPTModel) -> None:
+    """The batch's backward as a pipeline splits it: nothing that waits for W is gathered or computed in B."""
+    sink = model.context.grads
+    with sink.backward(0, split=True):
+        backward_microbatch(model, tiny_batch())
+    matrices = [key for key, x, _ in sink._filed[0] if x is not None]
+    assert (
+        len(matrices)
+        == len(set(matrices))
+        == sum(len(meta.grad_keys) for meta in model.param_meta.values() if len(meta.global_shape) > 1)
+    ), matrices
+    assert not any(sink.main_grads[key].any() for key in matrices), "computed in B already"
+    shards = [x for _, x, _ in sink._filed[0] if isinstance(x, SequenceShard)]
+    assert bool(shards) is model.tensor.sequence_parallel
+    assert all(shard._whole is None for shard in shards), "gathered in B already"
+    sink.flush(0)
 
 
 def all_outcomes(ctx: RankContext) -> dict[tuple[str, bool], Outcome]:
