@@ -18,7 +18,7 @@ class LayerFactory:
     """What every layer of one model is built with.
 
     sink: where gradients go. dtype, device: of the parameters. init_std: of ordinary weights; residual_std:
-    of the weights that write into the residual stream. tensor: the ranks that share each layer.
+    of the weights that write into the residual stream. tp: the ranks that share each layer.
     """
 
     sink: WeightGradSink
@@ -26,7 +26,7 @@ class LayerFactory:
     device: torch.device
     init_std: float = 0.02
     residual_std: float = 0.02
-    tensor: TensorParallel = ALONE
+    tp: TensorParallel = ALONE
 
 
 class SinkModule(nn.Module):
@@ -36,7 +36,7 @@ class SinkModule(nn.Module):
         super().__init__()
         self.name = name
         self.sink = factory.sink
-        self.tensor = factory.tensor
+        self.tp = factory.tp
         self.meta: dict[str, ParamMeta] = {}
         self._factory = factory
 

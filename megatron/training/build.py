@@ -89,7 +89,7 @@ def build_gpt_model(
     """
     padded_vocab_size = config.model.padded_vocab_size
     assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
-    tensor, layers = TensorParallel(), None
+    tp, layers = TensorParallel(), None
     if ps is not None:
         plans = Plans(config)
         if plans.placement.num_chunks > 1 and vp_stage is None:
@@ -103,7 +103,7 @@ def build_gpt_model(
                 f"build_gpt_model: pre_process, post_process {given} for a stage of {held}: pass on what the model "
                 "provider is given"
             )
-        tensor, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
+        tp, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
     return GPTModel(
         config.model,
         padded_vocab_size=padded_vocab_size,
@@ -113,7 +113,7 @@ def build_gpt_model(
         pre_process=pre_process,
         post_process=post_process,
         layers=layers,
-        tensor=tensor,
+        tp=tp,
     )
 
 

@@ -77,7 +77,7 @@ def tiny_stage(
     *,
     seed: int = 7,
     params_dtype: torch.dtype = torch.float64,
-    tensor: TensorParallel | None = None,
+    tp: TensorParallel | None = None,
     **stage,
 ) -> GPTModel:
     """A part of that model: its weights are those of `tiny_model`'s, wherever they are (stage: see GPTModel)."""
@@ -90,9 +90,7 @@ def tiny_stage(
         for name, parameter in whole.named_parameters()
         if parameter.dim() == 1
     }
-    model = GPTModel(
-        config, padded_vocab_size=VOCAB, seed=seed, params_dtype=params_dtype, tensor=tensor, **stage
-    )
+    model = GPTModel(config, padded_vocab_size=VOCAB, seed=seed, params_dtype=params_dtype, tp=tp, **stage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             for part in model.param_meta[name].parts if name in noise else ():

@@ -41,20 +41,20 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     """As above with [tokens, v/tp] on each rank: the highest logit, then sum and label's logit, go over tp."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tensor: TensorParallel) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
         probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         columns = logits.shape[-1]
         labels = labels.unsqueeze(-1)
-        unknown = (labels < 0) | (labels >= tensor.size * columns)  # stay outside, for the lookup to refuse
-        labels = labels - tensor.rank * columns
+        unknown = (labels < 0) | (labels >= tp.size * columns)  # stay outside, for the lookup to refuse
+        labels = labels - tp.rank * columns
         held = (labels >= 0) & (labels < columns)
         labels = torch.where(unknown, labels, labels.clamp(0, columns - 1))
         highest = probabilities.amax(-1, keepdim=True)
-        all_reduce(highest, tensor.peers, "max")
+        all_reduce(highest, tp.peers, "max")
         label_logit = probabilities.gather(-1, labels).masked_fill_(~held, 0.0)
         probabilities.sub_(highest).exp_()
         sums = torch.stack((probabilities.sum(-1, keepdim=True), label_logit))
-        all_reduce(sums, tensor.peers)
+        all_reduce(sums, tp.peers)
         exp_sum, label_logit = sums
         probabilities.div_(exp_sum)
         ctx.save_for_backward(probabilities, labels, held)
@@ -69,15 +69,15 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return gradient.to(ctx.logits_dtype), None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tensor: TensorParallel = ALONE) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParallel = ALONE) -> Tensor:
     """Negative log likelihood of each token, in fp32 (fp64 for fp64 logits), the same on every tp rank.
 
     logits [..., v/tp] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
     pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. Communicates over tp.
     """
     losses: Tensor
-    if tensor.size == 1:
+    if tp.size == 1:
         losses = _CrossEntropy.apply(logits, labels)
     else:
-        losses = _ShardedCrossEntropy.apply(logits, labels, tensor)
+        losses = _ShardedCrossEntropy.apply(logits, labels, tp)
     return losses

@@ -83,12 +83,12 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(name, factory)
         if bands is None:
-            bands = even_bands(out_features, self.tensor)
+            bands = even_bands(out_features, self.tp)
         shape = (out_features, in_features)
         self._make_parameters(
             shape,
-            regions=band_regions(shape, bands, 0, self.tensor),
-            bias_regions=band_regions(shape[:1], bands, 0, self.tensor),
+            regions=band_regions(shape, bands, 0, self.tp),
+            bias_regions=band_regions(shape[:1], bands, 0, self.tp),
             init_std=init_std,
             bias=bias,
             layer=layer,
@@ -103,7 +103,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sink=self.sink,
             key=self.key("weight"),
             bias_key=self._bias_key,
-            tensor=self.tensor,
+            tp=self.tp,
         )
 
 
@@ -129,8 +129,8 @@ class RowParallelLinear(_ParallelLinear):
         shape = (out_features, in_features)
         self._make_parameters(
             shape,
-            regions=band_regions(shape, even_bands(in_features, self.tensor), 1, self.tensor),
-            bias_regions=whole_region(shape[:1], self.tensor, partial=False),
+            regions=band_regions(shape, even_bands(in_features, self.tp), 1, self.tp),
+            bias_regions=whole_region(shape[:1], self.tp, partial=False),
             init_std=init_std,
             bias=bias,
             layer=layer,
@@ -146,7 +146,7 @@ class RowParallelLinear(_ParallelLinear):
             key=self.key("weight"),
             bias_key=self._bias_key,
             activation=activation,
-            tensor=self.tensor,
+            tp=self.tp,
         )
 
 
@@ -173,29 +173,29 @@ class _ShardedLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, tensor: TensorParallel, sink: WeightGradSink, key: str
+        ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: WeightGradSink, key: str
     ) -> Tensor:
-        held, outside = local_ids(ids, weight.shape[0], tensor)
+        held, outside = local_ids(ids, weight.shape[0], tp)
         ctx.save_for_backward(held, outside)
-        ctx.tensor, ctx.sink, ctx.key = tensor, sink, key
+        ctx.tp, ctx.sink, ctx.key = tp, sink, key
         rows = F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
-        return sum_ranks(rows, tensor)
+        return sum_ranks(rows, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         held, outside = ctx.saved_tensors
-        dy = gather_sequence(grads[0], ctx.tensor)
+        dy = gather_sequence(grads[0], ctx.tp)
         ctx.sink.put(ctx.key, held, dy.masked_fill(outside.unsqueeze(-1), 0.0))
         return None, None, None, None, None
 
 
-def local_ids(ids: Tensor, rows: int, tensor: TensorParallel) -> tuple[Tensor, Tensor]:
+def local_ids(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """(ids as rows of this rank's `rows`, those of other ranks wrapped; bool: it does not hold this id).
 
     An id that no rank holds stays outside, for the lookup to refuse.
     """
-    relative = ids - tensor.rank * rows
-    unknown = (ids < 0) | (ids >= tensor.size * rows)
+    relative = ids - tp.rank * rows
+    unknown = (ids < 0) | (ids >= tp.size * rows)
     held = torch.where(unknown, relative, relative.remainder(rows))
     return held, (relative < 0) | (relative >= rows)
 
@@ -225,7 +225,7 @@ class VocabParallelEmbedding(SinkModule):
         self.weight = self.new_parameter(
             "weight",
             shape,
-            regions=band_regions(shape, even_bands(rows, self.tensor), 0, self.tensor),
+            regions=band_regions(shape, even_bands(rows, self.tp), 0, self.tp),
             init=InitKind.NORMAL,
             init_std=init_std,
             route=GradRoute.WEIGHT,
@@ -237,10 +237,10 @@ class VocabParallelEmbedding(SinkModule):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
         rows: Tensor
-        if self.tensor.size == 1:
+        if self.tp.size == 1:
             rows = _Lookup.apply(ids, self.weight, self.sink, self._lookup_key)
         else:
-            rows = _ShardedLookup.apply(ids, self.weight, self.tensor, self.sink, self._lookup_key)
+            rows = _ShardedLookup.apply(ids, self.weight, self.tp, self.sink, self._lookup_key)
         return rows
 
 
@@ -255,7 +255,7 @@ class PositionEmbedding(SinkModule):
         self.weight = self.new_parameter(
             "weight",
             shape,
-            regions=whole_region(shape, self.tensor, partial=self.tensor.sequence_parallel),
+            regions=whole_region(shape, self.tp, partial=self.tp.sequence_parallel),
             init=InitKind.NORMAL,
             init_std=init_std,
             route=GradRoute.WEIGHT,
@@ -264,6 +264,6 @@ class PositionEmbedding(SinkModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
-        ids = sequence_slice(ids, self.tensor)
+        ids = sequence_slice(ids, self.tp)
         rows: Tensor = _Lookup.apply(ids, self.weight, self.sink, self.key("weight"))
         return rows

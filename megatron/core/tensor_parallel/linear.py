@@ -50,11 +50,11 @@ class _ColumnLinear(torch.autograd.Function):
         sink: WeightGradSink,
         key: str,
         bias_key: str | None,
-        tensor: TensorParallel,
+        tp: TensorParallel,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink, ctx.key, ctx.bias_key, ctx.tensor = sink, key, bias_key, tensor
-        return F.linear(gather_sequence(x, tensor), weight, bias)
+        ctx.sink, ctx.key, ctx.bias_key, ctx.tp = sink, key, bias_key, tp
+        return F.linear(gather_sequence(x, tp), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,13 +62,13 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         operand: Tensor | SequenceShard = x
-        if ctx.tensor.sequence_parallel and needs_weight:
-            operand = SequenceShard(x, ctx.tensor)
+        if ctx.tp.sequence_parallel and needs_weight:
+            operand = SequenceShard(x, ctx.tp)
             if not ctx.sink.deferring:
                 operand.start()
         dx = pending = None
         if needs_x:
-            dx, pending = start_sum(linear_dgrad(dy, weight), ctx.tensor)
+            dx, pending = start_sum(linear_dgrad(dy, weight), ctx.tp)
         if needs_weight:
             ctx.sink.put(ctx.key, operand, dy)
         if ctx.bias_key is not None and needs_bias:
@@ -89,20 +89,20 @@ class _RowLinear(torch.autograd.Function):
         key: str,
         bias_key: str | None,
         activation: Activation | None,
-        tensor: TensorParallel,
+        tp: TensorParallel,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink, ctx.key, ctx.bias_key = sink, key, bias_key
-        ctx.activation, ctx.tensor = activation, tensor
+        ctx.activation, ctx.tp = activation, tp
         active = x if activation is None else activation.forward(x)
-        if tensor.size == 1:
+        if tp.size == 1:
             return F.linear(active, weight, bias)
-        total = sum_ranks(F.linear(active, weight), tensor)
+        total = sum_ranks(F.linear(active, weight), tp)
         return total if bias is None else total.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = gather_sequence(grads[0], ctx.tensor)
+        dy = gather_sequence(grads[0], ctx.tp)
         x, weight = ctx.saved_tensors
         activation = ctx.activation
         dx = linear_dgrad(dy, weight) if ctx.needs_input_grad[0] else None
@@ -128,14 +128,14 @@ def column_linear(
     sink: WeightGradSink,
     key: str,
     bias_key: str | None = None,
-    tensor: TensorParallel = ALONE,
+    tp: TensorParallel = ALONE,
 ) -> Tensor:
     """x W^T + b over this rank's output features: x [s, ..., in], weight [out/tp, in] -> [s, ..., out/tp].
 
     Under sequence parallel x is [s/tp, ..., in]. Communicates over tp: gathers x (sequence parallel only), and
     in the backward pass adds the input's gradient.
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, bias, sink, key, bias_key, tensor)
+    out: Tensor = _ColumnLinear.apply(x, weight, bias, sink, key, bias_key, tp)
     return out
 
 
@@ -148,7 +148,7 @@ def row_linear(
     key: str,
     bias_key: str | None = None,
     activation: Activation | None = None,
-    tensor: TensorParallel = ALONE,
+    tp: TensorParallel = ALONE,
 ) -> Tensor:
     """activation(x) W^T + b over this rank's input features: x [s, ..., in/tp], weight [out, in/tp] -> [s, ..., out].
 
@@ -157,5 +157,5 @@ def row_linear(
     gradient of the bias. With an activation only its input is kept; the output is computed again for the weight
     gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    out: Tensor = _RowLinear.apply(x, weight, bias, sink, key, bias_key, activation, tensor)
+    out: Tensor = _RowLinear.apply(x, weight, bias, sink, key, bias_key, activation, tp)
     return out

@@ -67,16 +67,16 @@ ALONE = TensorParallel()  # one rank holds every layer whole
 class SequenceShard:
     """An `Operand`: this rank's part [s/tp, ...] of a tensor, gathered along the sequence when it is wanted whole."""
 
-    def __init__(self, shard: Tensor, tensor: TensorParallel) -> None:
+    def __init__(self, shard: Tensor, tp: TensorParallel) -> None:
         self.shard = shard
-        self.tensor = tensor
+        self.tp = tp
         self._whole: Tensor | None = None
         self._pending: Pending | None = None
 
     def start(self) -> None:
         """Begin to gather; communicates over tp. A second call does nothing."""
         if self._whole is None:
-            self._whole, self._pending = _start_gather(self.shard, self.tensor, async_op=True)
+            self._whole, self._pending = _start_gather(self.shard, self.tp, async_op=True)
 
     def whole(self) -> Tensor:
         """[s, ...]; gathers now unless `start` was called."""
@@ -88,73 +88,73 @@ class SequenceShard:
         return self._whole
 
 
-def _start_gather(shard: Tensor, tensor: TensorParallel, *, async_op: bool) -> tuple[Tensor, Pending]:
-    whole = shard.new_empty(shard.shape[0] * tensor.size, *shard.shape[1:])
-    return whole, all_gather(whole, shard.contiguous(), tensor.peers, async_op=async_op)
+def _start_gather(shard: Tensor, tp: TensorParallel, *, async_op: bool) -> tuple[Tensor, Pending]:
+    whole = shard.new_empty(shard.shape[0] * tp.size, *shard.shape[1:])
+    return whole, all_gather(whole, shard.contiguous(), tp.peers, async_op=async_op)
 
 
-def gather_sequence(shard: Tensor, tensor: TensorParallel) -> Tensor:
+def gather_sequence(shard: Tensor, tp: TensorParallel) -> Tensor:
     """[s/tp, ...] -> [s, ...] under sequence parallel; else the tensor itself. Communicates over tp."""
-    if not tensor.sequence_parallel:
+    if not tp.sequence_parallel:
         return shard
-    return _start_gather(shard, tensor, async_op=False)[0]
+    return _start_gather(shard, tp, async_op=False)[0]
 
 
-def sequence_slice(whole: Tensor, tensor: TensorParallel) -> Tensor:
+def sequence_slice(whole: Tensor, tp: TensorParallel) -> Tensor:
     """This rank's part [s/tp, ...] of a whole tensor [s, ...] under sequence parallel; else the tensor itself."""
-    if not tensor.sequence_parallel:
+    if not tp.sequence_parallel:
         return whole
-    _check_divisible(whole.shape[0], tensor)
-    return whole.chunk(tensor.size)[tensor.rank]
+    _check_divisible(whole.shape[0], tp)
+    return whole.chunk(tp.size)[tp.rank]
 
 
-def start_sum(partial: Tensor, tensor: TensorParallel) -> tuple[Tensor, Pending | None]:
+def start_sum(partial: Tensor, tp: TensorParallel) -> tuple[Tensor, Pending | None]:
     """Begin to add [s, ...] over tp: the sum, in place, or under sequence parallel this rank's part of it [s/tp, ...].
 
     The result holds once the pending collective (None without peers) has been waited for. `partial` is consumed.
     """
-    if tensor.size == 1:
+    if tp.size == 1:
         return partial, None
     partial = partial.contiguous()
-    if not tensor.sequence_parallel:
-        return partial, all_reduce(partial, tensor.peers, async_op=True)
-    _check_divisible(partial.shape[0], tensor)
-    shard = partial.new_empty(partial.shape[0] // tensor.size, *partial.shape[1:])
-    return shard, reduce_scatter(shard, partial, tensor.peers, async_op=True)
+    if not tp.sequence_parallel:
+        return partial, all_reduce(partial, tp.peers, async_op=True)
+    _check_divisible(partial.shape[0], tp)
+    shard = partial.new_empty(partial.shape[0] // tp.size, *partial.shape[1:])
+    return shard, reduce_scatter(shard, partial, tp.peers, async_op=True)
 
 
-def sum_ranks(partial: Tensor, tensor: TensorParallel) -> Tensor:
+def sum_ranks(partial: Tensor, tp: TensorParallel) -> Tensor:
     """`start_sum`, waited for."""
-    total, pending = start_sum(partial, tensor)
+    total, pending = start_sum(partial, tp)
     if pending is not None:
         pending.wait()
     return total
 
 
-def _check_divisible(length: int, tensor: TensorParallel) -> None:
-    if length % tensor.size:
+def _check_divisible(length: int, tp: TensorParallel) -> None:
+    if length % tp.size:
         raise ValueError(
-            f"a sequence of {length} tokens cannot be split over {tensor.size} tensor parallel ranks: with "
+            f"a sequence of {length} tokens cannot be split over {tp.size} tensor parallel ranks: with "
             f"--sequence-parallel its length must be a multiple of --tensor-model-parallel-size"
         )
 
 
 class _GatherVocabulary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        parts = logits.new_empty(tensor.size, *logits.shape)
-        all_gather(parts, logits.contiguous(), tensor.peers)
+    def forward(ctx: Any, logits: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        parts = logits.new_empty(tp.size, *logits.shape)
+        all_gather(parts, logits.contiguous(), tp.peers)
         return parts.movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.tensor.size, -1)[ctx.tensor.rank], None
+        return grads[0].chunk(ctx.tp.size, -1)[ctx.tp.rank], None
 
 
-def gather_vocabulary(logits: Tensor, tensor: TensorParallel) -> Tensor:
+def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
-    if tensor.size == 1:
+    if tp.size == 1:
         return logits
-    whole: Tensor = _GatherVocabulary.apply(logits, tensor)
+    whole: Tensor = _GatherVocabulary.apply(logits, tp)
     return whole

@@ -25,19 +25,19 @@ class Band:
     copies: int = 1
 
 
-def even_bands(total: int, tensor: TensorParallel, parts: int = 1) -> tuple[Band, ...]:
+def even_bands(total: int, tp: TensorParallel, parts: int = 1) -> tuple[Band, ...]:
     """This rank's share of each of `parts` equal parts of `total` rows (a gated MLP has two: gate and up)."""
     part = total // parts
-    share = part // tensor.size
-    assert share * tensor.size * parts == total, f"{total} = {parts} parts over {tensor.size} ranks"
-    return tuple(Band(index * part + tensor.rank * share, share) for index in range(parts))
+    share = part // tp.size
+    assert share * tp.size * parts == total, f"{total} = {parts} parts over {tp.size} ranks"
+    return tuple(Band(index * part + tp.rank * share, share) for index in range(parts))
 
 
 def band_regions(
-    shape: tuple[int, ...], bands: Sequence[Band], dim: int, tensor: TensorParallel
+    shape: tuple[int, ...], bands: Sequence[Band], dim: int, tp: TensorParallel
 ) -> tuple[Region, ...]:
     """Regions of a parameter of global `shape` of which this rank holds `bands` along `dim`, one after the other."""
-    if tensor.size == 1:
+    if tp.size == 1:
         return ()
     regions = []
     at = 0
@@ -59,9 +59,9 @@ def _at(dim: int, index: int, dims: int) -> tuple[int, ...]:
     return tuple(index if d == dim else 0 for d in range(dims))
 
 
-def whole_region(shape: tuple[int, ...], tensor: TensorParallel, *, partial: bool) -> tuple[Region, ...]:
+def whole_region(shape: tuple[int, ...], tp: TensorParallel, *, partial: bool) -> tuple[Region, ...]:
     """The one region of a parameter that every rank holds. partial: each has a part of its gradient."""
-    if tensor.size == 1:
+    if tp.size == 1:
         return ()
     start = (0,) * len(shape)
-    return (Region(start, start, shape, copies=tensor.size, partial=partial),)
+    return (Region(start, start, shape, copies=tp.size, partial=partial),)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
 
 
-def qkv_bands(heads: int, groups: int, head_dim: int, tensor: TensorParallel) -> tuple[Band, ...]:
+def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tuple[Band, ...]:
     """The rows of `linear_qkv` that this rank holds: heads/tp query heads, and the keys and values they look at.
 
     Rows of the whole are grouped by KV group: the group's query heads, its key head, its value head. With at least
@@ -28,12 +28,12 @@ def qkv_bands(heads: int, groups: int, head_dim: int, tensor: TensorParallel) ->
     """
     per_group = heads // groups
     group_rows = (per_group + 2) * head_dim
-    if groups % tensor.size == 0:
-        rows = groups // tensor.size * group_rows
-        return (Band(tensor.rank * rows, rows),)
-    assert tensor.size % groups == 0, f"{groups} query groups over {tensor.size} ranks"
-    copies = tensor.size // groups
-    group, place = divmod(tensor.rank, copies)
+    if groups % tp.size == 0:
+        rows = groups // tp.size * group_rows
+        return (Band(tp.rank * rows, rows),)
+    assert tp.size % groups == 0, f"{groups} query groups over {tp.size} ranks"
+    copies = tp.size // groups
+    group, place = divmod(tp.rank, copies)
     query_rows = per_group // copies * head_dim
     start = group * group_rows
     return (
@@ -61,10 +61,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.context = context
-        tensor = factory.tensor
+        tp = factory.tp
         heads, groups = config.num_attention_heads, config.num_query_groups
-        self.groups = max(groups // tensor.size, 1)  # of this rank
-        self.heads_per_group = heads // tensor.size // self.groups
+        self.groups = max(groups // tp.size, 1)  # of this rank
+        self.heads_per_group = heads // tp.size // self.groups
         self.head_dim = config.kv_channels
         self.interleaved = config.rotary_interleaved
         self.linear_qkv = ColumnParallelLinear(
@@ -75,13 +75,13 @@ class SelfAttention(nn.Module):
             init_std=factory.init_std,
             bias=config.add_bias_linear or config.add_qkv_bias,
             layer=layer,
-            bands=qkv_bands(heads, groups, self.head_dim, tensor),
+            bands=qkv_bands(heads, groups, self.head_dim, tp),
         )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm = self._head_norm(config, f"{name}.q_layernorm", factory)
             self.k_layernorm = self._head_norm(config, f"{name}.k_layernorm", factory)
-        self.core_attention = CoreAttention(config, context, layer, tensor.shard_rank)
+        self.core_attention = CoreAttention(config, context, layer, tp.shard_rank)
         self.linear_proj = RowParallelLinear(
             heads * self.head_dim,
             config.hidden_size,

@@ -30,7 +30,7 @@ class MLP(nn.Module):
             init_std=factory.init_std,
             bias=config.add_bias_linear,
             layer=layer,
-            bands=even_bands(parts * width, factory.tensor, parts),
+            bands=even_bands(parts * width, factory.tp, parts),
         )
         self.linear_fc2 = RowParallelLinear(
             width,

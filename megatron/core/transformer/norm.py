@@ -119,8 +119,8 @@ class Norm(SinkModule):
         over_heads: bool = False,
     ) -> None:
         super().__init__(name, factory)
-        partial = self.tensor.size > 1 if over_heads else self.tensor.sequence_parallel
-        regions = whole_region((size,), self.tensor, partial=partial)
+        partial = self.tp.size > 1 if over_heads else self.tp.sequence_parallel
+        regions = whole_region((size,), self.tp, partial=partial)
         self.eps = config.norm_epsilon
         self.offset = 1.0 if config.apply_layernorm_1p else 0.0
         self.weight = self.new_parameter(

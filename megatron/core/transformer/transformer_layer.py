@@ -39,7 +39,7 @@ class TransformerLayer(nn.Module):
             config, size, name=f"{name}.pre_mlp_layernorm", factory=factory, layer=layer
         )
         self.mlp = MLP(config, layer, name=f"{name}.mlp", factory=factory)
-        tp_rank = factory.tensor.sequence_rank
+        tp_rank = factory.tp.sequence_rank
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
 

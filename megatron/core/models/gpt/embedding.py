@@ -33,7 +33,7 @@ class LanguageModelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
-        self.site = DropoutSite(context, -1, "embedding", factory.tensor.sequence_rank)
+        self.site = DropoutSite(context, -1, "embedding", factory.tp.sequence_rank)
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size,
             config.hidden_size,

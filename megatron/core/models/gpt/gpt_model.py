@@ -29,10 +29,10 @@ class GPTModel(MegatronModule):
     torch's default device if not given; parameters are filled there, or left empty on the meta device for an
     engine to materialise and fill (`tensor_parallel.init`). layers: global numbers of the layers held here;
     all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss. A stage
-    that does neither and has no layers hands on what it is given. tensor: the ranks that share every layer, this one
-    alone by default; all of them must call the model alike, because its layers communicate over them (tp).
+    that does neither and has no layers hands on what it is given. tp: the ranks that share every layer, this one
+    alone by default; all of them must call the model alike, because its layers communicate over them.
 
-    Raises ValueError where learned positions do not cover the sequence, or sizes do not divide over `tensor`.
+    Raises ValueError where learned positions do not cover the sequence, or sizes do not divide over `tp`.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class GPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         layers: Sequence[int] | None = None,
-        tensor: TensorParallel | None = None,
+        tp: TensorParallel | None = None,
     ) -> None:
         super().__init__()
-        self.tensor = ALONE if tensor is None else tensor
+        self.tp = ALONE if tp is None else tp
         _check_positions(config)
-        _check_divisible(config, padded_vocab_size, self.tensor)
+        _check_divisible(config, padded_vocab_size, self.tp)
         self.config = config
         self.context = ModelContext(seed=seed)
         self.pre_process, self.post_process = pre_process, post_process
@@ -63,7 +63,7 @@ class GPTModel(MegatronModule):
             device=torch.get_default_device() if device is None else torch.device(device),
             init_std=config.init_method_std,
             residual_std=config.init_method_std / math.sqrt(2 * config.num_layers),
-            tensor=self.tensor,
+            tp=self.tp,
         )
         self._input: Tensor | None = None
         self._build(factory, range(config.num_layers) if layers is None else layers)
@@ -131,15 +131,15 @@ class GPTModel(MegatronModule):
         angles = None
         if self.rotary is not None:
             start = 0 if inference_cache is None else inference_cache.length
-            sharded = self.tensor.size if self.tensor.sequence_parallel else 1
+            sharded = self.tp.size if self.tp.sequence_parallel else 1
             angles = self.rotary(start, hidden.shape[0] * sharded, hidden)
         hidden = self.decoder(hidden, attention_mask, angles, inference_cache)
         if not self.post_process:
             return hidden
         logits = self._logits(hidden)  # [s, b, v/tp]
         if labels is None:
-            return gather_vocabulary(logits, self.tensor).transpose(0, 1)
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.tensor).t()
+            return gather_vocabulary(logits, self.tp).transpose(0, 1)
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()
 
     def _begin(self, tokens: Tensor | None, position_ids: Tensor | None) -> Tensor:
         if self.pre_process:
@@ -157,7 +157,7 @@ class GPTModel(MegatronModule):
         assert self.embedding is not None
         words = self.embedding.word_embeddings
         return column_linear(
-            hidden, words.weight, sink=self.context.grads, key=words.key("weight"), tensor=self.tensor
+            hidden, words.weight, sink=self.context.grads, key=words.key("weight"), tp=self.tp
         )
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -187,8 +187,8 @@ def _check_positions(config: TransformerConfig) -> None:
         )
 
 
-def _check_divisible(config: TransformerConfig, padded_vocab_size: int, tensor: TensorParallel) -> None:
-    size = tensor.size
+def _check_divisible(config: TransformerConfig, padded_vocab_size: int, tp: TensorParallel) -> None:
+    size = tp.size
     flags = {
         f"--num-attention-heads {config.num_attention_heads}": config.num_attention_heads,
         f"--ffn-hidden-size {config.ffn_hidden_size}": config.ffn_hidden_size,
@@ -196,7 +196,7 @@ def _check_divisible(config: TransformerConfig, padded_vocab_size: int, tensor: 
             padded_vocab_size
         ),
     }
-    if tensor.sequence_parallel:
+    if tp.sequence_parallel:
         flags[f"--seq-length {config.seq_length} with --sequence-parallel"] = config.seq_length
     for flag, value in flags.items():
         if value % size:

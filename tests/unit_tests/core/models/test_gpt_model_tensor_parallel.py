@@ -52,11 +52,11 @@ class Outcome:
     deferred_equal: bool
 
 
-def outcome(tensor: TensorParallel, flags: dict) -> Outcome:
+def outcome(tp: TensorParallel, flags: dict) -> Outcome:
     config = tiny_config(**flags)
-    model = tiny_stage(config, tensor=tensor)
+    model = tiny_stage(config, tp=tp)
     loss = backward_microbatch(model, tiny_batch())
-    later = tiny_stage(config, tensor=tensor)
+    later = tiny_stage(config, tp=tp)
     backward_split(later)
     grads = model.summed_grads()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def backward_split(model: GPTModel) -> None:
     ), matrices
     assert not any(sink.main_grads[key].any() for key in matrices), "computed in B already"
     shards = [x for _, x, _ in sink._filed[0] if isinstance(x, SequenceShard)]
-    assert bool(shards) is model.tensor.sequence_parallel
+    assert bool(shards) is model.tp.sequence_parallel
     assert all(shard._whole is None for shard in shards), "gathered in B already"
     sink.flush(0)
 
@@ -150,10 +150,10 @@ def test_what_is_partial():
         }
 
 
-def train(tensor, *, steps=2, **flags):
+def train(tp, *, steps=2, **flags):
     """Losses and gradients (own buffers) of microbatches with dropout."""
     dtype = flags.pop("dtype", torch.float64)
-    model = tiny_stage(tiny_config(**flags), tensor=tensor, params_dtype=dtype)
+    model = tiny_stage(tiny_config(**flags), tp=tp, params_dtype=dtype)
     model.bind_new_grads(torch.promote_types(dtype, torch.float32))
     losses = [backward_microbatch(model, tiny_batch(i), iteration=3, index=i) for i in range(steps)]
     return torch.stack(losses), {name: grad.clone() for name, grad in model.summed_grads().items()}
@@ -167,19 +167,19 @@ def dropout_checks(ctx: RankContext):
     group = ctx.make_ps(tp=ctx.world_size).group("tp")
     found = {}
     for sp in (False, True):
-        tensor = TensorParallel(group, sp)
-        plain = train(tensor, **DROPOUT)
+        tp = TensorParallel(group, sp)
+        plain = train(tp, **DROPOUT)
         found[sp] = {
-            "hidden_only": train(tensor, hidden_dropout=0.2)[0],
-            "recompute_same_bits": same(plain, train(tensor, **DROPOUT, **FULL)),
-            "selective_same_bits": same(plain, train(tensor, **DROPOUT, recompute_granularity="selective")),
+            "hidden_only": train(tp, hidden_dropout=0.2)[0],
+            "recompute_same_bits": same(plain, train(tp, **DROPOUT, **FULL)),
+            "selective_same_bits": same(plain, train(tp, **DROPOUT, recompute_granularity="selective")),
             "repeated_same_bits": all(
-                same(train(tensor, **DROPOUT, **flags), train(tensor, **DROPOUT, **flags))
+                same(train(tp, **DROPOUT, **flags), train(tp, **DROPOUT, **flags))
                 for flags in ({"dtype": torch.float32}, {"dtype": torch.bfloat16})
             ),
-            "bf16": train(tensor, dtype=torch.bfloat16, fp32_residual_connection=True)[0],
+            "bf16": train(tp, dtype=torch.bfloat16, fp32_residual_connection=True)[0],
         }
-        model = tiny_stage(tiny_config(**DROPOUT), tensor=tensor)
+        model = tiny_stage(tiny_config(**DROPOUT), tp=tp)
         layer = model.decoder.layers["1"]
         sites = (
             model.embedding.site,
@@ -209,8 +209,8 @@ def test_dropout_recompute_and_precision():
 
 
 def generated(ctx: RankContext):
-    tensor = TensorParallel(ctx.make_ps(tp=4).group("tp"))
-    model = tiny_stage(tiny_config(**VARIANTS["llama"]), tensor=tensor)
+    tp = TensorParallel(ctx.make_ps(tp=4).group("tp"))
+    model = tiny_stage(tiny_config(**VARIANTS["llama"]), tp=tp)
     return generate(model, tiny_batch()[0][:, :5], 6, sampling=Sampling(temperature=1.0))
 
 
@@ -224,11 +224,11 @@ def test_generation_over_tensor_ranks():
 
 def stages(ctx: RankContext):
     """Two stages in one process a rank, the boundary being what one hands the other."""
-    tensor = TensorParallel(ctx.make_ps(tp=2).group("tp"), sequence_parallel=True)
+    tp = TensorParallel(ctx.make_ps(tp=2).group("tp"), sequence_parallel=True)
     config = tiny_config(position_embedding_type="rope")
-    first = tiny_stage(config, tensor=tensor, layers=[0], post_process=False)
-    last = tiny_stage(config, tensor=tensor, layers=[1], pre_process=False)
-    whole = tiny_stage(config, tensor=tensor)
+    first = tiny_stage(config, tp=tp, layers=[0], post_process=False)
+    last = tiny_stage(config, tp=tp, layers=[1], pre_process=False)
+    whole = tiny_stage(config, tp=tp)
     expected = backward_microbatch(whole, tiny_batch())
     tokens, labels, positions = tiny_batch()
     boundary = first(tokens, positions)

@@ -49,7 +49,7 @@ def test_one_buffer():
 
 def sharded(ctx: RankContext, dtype: torch.dtype):
     """Losses, this rank's columns of the gradient, and whether it worked in the logits' memory."""
-    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"))
+    tp = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"))
     torch.manual_seed(0)
     raw = (torch.randn(7, 3, 48) * 20).to(dtype)
     labels = torch.randint(48, (7, 3))
@@ -57,11 +57,11 @@ def sharded(ctx: RankContext, dtype: torch.dtype):
     logits = mine * 1
     address, seen = logits.data_ptr(), []
     logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    loss = vocab_parallel_cross_entropy(logits, labels, tensor)
+    loss = vocab_parallel_cross_entropy(logits, labels, tp)
     (loss * torch.randn(7, 3)).sum().backward()
     unlikely = torch.full((1, 2), 500.0 * (1 - 2 * (ctx.rank % 2)))
     last = torch.tensor([2 * ctx.world_size - 1])
-    return loss.detach(), mine.grad, seen == [address], vocab_parallel_cross_entropy(unlikely, last, tensor)
+    return loss.detach(), mine.grad, seen == [address], vocab_parallel_cross_entropy(unlikely, last, tp)
 
 
 @pytest.mark.parametrize("size", [2, 4])

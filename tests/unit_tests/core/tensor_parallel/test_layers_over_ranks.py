@@ -27,10 +27,10 @@ S, B, IN, OUT = 8, 3, 12, 16
 EXACT = {"rtol": 0, "atol": 1e-10}
 
 
-def build(make, tensor):
+def build(make, tp):
     """A layer with initial weights, and the sink that holds its gradients."""
     sink = WeightGradAccumulator()
-    factory = LayerFactory(sink=sink, dtype=torch.float64, device=torch.device("cpu"), tensor=tensor)
+    factory = LayerFactory(sink=sink, dtype=torch.float64, device=torch.device("cpu"), tp=tp)
     layer = make(name="x", factory=factory, init_std=1.0)
     for name, parameter in layer.named_parameters():
         fill(parameter, layer.meta[f"x.{name}"], 1)
@@ -50,10 +50,10 @@ def parts(layer, sink):
 
 
 def column(ctx: RankContext, sp: bool, gated: bool):
-    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
-    bands = even_bands(OUT, tensor, 2) if gated else None
-    layer, sink = build(functools.partial(ColumnParallelLinear, IN, OUT, bias=True, bands=bands), tensor)
-    x = sequence_slice(given(S, B, IN), tensor).clone().requires_grad_()
+    tp = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+    bands = even_bands(OUT, tp, 2) if gated else None
+    layer, sink = build(functools.partial(ColumnParallelLinear, IN, OUT, bias=True, bands=bands), tp)
+    x = sequence_slice(given(S, B, IN), tp).clone().requires_grad_()
     y = layer(x)
     dy = given(S, B, OUT).view(S, B, 2 if gated else 1, -1)
     y.backward(dy.chunk(ctx.world_size, -1)[ctx.rank].flatten(-2))
@@ -61,22 +61,22 @@ def column(ctx: RankContext, sp: bool, gated: bool):
 
 
 def row(ctx: RankContext, sp: bool):
-    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
-    layer, sink = build(functools.partial(RowParallelLinear, IN, OUT, bias=True), tensor)
+    tp = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+    layer, sink = build(functools.partial(RowParallelLinear, IN, OUT, bias=True), tp)
     x = given(S, B, IN).chunk(ctx.world_size, -1)[ctx.rank].clone().requires_grad_()
     y = layer(x, activation=GELU)
-    y.backward(sequence_slice(given(S, B, OUT), tensor))
+    y.backward(sequence_slice(given(S, B, OUT), tp))
     return x.grad, y.detach(), *parts(layer, sink)
 
 
 def tables(ctx: RankContext, sp: bool):
     """Words, then positions: output and gradient of each."""
-    tensor = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+    tp = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
     found = []
     for make, ids in ((VocabParallelEmbedding, word_ids()), (PositionEmbedding, position_ids())):
-        layer, sink = build(functools.partial(make, OUT, IN), tensor)
+        layer, sink = build(functools.partial(make, OUT, IN), tp)
         y = layer(ids)
-        y.backward(sequence_slice(given(S, B, IN), tensor))
+        y.backward(sequence_slice(given(S, B, IN), tp))
         found.append((y.detach(), *parts(layer, sink)))
     return found
 
@@ -173,10 +173,10 @@ def test_local_ids():
 
 
 def check_unknown_label(ctx):
-    tensor = TensorParallel.of(ctx.make_ps(tp=2), False)
+    tp = TensorParallel.of(ctx.make_ps(tp=2), False)
     for label in (-1, 8):
         with pytest.raises((RuntimeError, IndexError)):
-            vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([label]), tensor)
+            vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([label]), tp)
 
 
 def test_a_label_that_no_rank_holds_is_refused():

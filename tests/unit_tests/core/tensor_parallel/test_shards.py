@@ -25,18 +25,18 @@ def test_alone_nothing_is_cut():
 
 
 def test_gate_and_up_rows():
-    tensor = Rank(2, 1)
-    bands = even_bands(8, tensor, parts=2)
-    assert band_regions((8, 3), bands, 0, tensor) == (
+    tp = Rank(2, 1)
+    bands = even_bands(8, tp, parts=2)
+    assert band_regions((8, 3), bands, 0, tp) == (
         Region((0, 0), (2, 0), (2, 3)),
         Region((2, 0), (6, 0), (2, 3)),
     )
-    assert band_regions((8,), bands, 0, tensor) == (Region((0,), (2,), (2,)), Region((2,), (6,), (2,)))
+    assert band_regions((8,), bands, 0, tp) == (Region((0,), (2,), (2,)), Region((2,), (6,), (2,)))
 
 
 def test_columns():
-    tensor = Rank(4, 3)
-    assert band_regions((5, 8), even_bands(8, tensor), 1, tensor) == (Region((0, 0), (0, 6), (5, 2)),)
+    tp = Rank(4, 3)
+    assert band_regions((5, 8), even_bands(8, tp), 1, tp) == (Region((0, 0), (0, 6), (5, 2)),)
 
 
 def test_whole():
@@ -62,8 +62,8 @@ def test_qkv_rows(data):
     kinds = torch.tensor(([0] * per_group + [1, 2]) * groups).repeat_interleave(head_dim)  # q, k, v
     group_of = torch.arange(groups).repeat_interleave((per_group + 2) * head_dim)
     for rank in range(size):
-        tensor = Rank(size, rank)
-        bands = qkv_bands(heads, groups, head_dim, tensor)
+        tp = Rank(size, rank)
+        bands = qkv_bands(heads, groups, head_dim, tp)
         mine = torch.cat([torch.arange(band.offset, band.offset + band.size) for band in bands])
         held[mine] += 1
         for band in bands:
@@ -76,7 +76,7 @@ def test_qkv_rows(data):
         local_groups = max(groups // size, 1)
         shape = [0] * (heads // size // local_groups) + [1, 2]
         assert kinds[mine].tolist() == [kind for kind in shape * local_groups for _ in range(head_dim)]
-        regions = band_regions((rows, 5), bands, 0, tensor)
+        regions = band_regions((rows, 5), bands, 0, tp)
         assert all(region.partial == (region.copies > 1) for region in regions)
         assert ParamMeta("w", (rows, 5), regions=regions).local_shape == (len(mine), 5)
     assert torch.equal(held, copies)

@@ -86,7 +86,7 @@ def test_regions_over_tensor_ranks(sp, over_heads, partial):
         sink=WeightGradAccumulator(),
         dtype=torch.float64,
         device=torch.device("cpu"),
-        tensor=TensorParallel(group, bool(sp)),
+        tp=TensorParallel(group, bool(sp)),
     )
     norm = Norm(tiny_config(), SIZE, name="n", factory=factory, over_heads=bool(over_heads))
     for meta in norm.meta.values():

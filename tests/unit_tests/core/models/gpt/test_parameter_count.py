@@ -152,7 +152,7 @@ def test_the_formula_counts_what_each_rank_has(variant, tp, cut):
             pre_process=spec.embedding,
             post_process=spec.loss,
             layers=spec.layers,
-            tensor=TensorParallel(group),
+            tp=TensorParallel(group),
         )
         held[placement.rank_of(stage)] += sum(weight.numel() for weight in model.parameters())
     count = count_parameters(config, 96, tp=tp, stages=stages, placement=placement)
