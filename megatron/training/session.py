@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core import collectives, device, parallel_state
+from megatron.core import collectives, device, host_data, parallel_state
 from megatron.core.device import Device
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.parallel_state import ParallelState
@@ -56,7 +56,7 @@ class Session:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain value. Communicates over the world."""
-        return collectives.all_gather_json(value, self.ps.control_group)
+        return host_data.all_gather_json(value, self.ps.control_group)
 
     def close(self) -> None:
         """Leave the world together with all other ranks."""
@@ -102,7 +102,7 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
     )
     compare_across_ranks(
-        lambda value: collectives.all_gather_json(value, ps.control_group),
+        lambda value: host_data.all_gather_json(value, ps.control_group),
         {**config.flat(), **config.extra},
         torch_version=torch.__version__,
     )
@@ -146,7 +146,7 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) ->
     if not config.given("padded_vocab_size") and config.checkpoint.load is not None:
         # One rank looks: thousands that read the same files would keep a file system busy.
         mine = saved_padded_vocabulary(config.flat()) if ps.is_first_rank else None
-        saved = collectives.all_gather_json(mine, ps.control_group)[0]
+        saved = host_data.all_gather_json(mine, ps.control_group)[0]
         if saved is not None:
             if ps.is_first_rank and saved != config.model.padded_vocab_size:
                 say(f" > padded vocab of the checkpoint in {config.checkpoint.load}: {saved}")

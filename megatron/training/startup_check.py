@@ -1,7 +1,7 @@
 """Before anything is built: do all ranks run the same configuration, code, torch and Python?
 
 A rank with an old checkout or another flag trains silently wrong or hangs in the first collective; here it
-is named within a second. Communicates through the gather that is passed in (`collectives.all_gather_json`
+is named within a second. Communicates through the gather that is passed in (`host_data.all_gather_json`
 over the world).
 """
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import collectives
+from megatron.core import collectives, host_data
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.parallel_state import ParallelState
@@ -184,9 +184,7 @@ class StepRunner:
         second = self._attempt(batches, iteration, num_microbatches, flags)
         result = compare_rerun(before, self._digest(second), second_nonfinite=second.nonfinite)
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
-        rank_differs = any(
-            collectives.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group)
-        )
+        rank_differs = any(host_data.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group))
         result = RerunResult.DIFFERENT if rank_differs else result
         return second, self._nan_policy.decide(
             nonfinite=True, rerun=result, scale_at_minimum=self._engine.scaler.at_minimum
@@ -205,7 +203,7 @@ class StepRunner:
         """Run the step once more without reducing, and see on which rank and in which parameter it goes wrong."""
         numbers = self._run(batches, iteration, num_microbatches, reduce_gradients=False)
         mine = self._local_site(numbers)
-        sites: list[Any] = collectives.all_gather_json(
+        sites: list[Any] = host_data.all_gather_json(
             None if mine is None else dataclasses.asdict(mine), self._ps.control_group
         )
         found = first_site(None if site is None else NonFiniteSite(**site) for site in sites)

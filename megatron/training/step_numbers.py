@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import collectives
+from megatron.core import collectives, host_data
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import ParallelState
 
@@ -106,7 +106,7 @@ class StepNumbers:
 
 def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:
     """The names of the losses on every rank, from the ranks that compute them. Communicates over control."""
-    everyone = collectives.all_gather_json(list(names), ps.control_group)
+    everyone = host_data.all_gather_json(list(names), ps.control_group)
     return tuple(next((found for found in everyone if found), ()))
 
 

@@ -3,7 +3,7 @@
     timers = Timers(log_level=1, log_option="minmax", synchronize=device.synchronize)
     with timers("forward-backward", log_level=1):
         ...
-    lines = timers.log(gather=lambda value: collectives.all_gather_json(value, ps.world_group))
+    lines = timers.log(gather=lambda value: host_data.all_gather_json(value, ps.world_group))
 
 A timer whose level is above the chosen one costs one dictionary look-up and never synchronizes the device.
 Torch-free: the device's synchronize, the barrier and the gather are passed in.

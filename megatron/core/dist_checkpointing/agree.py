@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.core import collectives
+from megatron.core import host_data
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 
@@ -27,7 +27,7 @@ def gather_json(value: Any, ps: ParallelState | None) -> list[Any]:
     """Every rank's value, in rank order, on every rank. Communicates over the whole world."""
     if ps is None or ps.world_size == 1:
         return [value]
-    return list(collectives.all_gather_json(value, ps.control_group))
+    return list(host_data.all_gather_json(value, ps.control_group))
 
 
 class Outcome:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
+from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
@@ -158,5 +158,5 @@ def _round_up(numel: int, unit: int) -> int:
 
 def _assert_agreed(plan: list[Any], group: Group, what: str) -> None:
     """A collective whose ranks mean different things mixes up gradients without a word: look once, at the start."""
-    for rank, other in zip(group.ranks, collectives.all_gather_json(plan, group), strict=True):
+    for rank, other in zip(group.ranks, host_data.all_gather_json(plan, group), strict=True):
         assert other == plan, f"{what}: {plan} here, {other} on rank {rank}"

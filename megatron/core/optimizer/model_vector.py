@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
+from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group, ParallelState
@@ -56,7 +56,7 @@ class ModelVector:
         self._group: Group = ps.mp_group
         self._device = ps.device.torch_device
         mine = [_facts(buffer, name) for name in buffer.names]
-        gathered = collectives.all_gather_json([facts.to_json() for facts in mine], self._group)
+        gathered = host_data.all_gather_json([facts.to_json() for facts in mine], self._group)
         everyone = [[_Facts.from_json(value) for value in facts] for facts in gathered]
         first_stage = _first_stages(everyone)
         place_of = _places(everyone, first_stage)

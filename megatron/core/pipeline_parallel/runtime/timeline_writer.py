@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core import collectives
+from megatron.core import host_data
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
@@ -73,7 +73,7 @@ def _set_earlier_aside(directory: Path, ps: ParallelState) -> None:
             _move_aside(directory, sorted(directory.glob("rank-*.jsonl")))
         except OSError as error:
             failed = str(error)
-    failed = collectives.broadcast_json(failed, ps.control_group)
+    failed = host_data.broadcast_json(failed, ps.control_group)
     if failed is not None:
         raise OSError(failed)
     mine = directory / file_name(ps.rank)
