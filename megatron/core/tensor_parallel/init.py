@@ -10,8 +10,7 @@ from the same model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -71,15 +70,3 @@ def fill_rectangle(
     for first, end, values in _blocks(meta, seed, row_start, rows):
         part = tensor[first - row_start : end - row_start]
         part.copy_(values[:, col_start : col_start + columns].reshape(part.shape))
-
-
-class WeightStore(Protocol):
-    """Whatever holds the weights that the optimizer steps (the flat buffer of an engine)."""
-
-    def main_weight(self, name: str) -> Tensor: ...
-
-
-def init_parameters(store: WeightStore, param_meta: Mapping[str, ParamMeta], seed: int) -> None:
-    """Fills every parameter in a store of this rank's parts."""
-    for name, meta in param_meta.items():
-        fill(store.main_weight(name), meta, seed)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_meta import InitKind, ParamMeta, Region
-from megatron.core.tensor_parallel.init import ROW_BLOCK, fill, fill_rectangle, init_parameters
+from megatron.core.tensor_parallel.init import ROW_BLOCK, fill, fill_rectangle
 from tests.harness.tiny_models import VOCAB, tiny_config
 
 ROWS, COLUMNS = 300, 5
@@ -73,11 +73,11 @@ def test_a_part_of_several_regions():
         fill(torch.empty(2, 2), ParamMeta("a.weight", (ROWS, COLUMNS), regions=columns), 1)
 
 
-class ModelWeights:
-    """The store that a model without an engine is."""
-
-    def __init__(self, model):
-        self.main_weight = model.get_parameter
+def materialise(model, seed):
+    """As an engine does with a model built on the meta device."""
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        fill(parameter, model.param_meta[name], seed)
 
 
 def test_meta_model_materialised_later_is_the_same():
@@ -85,8 +85,7 @@ def test_meta_model_materialised_later_is_the_same():
     direct = GPTModel(config, padded_vocab_size=VOCAB, seed=3)
     later = GPTModel(config, padded_vocab_size=VOCAB, seed=3, device="meta")
     assert all(p.is_meta for p in later.parameters())
-    later.to_empty(device="cpu")
-    init_parameters(ModelWeights(later), later.param_meta, 3)
+    materialise(later, 3)
     for (name, a), (_, b) in zip(direct.named_parameters(), later.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -94,8 +93,7 @@ def test_meta_model_materialised_later_is_the_same():
 def test_built_under_the_meta_device():
     with torch.device("meta"):
         model = GPTModel(tiny_config(position_embedding_type="rope"), padded_vocab_size=VOCAB, seed=3)
-    model.to_empty(device="cpu")
-    init_parameters(ModelWeights(model), model.param_meta, 3)
+    materialise(model, 3)
     assert model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, VOCAB)
 
 
