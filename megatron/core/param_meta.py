@@ -23,10 +23,9 @@ class InitKind(Enum):
 
 
 class GradRoute(Enum):
-    """Who computes a parameter's gradient, and when (facts that pipelines with split backward need)."""
+    """Who adds a parameter's gradient to its buffer."""
 
-    WEIGHT = "weight"  # through a WeightGradSink; may be deferred from B to W
-    INPUT = "input"  # through a WeightGradSink, inside B (norms and other 1-D parameters)
+    SINK = "sink"  # a WeightGradSink, which may defer it from B to W (weight_grad.py)
     AUTOGRAD = "autograd"  # autograd's own accumulation, seen by a post-accumulate hook (plain modules)
 
 

@@ -57,8 +57,8 @@ class WeightGradAccumulator:
     (`backward`): it is seldom the one whose forward ran last.
 
     [Note: what is deferred] In a split backward, B files what a matrix, a lookup table or a bias needs (x, dy) and W
-    (`flush`) computes it. A gradient that is put finished, as one row (norms: route INPUT), is added in B: there
-    is nothing left to compute.
+    (`flush`) computes it. A gradient that is put finished, as one row (norms), is added in B: there is nothing left
+    to compute.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron.core.param_meta import LOOKUP, GradRoute, InitKind, Region
+from megatron.core.param_meta import LOOKUP, InitKind, Region
 from megatron.core.protocols import WeightGradSink
 from megatron.core.sink_module import LayerFactory, SinkModule
 from megatron.core.tensor_parallel.linear import Activation, column_linear, row_linear
@@ -44,7 +44,6 @@ class _ParallelLinear(SinkModule):
             regions=regions,
             init=InitKind.NORMAL,
             init_std=init_std,
-            route=GradRoute.WEIGHT,
             layer=layer,
             embedding_or_output=embedding_or_output,
         )
@@ -55,7 +54,6 @@ class _ParallelLinear(SinkModule):
                 shape[:1],
                 regions=bias_regions,
                 init=InitKind.ZEROS,
-                route=GradRoute.WEIGHT,
                 layer=layer,
             )
         self._bias_key = self.key("bias") if bias else None
@@ -228,7 +226,6 @@ class VocabParallelEmbedding(SinkModule):
             regions=band_regions(shape, even_bands(rows, self.tp), 0, self.tp),
             init=InitKind.NORMAL,
             init_std=init_std,
-            route=GradRoute.WEIGHT,
             embedding_or_output=True,
             uses=(key, self._lookup_key) if two_uses else (),
             shared=shared,
@@ -258,7 +255,6 @@ class PositionEmbedding(SinkModule):
             regions=whole_region(shape, self.tp, partial=self.tp.sequence_parallel),
             init=InitKind.NORMAL,
             init_std=init_std,
-            route=GradRoute.WEIGHT,
             embedding_or_output=True,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.param_meta import GradRoute, InitKind
+from megatron.core.param_meta import InitKind
 from megatron.core.protocols import WeightGradSink
 from megatron.core.sink_module import LayerFactory, SinkModule
 from megatron.core.tensor_parallel.shards import whole_region
@@ -128,14 +128,11 @@ class Norm(SinkModule):
             (size,),
             regions=regions,
             init=InitKind.ZEROS if config.apply_layernorm_1p else InitKind.ONES,
-            route=GradRoute.INPUT,
             layer=layer,
         )
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
-            self.bias = self.new_parameter(
-                "bias", (size,), regions=regions, init=InitKind.ZEROS, route=GradRoute.INPUT, layer=layer
-            )
+            self.bias = self.new_parameter("bias", (size,), regions=regions, init=InitKind.ZEROS, layer=layer)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor

@@ -41,7 +41,7 @@ class SinkChunk(nn.Module):
     def meta(self) -> dict[str, ParamMeta]:
         names = [name for name, _ in self.named_parameters()]
         uses = {names[0]: (names[0], names[0] + LOOKUP)}
-        return {n: ParamMeta(n, SHAPE, route=GradRoute.WEIGHT, uses=uses.get(n, ())) for n in names}
+        return {n: ParamMeta(n, SHAPE, route=GradRoute.SINK, uses=uses.get(n, ())) for n in names}
 
 
 def engine(ps, *, overlap=True, bucket_size=2 * 12, frozen=""):

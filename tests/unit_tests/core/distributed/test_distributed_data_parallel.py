@@ -181,7 +181,7 @@ def test_sink_gradients_of_tied_uses_are_combined_before_the_reduction():
         sink = WeightGradAccumulator()
         module = SinkLinear(sink)
         keys = ("weight", "weight" + LOOKUP)
-        meta = {"weight": ParamMeta("weight", (4, 3), route=GradRoute.WEIGHT, uses=keys)}
+        meta = {"weight": ParamMeta("weight", (4, 3), route=GradRoute.SINK, uses=keys)}
         config = DistributedDataParallelConfig(overlap_grad_reduce=True)
         ddp = DistributedDataParallel(module, ctx.ps, config, meta, sink)
         ddp.begin_step(2)

@@ -68,8 +68,7 @@ def test_shapes_and_facts():
         assert meta[name].decay == (parameter.dim() > 1)
         assert meta[name].embedding_or_output == name.startswith("embedding.")
         assert meta[name].layer == (int(name.split(".")[2]) if ".layers." in name else None)
-        norm = "layernorm" in name
-        assert meta[name].route is (GradRoute.INPUT if norm else GradRoute.WEIGHT)
+        assert meta[name].route is GradRoute.SINK
         assert (meta[name].init is InitKind.NORMAL) == (parameter.dim() > 1)
     assert meta["decoder.layers.0.self_attention.linear_qkv.weight"].global_shape == (4 * 8 + 2 * 2 * 8, 32)
     assert meta["decoder.layers.0.mlp.linear_fc1.weight"].global_shape == (128, 32)

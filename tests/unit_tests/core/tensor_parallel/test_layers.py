@@ -25,7 +25,7 @@ def test_column_linear_meta():
     assert weight.init_std == 0.5
     assert weight.layer == bias.layer == 3
     assert not bias.decay
-    assert weight.route is bias.route is GradRoute.WEIGHT
+    assert weight.route is bias.route is GradRoute.SINK
 
 
 def test_embedding_gradient_adds_repeated_ids():

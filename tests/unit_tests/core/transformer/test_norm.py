@@ -58,7 +58,7 @@ def test_against_torch(kind, one_plus, dtype, tolerance):
 def test_meta():
     plain, _ = make()
     meta = plain.meta["n.weight"]
-    assert (meta.init, meta.route, meta.decay) == (InitKind.ONES, GradRoute.INPUT, False)
+    assert (meta.init, meta.route, meta.decay) == (InitKind.ONES, GradRoute.SINK, False)
     shifted, _ = make(apply_layernorm_1p=True)
     assert shifted.meta["n.weight"].init is InitKind.ZEROS
     rms, _ = make(normalization="RMSNorm")
