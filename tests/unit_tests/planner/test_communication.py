@@ -202,7 +202,7 @@ def test_llama3_70b():
     params = layers * unit + others + hidden
     assert f"{unit / 1e6:.1f}" == "855.7"
     assert f"{others * 2 / 1e9:.2f}" == "4.20"
-    assert f"{params / 1e9:.2f}" in ("70.55", "70.56")
+    assert f"{params / 1e9:.2f}" == "70.55"
     gigabytes = persistent_bytes(70.56e9, OPTIM_GRADS_PARAMS, 64) / 1e9
     assert f"{gigabytes:.3f}" == "19.845"
     gigabytes = persistent_bytes(70.56e9, OPTIM_GRADS_PARAMS, 64, StateBytes(grad_bytes=2)) / 1e9
@@ -268,7 +268,7 @@ def test_collectives_of_other_policies():
 
 def test_volumes_of_the_paper():
     assert [zero_volume_elements(one, 10) for one in Strategy] == [20, 20, 20, 30]
-    # the same from the collectives of one microbatch, less the one gather that serves forward and backward
+    # the same from the collectives of one microbatch
     buckets = Buckets(1, 0, 10, 0)
     elements = [step_collectives(one, buckets, 1, WireBytes(1, 1)).payload_bytes for one in Strategy]
     assert elements == [20, 20, 20, 30]
