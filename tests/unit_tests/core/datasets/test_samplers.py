@@ -1,4 +1,5 @@
 import itertools
+import contextlib
 import os
 import signal
 
@@ -119,5 +120,8 @@ def test_workers_outlive_one_sigterm_and_not_two():
     os.kill(worker.pid, signal.SIGTERM)
     assert [next(batches)["tokens"][0, 0].item() for _ in range(50)] == list(range(1, 51))
     os.kill(worker.pid, signal.SIGTERM)
+    # torch's handler of SIGCHLD may find the dead worker before `join` does, and says so wherever we are
+    with contextlib.suppress(RuntimeError):
+        worker.join(10)
     worker.join(10)
     assert worker.exitcode == -signal.SIGTERM
