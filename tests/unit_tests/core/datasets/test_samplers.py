@@ -1,5 +1,5 @@
-import itertools
 import contextlib
+import itertools
 import os
 import signal
 
