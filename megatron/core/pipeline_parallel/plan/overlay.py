@@ -35,7 +35,6 @@ from megatron.core.pipeline_parallel.plan.render import (
 )
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 _US_PER_S = 1e6
 
@@ -108,24 +107,7 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
     starts = [[one - begin for one in row] for row in starts]
     ends = [[one - begin for one in row] for row in ends]
     busy = [sum(ends[rank][at] - starts[rank][at] for at in mine) for rank, mine in enumerate(places)]
-    makespan = max(ends[rank][mine[-1]] for rank, mine in enumerate(places))
-    cost = max(ends[rank][mine[-1]] - starts[rank][mine[0]] for rank, mine in enumerate(places))
-    bubble_time = cost - max(busy)
-    return Simulation(
-        plan,
-        costs,
-        Timeline(starts, ends, [], {}),
-        makespan,
-        cost,
-        bubble_time,
-        bubble_time / cost if cost else 0.0,
-        tuple(makespan - one for one in busy),
-        tuple(
-            peak_activation(rank, row, costs, forward_only=plan.forward_only)
-            for rank, row in enumerate(plan.rows)
-        ),
-        sum(op[0] in (SEND_F, SEND_B) for row in plan.rows for op in row),
-    )
+    return Simulation(plan, costs, Timeline(starts, ends, [], {}), tuple(busy), max(busy))
 
 
 def overlay_text(planned: Simulation, measured: Simulation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -12,30 +13,70 @@ from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 @dataclass(frozen=True)
 class Simulation:
-    """Figures of one step; times and activations in the cost model's units.
+    """One step on the clock, planned or measured; times and activations in the cost model's units.
 
-    makespan: end of the last operation. cost: the most that a rank takes from its first start to its last end.
-    bubble_time: cost - m * max over ranks of (F + B + W), F alone where the plan is forward_only. bubble_rate:
-    bubble_time / cost (0 when all takes no time). idle: by rank, makespan less its computations. peak_activation: by
-    rank. num_messages: transfers between ranks.
+    busy: by rank, the time of its computations. work: the time that no schedule can save, that of the busiest rank.
     """
 
     plan: Plan
     costs: CostModel
     timeline: Timeline
-    makespan: float
-    cost: float
-    bubble_time: float
-    bubble_rate: float
-    idle: tuple[float, ...]
-    peak_activation: tuple[float, ...]
-    num_messages: int
+    busy: tuple[float, ...]
+    work: float
+
+    @functools.cached_property
+    def _spans(self) -> list[tuple[float, float]]:
+        """By rank: start of its first computation, end of its last."""
+        spans = []
+        for rank, row in enumerate(self.plan.rows):
+            places = [place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE]
+            spans.append((self.timeline.starts[rank][places[0]], self.timeline.ends[rank][places[-1]]))
+        return spans
+
+    @property
+    def makespan(self) -> float:
+        """End of the last computation."""
+        return max(end for _, end in self._spans)
+
+    @property
+    def cost(self) -> float:
+        """The most that a rank takes from its first start to its last end."""
+        return max(end - start for start, end in self._spans)
+
+    @property
+    def bubble_time(self) -> float:
+        """cost - work."""
+        return self.cost - self.work
+
+    @property
+    def bubble_rate(self) -> float:
+        """bubble_time / cost; 0 when all takes no time."""
+        return self.bubble_time / self.cost if self.cost else 0.0
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """By rank: makespan less its computations."""
+        return tuple(self.makespan - one for one in self.busy)
+
+    @functools.cached_property
+    def peak_activation(self) -> tuple[float, ...]:
+        """By rank: the most that it holds."""
+        return tuple(
+            peak_activation(rank, row, self.costs, forward_only=self.plan.forward_only)
+            for rank, row in enumerate(self.plan.rows)
+        )
+
+    @functools.cached_property
+    def num_messages(self) -> int:
+        """Transfers between ranks."""
+        return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
 
 
 def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """Time a plan: transfers run beside computations, each `costs.comm` after both of its ends are posted.
 
-    A plan without transfers is timed as if each result set off when it is there. Raises PlanError on a deadlock.
+    Its work is m * max over ranks of (F + B + W), F alone where the plan is forward_only. A plan without transfers is
+    timed as if each result set off when it is there. Raises PlanError on a deadlock.
     """
     timeline = execute(plan, costs)
     for rank, (place, what) in timeline.stopped.items():
@@ -43,28 +84,6 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
             f"deadlock: rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
         )
     durations = costs.durations()
-    spans, busy = [], []
-    for rank, row in enumerate(plan.rows):
-        places = [place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE]
-        starts, ends = timeline.starts[rank], timeline.ends[rank]
-        spans.append(ends[places[-1]] - starts[places[0]])
-        busy.append(sum(durations[row[place][0]][row[place][1]] for place in places))
-    makespan = max(ends[-1] for ends in timeline.ends)
-    cost = max(spans)
+    busy = tuple(sum(durations[op[0]][op[1]] for op in row if op[0] <= LAST_COMPUTE) for row in plan.rows)
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
-    bubble_time = cost - plan.num_microbatches * max(per_microbatch)
-    return Simulation(
-        plan,
-        costs,
-        timeline,
-        makespan,
-        cost,
-        bubble_time,
-        bubble_time / cost if cost else 0.0,
-        tuple(makespan - one for one in busy),
-        tuple(
-            peak_activation(rank, row, costs, forward_only=plan.forward_only)
-            for rank, row in enumerate(plan.rows)
-        ),
-        sum(op[0] in (SEND_F, SEND_B) for row in plan.rows for op in row),
-    )
+    return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
