@@ -28,8 +28,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 import torch
 from torch import Tensor

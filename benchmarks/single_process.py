@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
@@ -165,8 +162,9 @@ def memory_case(who: str, dtype: str, micro_batch: int, args: argparse.Namespace
     ]
     for name in ("layers", "hidden", "heads", "seq", "vocab", "global_batch"):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    # the C library reads these at its start: freed memory then leaves the resident set
+    malloc = ["env", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_TRIM_THRESHOLD_=65536"]
+    done = subprocess.run([*malloc, *command], check=True, capture_output=True, text=True)
     return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
 
 
