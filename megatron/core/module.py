@@ -30,6 +30,20 @@ class ModelContext:
         self.grads.microbatch = index
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelUnit:
+    """Modules whose parameters are gathered and reduced together.
+
+    modules: in the order in which they run; the unit's parameters are all those below them. A parameter that modules
+    share, or that is used where no module of the unit runs, must be read between the first module's forward and the
+    end of the last one's. backward_reads: backward needs the weights too (lookup tables do not).
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    backward_reads: bool = True
+
+
 class ModelError(ValueError):
     """A model, its provider or its loss function cannot do what the flags ask of it."""
 
@@ -39,6 +53,11 @@ class MegatronModule(nn.Module):
 
     context: ModelContext
     param_meta: dict[str, ParamMeta]
+
+    def units(self) -> tuple[ModelUnit, ...] | None:
+        """What is gathered and reduced together under sharding, in the order of the forward; every parameter is in
+        exactly one. None: to be derived from --fsdp-unit-modules."""
+        return None
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """What the next forward starts from where the model does not embed: hidden states of the stage before."""

@@ -42,9 +42,14 @@ class WeightGradSink(Protocol):
 
 
 class GradListener(Protocol):
-    """An engine that reduces gradients hears of every finished contribution."""
+    """An engine that reduces gradients hears of every contribution."""
 
-    def grad_ready(self, key: str, microbatch: int) -> None: ...
+    def grad_begins(self, key: str) -> bool:
+        """A contribution to `key` is about to be written: its buffer has memory on return. True: what is in it is to
+        be overwritten, False: added to."""
+
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        """A contribution is complete."""
 
 
 class Work(Protocol):
@@ -98,6 +103,10 @@ class GradSync(Protocol):
 
     def finish(self) -> None:
         """After the step's last operation: gradients are complete and the same on all ranks that share them."""
+
+    def weights_changed(self) -> None:
+        """The optimizer has written this rank's weights: what other ranks hold of them is out of date. Communicates
+        over data parallel ranks, perhaps only once the weights are used."""
 
 
 class Stepper(Protocol):

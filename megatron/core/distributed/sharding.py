@@ -1,0 +1,87 @@
+"""What each data parallel rank holds of weights, gradients and optimizer state between steps (floor 0, pure).
+
+Ranks are inner x outer: the inner ranks share one copy of everything that is cut, the outer ones (distributed
+optimizer instances) repeat it. With one instance all data parallel ranks are inner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+
+class Cut(Enum):
+    """Over which ranks a buffer is cut."""
+
+    WHOLE = "whole"  # each rank has all of it
+    INNER = "inner"  # over the inner ranks; the same on all outer ones
+    FULL = "full"  # over inner x outer ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """One row of the table. optimizer: main weights and moments."""
+
+    weights: Cut
+    main_grads: Cut
+    optimizer: Cut
+
+
+STRATEGIES: Mapping[str, Sharding] = MappingProxyType(
+    {
+        "no_shard": Sharding(Cut.WHOLE, Cut.WHOLE, Cut.WHOLE),
+        "optim": Sharding(Cut.WHOLE, Cut.WHOLE, Cut.INNER),  # ZeRO-1
+        "optim_grads": Sharding(Cut.WHOLE, Cut.INNER, Cut.INNER),  # ZeRO-2
+        "optim_grads_params": Sharding(Cut.INNER, Cut.INNER, Cut.INNER),  # ZeRO-3
+    }
+)
+
+
+def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
+    """The row of --data-parallel-sharding-strategy. outer: --outer-dp-sharding-strategy.
+
+    Raises ValueError where the two do not go together.
+    """
+    row = STRATEGIES[strategy]
+    if outer == "no_shard":
+        return row
+    if strategy != "optim_grads_params":
+        raise ValueError(
+            f"--outer-dp-sharding-strategy {outer} with --data-parallel-sharding-strategy {strategy}: the optimizer is "
+            "cut over instances only with optim_grads_params; use that, or leave the outer strategy out"
+        )
+    return dataclasses.replace(row, optimizer=Cut.FULL)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlace:
+    """Where a rank stands among those that share the work."""
+
+    inner_rank: int = 0
+    inner_size: int = 1
+    outer_rank: int = 0
+    outer_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.inner_rank < self.inner_size, self
+        assert 0 <= self.outer_rank < self.outer_size, self
+
+    @property
+    def dp_size(self) -> int:
+        return self.inner_size * self.outer_size
+
+    def ways(self, cut: Cut) -> int:
+        """Into how many equal parts a buffer is cut."""
+        if cut is Cut.WHOLE:
+            return 1
+        return self.inner_size if cut is Cut.INNER else self.dp_size
+
+    def index(self, cut: Cut) -> int:
+        """Which of these parts this rank holds: outer parts lie inside the inner ones."""
+        if cut is Cut.WHOLE:
+            return 0
+        if cut is Cut.INNER:
+            return self.inner_rank
+        return self.inner_rank * self.outer_size + self.outer_rank
