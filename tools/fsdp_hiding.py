@@ -2,6 +2,7 @@
 
 python tools/fsdp_hiding.py                 # the published tables, at 600 TFLOP/s and 340 GB/s
 python tools/fsdp_hiding.py --hidden-size 8192 --seq-length 8192 --context-parallel-size 4
+python tools/fsdp_hiding.py --hidden-size 8192 --seq-length 8192 --num-layers 80 --data-parallel-size 64
 
 Tokens a rank decide: computing grows with them, communication does not. --tflops and --bandwidth-gb-per-s are what
 the machine achieves, not its peak. The bandwidth is what one tensor parallel group takes in, as a rule a node's whole
@@ -19,17 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.planner import communication as comm
+from megatron.planner import model_tables
+from megatron.planner import published_tables as published
+from megatron.planner.quantities import CommunicationError
+from megatron.planner.table_text import model_text, published_text, rows_text
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# The published case: Llama3-70B, bf16, 64 H100, sharded over all, microbatch 1, sequence 8192.
-CASES = (
-    ("CP2 + recompute", 2, True, 64.62, 427),
-    ("CP4", 4, False, 79.05, 379),
-    ("CP8", 8, False, 79.05, 226),
-)
-CASE_HIDDEN_SIZE, CASE_SEQ_LENGTH = 8192, 8192
-TABLE_PARAMS, TABLE_SHARD_SIZE = 7.5e9, 64
-TABLE_EXPERTS, TABLE_TOP_K = 256, 8
 # Times between which a float has room for every figure.
 SHORTEST_S, LONGEST_S = 1e-100, 1e100
 BEYOND_RANGE = (
@@ -49,7 +45,15 @@ FLAG_OF = {
     "seq_length": "--seq-length",
     "micro_batch_size": "--micro-batch-size",
     "tokens": "--tokens-per-gpu",
+    "num_layers": "--num-layers",
+    "num_heads": "--num-attention-heads",
+    "shard_size": "--data-parallel-size",
+    "num_microbatches": "--num-microbatches",
+    "checkpoint_interval": "--checkpoint-interval",
 }
+
+MODEL_FLAGS = ("num_attention_heads", "data_parallel_size", "num_microbatches", "checkpoint_interval")
+HEAD_SIZE = 128
 
 
 class UsageError(ValueError):
@@ -85,6 +89,14 @@ def parser() -> argparse.ArgumentParser:
         "--grad-dtype", choices=["fp32", "bf16", "fp16"], help="of the reduction (default fp32)"
     )
     made.add_argument("--recompute", action="store_true", default=None, help="full activation recompute")
+    model = made.add_argument_group("a whole model", "with --hidden-size and --seq-length")
+    model.add_argument("--num-layers", type=int, metavar="L", help="adds what strategies keep and send")
+    model.add_argument("--num-attention-heads", type=int, metavar="A", help="default: heads of 128")
+    model.add_argument("--data-parallel-size", type=int, metavar="N", help="ranks of a shard (default 64)")
+    model.add_argument("--num-microbatches", type=int, metavar="GA", help="of a step (default 1)")
+    model.add_argument(
+        "--checkpoint-interval", type=int, metavar="CI", help="layers a checkpoint (default 1)"
+    )
     made.add_argument("--json", action="store_true", help="figures instead of text")
     return made
 
@@ -92,111 +104,6 @@ def parser() -> argparse.ArgumentParser:
 def given(value: int | None, default: int) -> int:
     """A flag's value, 0 included."""
     return default if value is None else value
-
-
-def rows_text(head: list[str], rows: list[list[str]]) -> str:
-    """Columns as wide as their widest word."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = [[word.ljust(width) for word, width in zip(row, widths, strict=True)] for row in [head, *rows]]
-    return "".join("  ".join(line).rstrip() + "\n" for line in lines)
-
-
-def table_figures(flop_per_s: float, bandwidth: float) -> dict[str, list[dict[str, object]]]:
-    """The published tables, recomputed with these rates. Raises CommunicationError."""
-    states = comm.StateBytes(grad_bytes=2)
-    one = comm.Rates.of_node(flop_per_s, bandwidth, 1)
-    zero: list[dict[str, object]] = [
-        {
-            "strategy": strategy.value,
-            "gb": comm.persistent_bytes(TABLE_PARAMS, strategy, TABLE_SHARD_SIZE, states) / 1e9,
-            "collectives": comm.collectives_in_words(strategy),
-        }
-        for strategy in comm.Strategy
-    ]
-    dense: list[dict[str, object]] = []
-    for tp in (1, 2, 4, 8):
-        rates = comm.Rates.of_node(flop_per_s, bandwidth, tp)
-        dense.append(
-            {
-                "tp": tp,
-                "bandwidth_gb_per_s": rates.bandwidth_bytes_per_s / 1e9,
-                "forward_min_tokens": comm.forward_min_tokens(rates),
-                "backward_min_tokens": comm.backward_min_tokens(rates),
-            }
-        )
-    moe: list[dict[str, object]] = []
-    for ep in (8, 16, 32, 64, 128, 256):
-        experts = comm.Experts(TABLE_EXPERTS, TABLE_TOP_K, ep)
-        need = comm.backward_min_tokens(one, experts=experts)
-        moe.append(
-            {
-                "ep": ep,
-                "forward_min_tokens": comm.forward_min_tokens(one, experts=experts),
-                "backward_min_tokens": need,
-            }
-        )
-    cases: list[dict[str, object]] = []
-    for name, cp, recompute, memory, tflops in CASES:
-        tokens = comm.tokens_per_rank(CASE_SEQ_LENGTH, 1, cp)
-        layer = comm.layer_hiding(CASE_HIDDEN_SIZE, tokens, one, recompute=recompute)
-        forward, backward = layer.phases
-        cases.append(
-            {
-                "setting": name,
-                "tokens_per_gpu": tokens,
-                "forward_ratio": forward.ratio,
-                "backward_ratio": backward.ratio,
-                "useful_fraction": layer.useful_fraction,
-                "published_tflops": tflops,
-                "published_memory_gb": memory,
-            }
-        )
-    return {"zero": zero, "dense": dense, "moe": moe, "case_study": cases}
-
-
-def tables_text(figures: dict[str, list[dict[str, object]]], rates: str) -> str:
-    """The tables with the digits that were published."""
-    parts = (
-        (
-            f"Model states of {TABLE_PARAMS / 1e9:g}e9 parameters over {TABLE_SHARD_SIZE} ranks, "
-            "bf16 weights and gradients, Adam",
-            "zero",
-            {"strategy": "{}", "gb": "{:.3f}", "collectives": "{}"},
-        ),
-        (
-            f"Tokens a rank that hide a dense layer, {rates} shared by TP",
-            "dense",
-            {
-                "tp": "{}",
-                "bandwidth_gb_per_s": "{:g}",
-                "forward_min_tokens": "{:.2f}",
-                "backward_min_tokens": "{:.2f}",
-            },
-        ),
-        (
-            f"Tokens a rank that hide {TABLE_EXPERTS} experts, top-{TABLE_TOP_K}, TP 1",
-            "moe",
-            {"ep": "{}", "forward_min_tokens": "{:.0f}", "backward_min_tokens": "{:.0f}"},
-        ),
-        (
-            "Llama3-70B on 64 H100, microbatch 1, sequence 8192: needed over present tokens, predicted and published",
-            "case_study",
-            {
-                "setting": "{}",
-                "tokens_per_gpu": "{:.0f}",
-                "forward_ratio": "{:.2f}",
-                "backward_ratio": "{:.2f}",
-                "useful_fraction": "{:.3f}",
-                "published_tflops": "{}",
-                "published_memory_gb": "{:.2f}",
-            },
-        ),
-    )
-    texts = []
-    for title, name, columns in parts:
-        rows = [[form.format(row[column]) for column, form in columns.items()] for row in figures[name]]
-        texts.append(f"{title}\n{rows_text(list(columns), rows)}")
-    return "\n".join(texts)
 
 
 def tokens_of(args: argparse.Namespace) -> float:
@@ -226,6 +133,40 @@ def experts_of(args: argparse.Namespace) -> comm.Experts | None:
     )
 
 
+def model_of(args: argparse.Namespace) -> model_tables.ModelRun | None:
+    """The whole model, if its layers are counted. Raises UsageError and CommunicationError."""
+    if args.num_layers is None:
+        for flag in MODEL_FLAGS:
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--{flag.replace('_', '-')} goes with --num-layers, which is not given")
+        return None
+    if args.hidden_size is None or args.seq_length is None:
+        raise UsageError("--num-layers goes with --hidden-size and --seq-length: give both")
+    if args.num_experts is not None:
+        raise UsageError("--num-layers: a whole model's forms are of dense layers; leave --num-experts out")
+    if given(args.tensor_model_parallel_size, 1) != 1:
+        raise UsageError(
+            "--num-layers: a whole model's forms are of one rank without tensor parallelism; leave "
+            "--tensor-model-parallel-size out"
+        )
+    tokens_of(args)  # the checks of what divides
+    return model_tables.ModelRun(
+        args.num_layers,
+        args.hidden_size,
+        given(args.num_attention_heads, max(1, args.hidden_size // HEAD_SIZE)),
+        args.seq_length // given(args.context_parallel_size, 1),
+        given(args.micro_batch_size, 1),
+        given(args.data_parallel_size, 64),
+        given(args.num_microbatches, 1),
+        given(args.checkpoint_interval, 1),
+        wire_of(args),
+    )
+
+
+def wire_of(args: argparse.Namespace) -> comm.WireBytes:
+    return comm.WireBytes(DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"])
+
+
 def hiding_of(args: argparse.Namespace) -> comm.LayerHiding:
     """The layer that the flags describe. Raises UsageError and CommunicationError."""
     if args.hidden_size is None:
@@ -235,7 +176,7 @@ def hiding_of(args: argparse.Namespace) -> comm.LayerHiding:
         args.hidden_size,
         tokens_of(args),
         comm.Rates.of_node(args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9, tp),
-        wire=comm.WireBytes(DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"]),
+        wire=wire_of(args),
         experts=experts_of(args),
         tp_size=tp,
         recompute=bool(args.recompute),
@@ -293,16 +234,20 @@ def run(args: argparse.Namespace) -> str:
     """What to print. Raises UsageError and CommunicationError."""
     apart = ("tflops", "bandwidth_gb_per_s", "json")
     if all(value is None for name, value in vars(args).items() if name not in apart):
-        tables = table_figures(args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9)
+        tables = published.all_tables(args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9)
         if not SHORTEST_S <= args.tflops / args.bandwidth_gb_per_s <= LONGEST_S:
             raise UsageError(BEYOND_RANGE)
         rates = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
-        return json.dumps(tables, allow_nan=False) + "\n" if args.json else tables_text(tables, rates)
+        return json.dumps(tables, allow_nan=False) + "\n" if args.json else published_text(tables, rates)
     layer = hiding_of(args)
     times = [s for phase in layer.phases for s in (phase.compute_s, phase.communication_s)]
     if not all(SHORTEST_S <= s <= LONGEST_S for s in times):
         raise UsageError(BEYOND_RANGE)
-    return json.dumps(hiding_figures(layer), allow_nan=False) + "\n" if args.json else hiding_text(layer)
+    model = model_of(args)
+    tables = {} if model is None else model_tables.all_tables(model, layer.rates)
+    if args.json:
+        return json.dumps(hiding_figures(layer) | tables, allow_nan=False) + "\n"
+    return hiding_text(layer) + ("" if model is None else "\n" + model_text(tables, model))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -310,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         print(run(args), end="")
-    except comm.CommunicationError as error:
+    except CommunicationError as error:
         print(f"fsdp_hiding.py: {FLAG_OF[error.field]} {error.why}", file=sys.stderr)
         return 2
     except ArithmeticError:

@@ -36,6 +36,10 @@ def test_tables_have_the_published_digits():
         "64 882 1324",
         "128 441 662",
         "256 221 331",
+        "fp32 none 1765 2647 7059 10588",
+        "fp32 full 1765 1765 7059 7059",
+        "bf16 none 1765 1765 7059 7059",
+        "weights and gradients 2048 34.18 307.62",
         "CP2 + recompute 4096 0.43 0.43 0.750 427 64.62",
         "CP4 2048 0.86 1.29 0.837 379 79.05",
         "CP8 1024 1.72 2.59 0.435 226 79.05",
@@ -46,7 +50,7 @@ def test_tables_have_the_published_digits():
 def test_tables_follow_the_rates():
     tables = json.loads(output("--tflops", 300, "--bandwidth-gb-per-s", 150, "--json"))
     assert [row["forward_min_tokens"] for row in tables["dense"]] == pytest.approx([2000, 4000, 8000, 16000])
-    assert sorted(tables) == ["case_study", "dense", "moe", "zero"]
+    assert sorted(tables) == ["case_study", "criteria", "dense", "intensity", "moe", "zero"]
 
 
 def test_part_is_exposed():
@@ -87,6 +91,20 @@ def test_dtypes_parallelism_and_experts():
     assert not json.loads(output(*words, "--num-experts", 4))["phases"][3]["hidden"]  # top-2 of 4, EP 1
 
 
+def test_a_whole_model():
+    words = (*CONFIGURATION, "--context-parallel-size", 4, "--num-layers", 80, "--num-microbatches", 2)
+    text = output(*words)
+    assert "64,424,509,440 parameters" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["optim_grads", "144.955", "80", "160", "0", "634.18"] in rows
+    result = json.loads(output(*words, "--data-parallel-size", 8, "--json"))
+    assert [row["persistent_gb"] for row in result["strategies"]] == pytest.approx(
+        [64.42450944 * each for each in (18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8)]
+    )
+    assert result["working_sets"][0]["gb"] == pytest.approx(2 * 2048 * 8192 * 80 / 1e9)
+    assert [phase["hidden"] for phase in result["phases"]] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -120,6 +138,21 @@ def test_dtypes_parallelism_and_experts():
             "--expert-model-parallel-size of 3 does not divide 8 experts",
         ),
         ((*CONFIGURATION, "--grad-dtype", "fp8"), "--grad-dtype: invalid choice: 'fp8'"),
+        ((*CONFIGURATION, "--num-microbatches", 2), "--num-microbatches goes with --num-layers"),
+        ((*CONFIGURATION, "--num-layers", 0), "--num-layers must be at least 1, not 0"),
+        (
+            (*CONFIGURATION, "--num-layers", 1, "--data-parallel-size", 0),
+            "--data-parallel-size must be at least 1",
+        ),
+        (
+            ("--hidden-size", 8, "--tokens-per-gpu", 8, "--num-layers", 1),
+            "--num-layers goes with --hidden-size and --seq-length",
+        ),
+        ((*CONFIGURATION, "--num-layers", 1, "--num-experts", 8), "leave --num-experts out"),
+        (
+            (*CONFIGURATION, "--num-layers", 1, "--tensor-model-parallel-size", 2),
+            "leave --tensor-model-parallel-size out",
+        ),
         (("--hidden", 8), "--hidden"),
         (("--tflops", 1e290, "--bandwidth-gb-per-s", 1e-290, "--json"), "times are out of range"),
         (("--hidden-size", 10**200, "--seq-length", 8), "times are out of range: check --tflops"),
