@@ -93,6 +93,14 @@ class Device:
         if event is not None:
             torch.cuda.current_stream(self.index).wait_event(event)
 
+    def record_use(self, tensor: Tensor) -> None:
+        """`tensor`'s memory is not given to others before what is queued on the current stream now is done.
+
+        For a tensor made on one stream and used on another. Does nothing on CPU.
+        """
+        if self.kind == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(self.index))
+
     # Memory ---------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryFigures:

@@ -135,6 +135,182 @@ def test_every_collective_matches_its_definition():
         assert torch.equal(got["broadcast"][rank], single[2])
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_units_are_gathered_in_one_call_whatever_their_types(world):
+    sizes = (
+        (5, torch.float32),
+        (8, torch.bfloat16),
+        (3, torch.float8_e4m3fn),
+        (0, torch.float64),
+        (2, torch.bool),
+    )
+
+    def mine(rank, i):
+        n, dtype = sizes[i]
+        return (values_of(10 * i + rank, n) * 8).to(dtype)
+
+    def body(ctx):
+        heard = []
+        grid = RankGrid(world, dp=world)
+        ps = make_parallel_state(
+            grid, ctx.device, datetime.timedelta(seconds=20), lambda *call: heard.append(call)
+        )
+        heard.clear()
+        pairs = []
+        for i, (n, dtype) in enumerate(sizes):
+            output = torch.zeros(world * n).to(dtype)
+            own = output[ctx.rank * n : (ctx.rank + 1) * n]
+            if i == 1:  # in place
+                own.copy_(mine(ctx.rank, i))
+            pairs.append((output, own if i == 1 else mine(ctx.rank, i)))
+        first = collectives.all_gather_units(pairs[:3], ps.dp_gather_group)
+        second = collectives.all_gather_units(pairs[3:], ps.dp_gather_group)
+        second.wait()  # not in the order of issue
+        first.wait()
+        assert (first.holds_temporary, first.is_completed()) == (False, True)
+        assert collectives.all_gather_units([], ps.dp_gather_group).is_completed()
+        everyone = tuple(range(world))
+        assert heard == [("all_gather", "dp_gather", everyone)] * 2
+        return [output.view(torch.uint8) for output, _ in pairs]
+
+    for outputs in run_ranks(body, world):
+        for i, output in enumerate(outputs):
+            expected = torch.cat([mine(rank, i) for rank in range(world)])
+            assert torch.equal(output, expected.view(torch.uint8)), sizes[i]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
+    """Every mix of types, with and without what is there already; the bits are those of the written-out sum."""
+    fp64, fp32, bf16, fp16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    big = 300_000  # more than one block of the sum
+    cases = [  # elements of a shard, full's type, shard's type, accumulate
+        (7, fp32, fp32, False), (7, fp32, fp32, True), (big, fp32, fp32, True), (big, fp32, fp32, False),
+        (9, bf16, fp32, True), (9, bf16, bf16, False), (big, fp16, fp32, False), (5, bf16, bf16, True),
+        (6, fp64, fp64, True), (6, fp64, fp32, False), (6, fp32, fp64, True), (0, fp32, fp32, True),
+    ]  # fmt: skip
+
+    def full_of(rank, i):
+        n, dtype, _, _ = cases[i]
+        return values_of(100 * i + rank, world * n).to(dtype)
+
+    def before(i):
+        n, _, dtype, _ = cases[i]
+        return values_of(7 + i, n).to(dtype)
+
+    def body(ctx):
+        heard = []
+        grid = RankGrid(world, dp=world)
+        ps = make_parallel_state(
+            grid, ctx.device, datetime.timedelta(seconds=20), lambda *call: heard.append(call)
+        )
+        heard.clear()
+        items = [(before(i), full_of(ctx.rank, i)) for i in range(len(cases))]
+        adds = [add for *_, add in cases]
+        first = collectives.reduce_scatter_units(items[:5], ps.dp_reduce_group, accumulate=adds[:5])
+        second = collectives.reduce_scatter_units(items[5:], ps.dp_reduce_group, accumulate=adds[5:])
+        again = before(0)
+        collectives.reduce_scatter_units(
+            [(again, items[0][1])], ps.dp_reduce_group, accumulate=True, async_op=False
+        )
+        second.wait()
+        first.wait()
+        assert heard == [("reduce_scatter", "dp_reduce", tuple(range(world)))] * 3
+        for i, (_, full) in enumerate(items):
+            assert torch.equal(full, full_of(ctx.rank, i))  # only read
+        return [shard for shard, _ in items], again
+
+    for rank, (shards, again) in enumerate(run_ranks(body, world)):
+        for i, (n, wire, dtype, add) in enumerate(cases):
+            parts = [full_of(r, i)[rank * n : (rank + 1) * n] for r in range(world)]
+            if wire in (bf16, fp16):
+                parts = [part.float() for part in parts]
+            total = in_rank_order(parts)
+            expected = (before(i) + total if add else total).to(dtype)
+            assert torch.equal(shards[i], expected), cases[i]
+        n = cases[0][0]
+        parts = [full_of(r, 0)[rank * n : (rank + 1) * n] for r in range(world)]
+        assert torch.equal(again, before(0) + in_rank_order(parts))
+
+
+def test_a_share_of_four_ranks_may_lie_in_what_is_reduced():
+    """The own slice is a part of the sum and its place: ranks 2 and 3 add it last."""
+
+    def body(ctx):
+        n, found = 300_000, []
+        for dtype in (torch.float32, torch.bfloat16):
+            x = values_of(ctx.rank, 4 * n).to(dtype)
+            own = x.view(4, n)[ctx.rank]
+            collectives.reduce_scatter(own, x, ctx.ps.dp_reduce_group)
+            found.append(own.clone())
+        return found
+
+    for rank, found in enumerate(run_ranks(body, 4)):
+        for got, dtype in zip(found, (torch.float32, torch.bfloat16), strict=True):
+            parts = [values_of(r, 1_200_000).to(dtype).view(4, -1)[rank].float() for r in range(4)]
+            assert torch.equal(got, in_rank_order(parts).to(dtype))
+
+
+def test_collectives_of_both_kinds_and_messages_share_a_group():
+    """Made of messages between pairs, on gloo: nobody's message is taken for another's."""
+
+    def body(ctx):
+        group = ctx.make_ps(pp=2).pp_group
+        other = 1 - ctx.rank
+        mine = torch.full((4,), 1.0 + ctx.rank)
+        box, gathered, shard = torch.zeros(4), torch.zeros(8), torch.zeros(2)
+        sends, receives = collectives.send_receive([(mine, other)], [(box, other)], group)
+        reduction = collectives.reduce_scatter_units([(shard, mine * 10)], group, accumulate=False)
+        gather = collectives.all_gather_units([(gathered, mine * 100)], group)
+        for pending in (gather, *receives, *sends, reduction):
+            pending.wait()
+        return box.unique().tolist(), gathered.unique().tolist(), shard.unique().tolist()
+
+    assert run_ranks(body, 2) == [([2.0], [100.0, 200.0], [30.0]), ([1.0], [100.0, 200.0], [30.0])]
+
+
+def test_units_of_a_group_of_one():
+    group = single_process().dp_group
+    shard, full = torch.ones(3), torch.arange(3.0)
+    collectives.reduce_scatter_units([(shard, full)], group, accumulate=True).wait()
+    assert shard.tolist() == [1, 2, 3]
+    half = torch.zeros(3, dtype=torch.bfloat16)
+    collectives.reduce_scatter_units([(half, full), (full, full)], group, accumulate=[False, False])
+    assert half.tolist() == full.tolist() == [0, 1, 2]
+    output = torch.zeros(3)
+    collectives.all_gather_units([(output, full), (full, full)], group)
+    assert output.tolist() == [0, 1, 2]
+    with pytest.raises(AssertionError, match="accumulate for 1 of 2 items"):
+        collectives.reduce_scatter_units([(shard, full)] * 2, group, accumulate=[True])
+    with pytest.raises(AssertionError, match="bfloat16 gathered from"):
+        collectives.all_gather_units([(half, full)], group)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "sum_gradients"])
+def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op):
+    def body(ctx):
+        ps = short_ps(ctx, 2)
+        collectives.barrier(ps.control_group)
+        big, small = torch.ones(3 << 16), torch.ones(1 << 16)
+        if ctx.rank == 2:
+            os._exit(9)
+        if ctx.rank == 1:
+            time.sleep(4)  # silent
+            return None
+        try:
+            if op == "all_gather":
+                collectives.all_gather_units([(big, small)], ps.dp_group).wait()
+            elif op == "reduce_scatter":
+                collectives.reduce_scatter_units([(small, big)], ps.dp_group, accumulate=True).wait()
+            else:
+                collectives.sum_gradients(big, ps.dp_group).wait()
+        except PeerLostError as error:
+            raise AssertionError(f"CAUGHT {error.op}|{error.purpose}|{error.rank}|{error}") from None
+
+    error = rank_outcomes(body, 3, timeout=30)[0].error or ""
+    assert f"CAUGHT {op}|dp|0|rank 0: lost a peer in {op} over group 'dp' (ranks [0, 1, 2])" in error, error
+
+
 def test_group_of_one_communicates_nothing():
     ps = single_process()  # no process group exists: any real collective would raise
     x = torch.arange(4.0)
