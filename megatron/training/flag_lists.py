@@ -25,6 +25,7 @@ class FlagList:
 
 ZERO_BUBBLE = "roadmap: zero-bubble schedules"
 CUSTOM_FSDP = "roadmap: custom FSDP"
+FULLY_SHARDED_PIPELINES = "roadmap: fully sharded pipelines"
 CONTEXT_PARALLEL = "roadmap: context parallel"
 MOE = "roadmap: mixture of experts"
 MLA = "roadmap: multi-latent attention"
@@ -46,10 +47,6 @@ FIELD_LIMITS: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_size": ((1,), CONTEXT_PARALLEL),
     "expert_model_parallel_size": ((1,), MOE),
     "expert_tensor_parallel_size": ((None, 1), MOE),
-    "use_distributed_optimizer": ((False,), CUSTOM_FSDP),
-    "data_parallel_sharding_strategy": (("no_shard",), CUSTOM_FSDP),
-    "overlap_param_gather": ((False,), CUSTOM_FSDP),
-    "check_weight_hash_across_dp_replicas_interval": ((None,), CUSTOM_FSDP),
     "use_precision_aware_optimizer": ((False,), OPTIMIZERS),
     "main_params_dtype": (("fp32",), OPTIMIZERS),
     "main_grads_dtype": (("fp32",), OPTIMIZERS),
@@ -121,6 +118,17 @@ INERT: tuple[FlagList, ...] = (
         "--use-contiguous-buffers-in-local-ddp",
         values="--ddp-pad-buckets-for-high-nccl-busbw --local-rank",
         many="--high-priority-stream-groups",
+    ),
+    FlagList(
+        "gathers of weights always have a communicator of their own", switches="--create-all-gather-group"
+    ),
+    FlagList(
+        "gradients travel as sums and are divided once, inside the optimizer",
+        switches="--no-gradient-reduce-div-fusion",
+    ),
+    FlagList(
+        "what does not fit the slots of --fsdp-double-buffer always gets memory of its own, and is counted",
+        switches="--fsdp-db-use-persist-buf-on-alloc-fail",
     ),
     FlagList(
         "used with --profile only",
@@ -195,21 +203,27 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     ),
     FlagList(
         CUSTOM_FSDP,
-        switches="--use-custom-fsdp/--use-megatron-fsdp --use-torch-fsdp2 --fsdp-double-buffer "
-        "--use-nccl-ub --use-sharp "
-        "--overlap-param-gather-with-optimizer-step --data-parallel-random-init --keep-fp8-transpose-cache "
-        "--keep-fp8-transpose-cache-when-using-custom-fsdp --disable-symmetric-registration "
-        "--fsdp-manual-registration --log-fsdp-ledger "
-        "--create-all-gather-group --enable-full-sharding-in-hsdp --no-gradient-reduce-div-fusion "
-        "--fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather "
-        "--torch-fsdp2-no-reshard-after-forward ",
-        values="--outer-dp-sharding-strategy=no_shard "
-        "--suggested-communication-unit-size --fsdp-reshard-policy --fsdp-memory-budget "
-        "--nccl-communicator-config-path "
-        "--megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32 "
-        "--megatron-fsdp-version --megatron-fsdp-max-pool-double-buffer --strict-fsdp-dtensor-load "
-        "--megatron-fsdp-grad-comm-dtype=fp32 ",
-        many="--fsdp-unit-modules",
+        switches="--use-nccl-ub --use-sharp --disable-symmetric-registration --fsdp-manual-registration "
+        "--megatron-fsdp-enable-fine-grained-param-gather",
+        values="--nccl-communicator-config-path",
+    ),
+    FlagList("there is one custom FSDP: leave it out, or give 1", values="--megatron-fsdp-version=1"),
+    FlagList("use --use-custom-fsdp", switches="--use-torch-fsdp2"),
+    FlagList(
+        "use --use-custom-fsdp --fsdp-reshard-policy backward",
+        switches="--torch-fsdp2-no-reshard-after-forward",
+    ),
+    FlagList(
+        "use --overlap-param-gather, which gathers weights when the next forward needs them",
+        switches="--overlap-param-gather-with-optimizer-step",
+    ),
+    FlagList(
+        "initial weights depend on the seed and the parameter's name only: all replicas start alike",
+        switches="--data-parallel-random-init",
+    ),
+    FlagList(
+        "a checkpoint is always read whole: every tensor that the run needs must be in it",
+        values="--strict-fsdp-dtensor-load=True|true|1",
     ),
     FlagList(
         CONTEXT_PARALLEL,
@@ -252,7 +266,8 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     ),
     FlagList(
         FP8,
-        switches="--fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-e4m3 "
+        switches="--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp "
+        "--fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-e4m3 "
         "--fp8-multi-head-attention --reuse-grad-buf-for-mxfp8-param-ag --fp4-param-gather",
         values="--fp8-format --fp8-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-margin "
         "--fp8-interval "

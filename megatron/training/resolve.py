@@ -15,6 +15,7 @@ from megatron.core.models.gpt.stage_layers import StageLayersError, num_chunks
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
+from megatron.training.resolve_sharding import resolve_sharding
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
@@ -103,6 +104,7 @@ class _Resolver:
         self.model()
         self.pipeline()
         self.precision()
+        resolve_sharding(self)
         self.batch_and_length()
         self.evaluation_only()
         self.schedules()
@@ -129,21 +131,11 @@ class _Resolver:
         if v["sequence_parallel"] and v["tensor_model_parallel_size"] == 1:
             self.warnings.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1")
             self.derive("sequence_parallel", False)
-        self.distributed_optimizer_instances()
         backend = "nccl" if self.machine.has_gpu else "gloo"
         if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
             self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
             self.derive("distributed_backend", backend)
         self.fill("distributed_backend", backend)
-
-    def distributed_optimizer_instances(self) -> None:
-        v = self.values
-        sharded = v["use_distributed_optimizer"] or v["data_parallel_sharding_strategy"] != "no_shard"
-        if v["num_distributed_optimizer_instances"] > 1 and not sharded:
-            self.warnings.append(
-                f"--num-distributed-optimizer-instances {v['num_distributed_optimizer_instances']}: the process groups "
-                "are made and nothing else changes, as no optimizer state is sharded"
-            )
 
     def model(self) -> None:
         v = self.values

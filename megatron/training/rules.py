@@ -16,6 +16,7 @@ from megatron.training import (
     rules_ranges,
     rules_run,
     rules_schedule,
+    rules_sharding,
 )
 from megatron.training.command_line import UsedFlag
 from megatron.training.flag_table import FlagState, flag_table
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *rules_schedule.RULES,
     *rules_model.RULES,
     *rules_parallel.RULES,
+    *rules_sharding.RULES,
     *rules_run.RULES,
 )
 assert len({rule.id for rule in RULES}) == len(RULES), "two rules share an id"

@@ -9,8 +9,6 @@ from megatron.core.models.gpt.stage_layers import (
     num_chunks,
     split_stages,
 )
-from megatron.core.rank_grid import RankGridError
-from megatron.core.rank_groups import check_instances
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rule_table import RuleTable, Situation
 
@@ -94,29 +92,6 @@ def _vocabulary(s: Situation) -> str | None:
         return f"{told} is not divisible by --tensor-model-parallel-size {tp}"
     if known is not None and padded < known:
         return f"{told} is smaller than the tokenizer's vocabulary of {known}"
-    return None
-
-
-# Data parallel
-
-
-@rule(
-    "distributed-optimizer-instances",
-    "--num-distributed-optimizer-instances --tensor-model-parallel-size --pipeline-model-parallel-size",
-    "choose instances that divide the data parallel size (ranks / (TP x PP)), or leave the flag out",
-)
-def _distributed_optimizer_instances(s: Situation) -> str | None:
-    instances = s.value("num_distributed_optimizer_instances")
-    try:
-        grid = s.config.grid()
-    except RankGridError:
-        return None  # has a rule of its own
-    if instances < 1:
-        return None  # has a rule of its own
-    try:
-        check_instances(grid, instances)
-    except RankGridError as error:
-        return str(error)
     return None
 
 

@@ -77,7 +77,7 @@ _FROM_ONE = (
     "save_interval save_retain_interval log_interval eval_interval exit_interval exit_duration_in_mins "
     "tensorboard_log_interval tensorboard_queue_size num_dataset_builder_threads distributed_timeout_minutes "
     "nan_max_skips hysteresis loss_scale_window iterations_to_skip "
-    "threads_per_rank num_distributed_optimizer_instances"
+    "threads_per_rank num_distributed_optimizer_instances check_weight_hash_across_dp_replicas_interval"
 )
 for _name in _FROM_ONE.split():
     _at_least(_name, 1)
@@ -87,7 +87,7 @@ _FROM_ZERO = (
     "weight_decay "
     "clip_grad seed num_workers manual_gc_interval ckpt_step mid_level_dataset_surplus "
     "tiktoken_num_special_tokens "
-    "norm_epsilon init_method_std"
+    "norm_epsilon init_method_std suggested_communication_unit_size fsdp_memory_budget"
 )
 for _name in _FROM_ZERO.split():
     _at_least(_name, 0)

@@ -19,6 +19,7 @@ class DistributedDataParallelConfig:
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = arg(
         "no_shard", "what is sharded over distributed optimizer instances besides"
     )
+    enable_full_sharding_in_hsdp: bool = arg(False, "the same as --outer-dp-sharding-strategy optim")
     use_distributed_optimizer: bool = arg(
         False, "shard the optimizer state over data parallel ranks (ZeRO-1)"
     )
@@ -38,18 +39,21 @@ class DistributedDataParallelConfig:
         derived="2 x the mean unit",
     )
     fsdp_double_buffer: bool = arg(
-        False, "gather into two lasting slots a role instead of memory allocated each time"
+        False,
+        "gather into two lasting slots a role, sized by the largest units, instead of memory allocated each time",
+        flags=("--fsdp-double-buffer", "--megatron-fsdp-max-pool-double-buffer"),
     )
     fsdp_reshard_policy: Literal["memory", "backward", "step", "budget"] = arg(
         "memory",
         "how long units stay gathered and unreduced: as short as possible, from forward to backward, for a whole step, "
         "or what moves the fewest bytes within --fsdp-memory-budget",
+        ours=True,
     )
     fsdp_memory_budget: int | None = arg(
-        None, "what units may keep gathered or unreduced beyond the least", unit="bytes"
+        None, "what units may keep gathered or unreduced beyond the least", unit="bytes", ours=True
     )
-    log_fsdp_ledger: bool = arg(False, "log what the engine holds, by category and unit")
-    fsdp_debug: bool = arg(False, "find views of gathered weights that outlive them (slow)")
+    log_fsdp_ledger: bool = arg(False, "log what the engine holds, by category and unit", ours=True)
+    fsdp_debug: bool = arg(False, "find views of gathered weights that outlive them (slow)", ours=True)
     overlap_grad_reduce: bool = arg(
         False, "reduce buckets of gradients during the last backward, instead of after it"
     )

@@ -313,8 +313,6 @@ def test_launch_lines_of_megatron_that_need_more_are_refused_with_all_reasons():
         "--fp8-amax-compute-algo",
         "--fp8-param-gather",
         "--context-parallel-size",
-        "--use-distributed-optimizer",
-        "--overlap-param-gather",
         "--profile",
     }
     assert "transformer-engine" in {p.rule for p in problems_of(base=LLAMA3_8B)}
@@ -336,4 +334,4 @@ def test_help_lists_groups_units_defaults_and_states(capsys):
     assert "a factor of 50 %" in text
     assert "--seq-length N" in text
     assert "unit: tokens; required" in " ".join(text.split())
-    assert "not supported yet, roadmap: custom FSDP" in " ".join(text.split())
+    assert "not supported yet, roadmap: more optimizers" in " ".join(text.split())

@@ -98,7 +98,7 @@ BAD = [
     ("--world-size 4", "world-size-flag"),
     ("--json", "json-flag"),
     ("--num-experts 8 --moe-router-topk 2", "not-supported not-supported"),
-    ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params", "not-supported not-supported"),
+    ("--use-custom-fsdp --use-nccl-ub --use-sharp", "not-supported not-supported"),
     ("--enable-zero-bubble --fp8-format hybrid", "not-supported not-supported"),
     ("--pipeline-model-parallel-size 2", "world-size"),
     ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "not-supported not-supported"),
@@ -139,6 +139,8 @@ GOOD = [
     "--tensorboard-dir tb --log-throughput --timing-log-level 2",
     "--lr-warmup-iters 3 --decoupled-lr 1e-2 --min-lr 1e-5",
     "--ckpt-format fsdp_dtensor --distributed-backend nccl",
+    "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion",
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 ]
 
 

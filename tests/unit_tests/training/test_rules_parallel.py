@@ -77,10 +77,6 @@ BAD = [
     (2, f"{TP} 2 --tp-comm-overlap", "not-supported"),
     (2, f"{TP} 2 --distribute-saved-activations", "not-supported"),
     (2, f"{PP} 2 --standalone-embedding-stage", "not-supported"),
-    # instances
-    (2, "--num-distributed-optimizer-instances 3", "distributed-optimizer-instances"),
-    (4, f"{TP} 2 --num-distributed-optimizer-instances 4", "distributed-optimizer-instances"),
-    (2, "--num-distributed-optimizer-instances 0", "range-num-distributed-optimizer-instances"),
     # threads
     (2, "--threads-per-rank 0", "range-threads-per-rank"),
     (2, "--threads-per-rank 1025", "limit-threads-per-rank"),
@@ -116,7 +112,6 @@ GOOD = [
     (2, f"{PP} 2 --overlap-p2p-communication-warmup-flush --no-async-tensor-model-parallel-allreduce"),
     (2, f"{PP} 2 --wgrad-deferral-limit 0 --tensor-parallel-num-weight-shards 1"),
     (2, f"{PP} 2 --log-pipeline-timeline timeline"),
-    (4, f"{PP} 2 --num-distributed-optimizer-instances 2"),
     (2, "--threads-per-rank 7"),
 ]
 
@@ -133,23 +128,6 @@ def test_the_ramp_is_named_where_it_is_at_fault():
     assert "--rampup-batch-size has 1 microbatch a rank, fewer than the 2" in problem.message
     (problem,) = problems_of(f"{PP} 2 --num-layers 4 {VPP} 2 --global-batch-size 8 {GROUP} 9", 2)
     assert "--global-batch-size 8 has 4 microbatches a rank, fewer than the 9" in problem.message
-
-
-def test_instances_are_refused_with_the_sizes_there_are():
-    (problem,) = problems_of(f"{TP} 2 --num-distributed-optimizer-instances 4", 12)
-    assert (
-        "--num-distributed-optimizer-instances 4 does not divide the data parallel size 6" in problem.message
-    )
-    assert "[1, 2, 3, 6]" in problem.message
-    assert {"--num-distributed-optimizer-instances", TP, PP} <= set(problem.flags)
-
-
-def test_instances_without_sharded_state_are_a_warning():
-    config = configure("--num-distributed-optimizer-instances 2", 4)
-    assert config.ddp.num_distributed_optimizer_instances == 2
-    (warning,) = (text for text in config.warnings if "instances" in text)
-    assert warning.startswith("--num-distributed-optimizer-instances 2: the process groups are made")
-    assert not any("instances" in text for text in configure("", 4).warnings)
 
 
 def test_every_planned_schedule_is_named_with_its_line_of_the_roadmap():

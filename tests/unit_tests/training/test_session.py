@@ -16,7 +16,7 @@ from megatron.training.session import initialize
 
 env = LaunchEnv.read()
 session = initialize(parse_config(sys.argv[1:], env=env), env)
-groups = {name: session.ps.groups[name].ranks for name in ("dp", "dp_inner", "dp_outer")}
+groups = {name: session.ps.groups[name].ranks for name in ("dp", "dp_gather", "dp_outer")}
 found = session.gather({"threads": torch.get_num_threads(), **groups})
 session.print_rank_0("found: " + json.dumps(found))
 session.close()
@@ -45,9 +45,10 @@ def test_without_the_flag_the_ranks_share_the_cores(tmp_path):
 
 
 def test_instances_divide_the_data_parallel_ranks(tmp_path):
-    told, _ = found(tmp_path, "--num-distributed-optimizer-instances 2", 4)
+    flags = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    told, _ = found(tmp_path, flags, 4)
     assert [rank["dp"] for rank in told] == [[0, 1, 2, 3]] * 4
-    assert [rank["dp_inner"] for rank in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [rank["dp_gather"] for rank in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [rank["dp_outer"] for rank in told] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     told, _ = found(tmp_path, "", 2)
-    assert [rank["dp_inner"] for rank in told] == [[0, 1], [0, 1]]
+    assert [rank["dp_gather"] for rank in told] == [[0, 1], [0, 1]]

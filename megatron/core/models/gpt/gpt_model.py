@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding
-from megatron.core.module import MegatronModule, ModelContext
+from megatron.core.module import MegatronModule, ModelContext, ModelUnit
 from megatron.core.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
@@ -94,6 +94,7 @@ class GPTModel(MegatronModule):
             config, self.context, layers, name="decoder", factory=factory, final_norm=self.post_process
         )
         self.output_layer = None
+        self.tied_output = TiedOutput(self.embedding) if self.post_process and self.tied else None
         if self.post_process and not self.tied:
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
@@ -104,6 +105,27 @@ class GPTModel(MegatronModule):
                 bias=False,
                 embedding_or_output=True,
             )
+
+    def units(self) -> tuple[ModelUnit, ...]:
+        """`embedding`, a unit a layer, `head` (final norm and output layer). A matrix that begins and ends the model is
+        read from its first module to its last, so both ends are one unit then, `embedding_and_head`."""
+        layers = tuple(
+            ModelUnit(f"decoder.layers.{number}", (layer,)) for number, layer in self.decoder.layers.items()
+        )
+        head: tuple[nn.Module, ...] = ()
+        if self.post_process:
+            # Where this stage only ends the model, the tied matrix is read by `tied_output` alone.
+            copy = self.embedding if self.tied and not self.pre_process else None
+            parts = (self.decoder.final_layernorm, copy, self.output_layer, self.tied_output)
+            head = tuple(part for part in parts if part is not None)
+        if self.pre_process and self.post_process and self.tied:
+            assert self.embedding is not None
+            return ModelUnit("embedding_and_head", (self.embedding, *head)), *layers
+        first: tuple[ModelUnit, ...] = ()
+        if self.pre_process:
+            assert self.embedding is not None
+            first = (ModelUnit("embedding", (self.embedding,), backward_reads=False),)
+        return (*first, *layers, *((ModelUnit("head", head),) if head else ()))
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
         """What the next `forward` of a stage that does not embed begins with, from the stage before: [s, b, h], or
@@ -154,11 +176,9 @@ class GPTModel(MegatronModule):
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.output_layer is not None:
             return self.output_layer(hidden)
-        assert self.embedding is not None
-        words = self.embedding.word_embeddings
-        return column_linear(
-            hidden, words.weight, sink=self.context.grads, key=words.key("weight"), tp=self.tp
-        )
+        assert self.tied_output is not None
+        logits: Tensor = self.tied_output(hidden)
+        return logits
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gradient buffers of the model's own, one a sink key: for use without an engine."""
@@ -176,6 +196,23 @@ class GPTModel(MegatronModule):
             first, *rest = (buffers[key] for key in meta.grad_keys)
             grads[name] = sum(rest, start=first)
         return grads
+
+
+class TiedOutput(nn.Module):
+    """The output layer whose matrix is that of the word embeddings: [s, b, h] -> [s, b, v/tp].
+
+    A module without parameters, so that an engine that gathers weights sees where the matrix is last read.
+    Communicates over tp as `column_linear`.
+    """
+
+    def __init__(self, embedding: LanguageModelEmbedding | None) -> None:
+        super().__init__()
+        assert embedding is not None
+        self._words = (embedding.word_embeddings,)  # a tuple: the matrix is a parameter of the embedding only
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        (words,) = self._words
+        return column_linear(hidden, words.weight, sink=words.sink, key=words.key("weight"), tp=words.tp)
 
 
 def _check_positions(config: TransformerConfig) -> None:

@@ -1,0 +1,195 @@
+"""Rules on what is sharded over data parallel ranks, and how it travels (floor 0)."""
+
+from __future__ import annotations
+
+from megatron.core.rank_grid import RankGridError
+from megatron.core.rank_groups import check_instances
+from megatron.training.flag_lists import FULLY_SHARDED_PIPELINES
+from megatron.training.resolve_sharding import INSTANCES, OUTER, STRATEGY, grads_are_cut, weights_are_cut
+from megatron.training.rule_table import RuleTable, Situation, spelled
+
+RULES = RuleTable()
+rule = RULES.rule
+
+BUDGET = "budget"  # the policy that goes with --fsdp-memory-budget
+_MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
+_MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
+_GRAD_COMM = "megatron_fsdp_grad_comm_dtype"
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def _told(s: Situation) -> str:
+    return f"{spelled(STRATEGY)} {s.value(STRATEGY)}"
+
+
+@rule(
+    "distributed-optimizer-instances",
+    "--num-distributed-optimizer-instances --tensor-model-parallel-size --pipeline-model-parallel-size",
+    "choose instances that divide the data parallel size (ranks / (TP x PP)), or leave the flag out",
+)
+def _distributed_optimizer_instances(s: Situation) -> str | None:
+    instances = s.value(INSTANCES)
+    try:
+        grid = s.config.grid()
+    except RankGridError:
+        return None  # has a rule of its own
+    if instances < 1:
+        return None  # has a rule of its own
+    try:
+        check_instances(grid, instances)
+    except RankGridError as error:
+        return str(error)
+    return None
+
+
+@rule(
+    "sharding-strategy",
+    "--data-parallel-sharding-strategy --use-custom-fsdp --use-distributed-optimizer",
+    "add --use-custom-fsdp (for optim, --use-distributed-optimizer serves too), or leave the strategy out",
+)
+def _sharding_strategy(s: Situation) -> str | None:
+    strategy, distributed = s.value(STRATEGY), s.value("use_distributed_optimizer")
+    if s.value("use_custom_fsdp") or not s.given(STRATEGY):
+        return None
+    if not distributed:
+        missing = "without --use-custom-fsdp or --use-distributed-optimizer: nothing would be sharded"
+        return None if strategy == "no_shard" else f"{_told(s)} {missing}"
+    if strategy == "no_shard":
+        return f"{_told(s)} contradicts --use-distributed-optimizer, which shards the optimizer state"
+    if strategy != "optim":
+        return (
+            f"{_told(s)} needs --use-custom-fsdp: --use-distributed-optimizer shards the optimizer state only"
+        )
+    return None
+
+
+@rule(
+    "sharding-pipeline",
+    "--data-parallel-sharding-strategy --use-custom-fsdp --pipeline-model-parallel-size",
+    "with several stages use --data-parallel-sharding-strategy optim or no_shard, or use one stage; planned, see "
+    f"docs/roadmap.md, {FULLY_SHARDED_PIPELINES.removeprefix('roadmap: ')!r}",
+)
+def _sharding_pipeline(s: Situation) -> str | None:
+    stages = s.value("pipeline_model_parallel_size")
+    if stages <= 1 or not grads_are_cut(s.value(STRATEGY)):
+        return None
+    return f"{_told(s)} with --pipeline-model-parallel-size {stages} is not supported"
+
+
+@rule(
+    "sharding-instances",
+    "--num-distributed-optimizer-instances --data-parallel-sharding-strategy",
+    "choose a strategy that shards something, or leave the instances out",
+)
+def _sharding_instances(s: Situation) -> str | None:
+    instances = s.value(INSTANCES)
+    if instances <= 1 or s.value(STRATEGY) != "no_shard" or not s.value("use_custom_fsdp"):
+        return None  # without --use-custom-fsdp a warning
+    return f"{spelled(INSTANCES)} {instances} with {_told(s)}: there is no sharded state to have instances of"
+
+
+@rule(
+    "outer-sharding",
+    "--outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --data-parallel-sharding-strategy",
+    "use --use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params, or leave the outer strategy out",
+)
+def _outer_sharding(s: Situation) -> str | None:
+    full = s.value("enable_full_sharding_in_hsdp")
+    if full and s.given(OUTER) and s.value(OUTER) == "no_shard":
+        return f"{spelled(OUTER)} no_shard contradicts --enable-full-sharding-in-hsdp"
+    if s.value(OUTER) == "no_shard" or weights_are_cut(s.value(STRATEGY)):
+        return None
+    flag = "--enable-full-sharding-in-hsdp" if full else f"{spelled(OUTER)} {s.value(OUTER)}"
+    return f"{flag} with {_told(s)}: the optimizer is cut over instances only with optim_grads_params"
+
+
+@rule(
+    "fsdp-memory-budget",
+    "--fsdp-memory-budget --fsdp-reshard-policy",
+    "give --fsdp-reshard-policy budget and --fsdp-memory-budget BYTES together",
+)
+def _fsdp_memory_budget(s: Situation) -> str | None:
+    policy, budget = s.value("fsdp_reshard_policy"), s.value("fsdp_memory_budget")
+    if policy == BUDGET and budget is None:
+        return "--fsdp-reshard-policy budget needs --fsdp-memory-budget"
+    if policy != BUDGET and budget is not None:
+        return f"--fsdp-memory-budget {budget} does nothing under --fsdp-reshard-policy {policy}"
+    return None
+
+
+@rule(
+    "weight-hash",
+    "--check-weight-hash-across-dp-replicas-interval --data-parallel-sharding-strategy "
+    "--num-distributed-optimizer-instances",
+    "leave the check out, use another strategy, or several --num-distributed-optimizer-instances, which are compared",
+)
+def _weight_hash(s: Situation) -> str | None:
+    interval = s.value("check_weight_hash_across_dp_replicas_interval")
+    if interval is None or not weights_are_cut(s.value(STRATEGY)) or s.value(INSTANCES) > 1:
+        return None
+    return (
+        f"--check-weight-hash-across-dp-replicas-interval {interval} with {_told(s)}: no two ranks hold the same "
+        "weights"
+    )
+
+
+# Dtypes
+
+
+def params_dtype(s: Situation) -> str:
+    """Of the model's weights: fp64, fp32, bf16 or fp16."""
+    return _SHORT[s.config.params_dtype]
+
+
+def main_grads_dtype(s: Situation) -> str:
+    """What gradients are accumulated in."""
+    asked, weights = s.value(_MAIN_GRADS), params_dtype(s)
+    if asked != "auto":
+        return str(asked)
+    if weights == "bf16":
+        return "bf16" if s.value("grad_reduce_in_bf16") else "fp32"
+    if weights == "fp16":
+        return "fp32" if s.value("accumulate_allreduce_grads_in_fp32") else "fp16"
+    return weights
+
+
+@rule(
+    "main-params-dtype",
+    "--megatron-fsdp-main-params-dtype --bf16 --fp16 --fp64",
+    "give auto (the model's own), or fp32 for 16-bit weights",
+)
+def _main_params_dtype(s: Situation) -> str | None:
+    main, weights = s.value(_MAIN_PARAMS), params_dtype(s)
+    if main in ("auto", weights) or _ITEMSIZE[main] > _ITEMSIZE[weights]:
+        return None
+    return f"{spelled(_MAIN_PARAMS)} {main} cannot hold the model's {weights} weights"
+
+
+@rule(
+    "main-grads-dtype",
+    "--megatron-fsdp-main-grads-dtype --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+    "keep one of them; --megatron-fsdp-grad-comm-dtype bf16 is for the transfer alone",
+)
+def _main_grads_dtype(s: Situation) -> str | None:
+    asked, in_fp32 = s.value(_MAIN_GRADS), "accumulate_allreduce_grads_in_fp32"
+    told = f"{spelled(_MAIN_GRADS)} {asked} contradicts"
+    if s.value("grad_reduce_in_bf16") and asked not in ("auto", "bf16"):
+        return f"{told} --grad-reduce-in-bf16"
+    if s.given(in_fp32) and s.value(in_fp32) and asked in ("bf16", "fp16"):
+        return f"{told} {spelled(in_fp32)}"
+    return None
+
+
+@rule(
+    "grad-comm-dtype",
+    "--megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype --data-parallel-sharding-strategy",
+    "give auto, accumulate in the same dtype (--megatron-fsdp-main-grads-dtype), or use optim_grads or "
+    "optim_grads_params",
+)
+def _grad_comm_dtype(s: Situation) -> str | None:
+    wire, accumulated = s.value(_GRAD_COMM), main_grads_dtype(s)
+    if wire in ("auto", accumulated) or grads_are_cut(s.value(STRATEGY)):
+        return None
+    where = f"gradients are summed where they are accumulated, in {accumulated}"
+    return f"{spelled(_GRAD_COMM)} {wire} with {_told(s)}: {where}"
