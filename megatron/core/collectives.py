@@ -12,14 +12,19 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.parallel_state import Group
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_order import add_in_rank_order
+
+if TYPE_CHECKING:
+    from megatron.core.parallel_state import (
+        Group,
+    )  # which itself gathers a few numbers before it makes groups
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).

@@ -178,6 +178,20 @@ def current_device(local_rank: int = 0, *, kind: DeviceKind | None = None) -> De
     return Device("cuda", local_rank)
 
 
+def device_in_use(kind: str | None = None) -> Device:
+    """The device that torch computes on in this process as it is: CUDA's current one where there is one, else CPU.
+
+    For a process that somebody else has set up. kind: "cpu" or "cuda"; ValueError for any other.
+    """
+    if kind is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return Device("cpu")
+    if kind != "cuda":
+        raise ValueError(f"device {kind!r} is not supported; use 'cpu' or 'cuda'")
+    return Device("cuda", torch.cuda.current_device())
+
+
 def available_cores() -> int:
     """Cores this process may run on (its affinity mask, which containers and Slurm narrow)."""
     if sys.platform == "linux":

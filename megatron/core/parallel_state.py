@@ -5,7 +5,8 @@ purposes over the same ranks have separate communicators, because one communicat
 after the other.
 
 Size and rank along an axis (`ps.dp_size`, `ps.dp_rank`) are those of the grid; rank r of the world is
-`grid.coordinates(r)`.
+`grid.coordinates(r)`. Without our trainer, a torch mesh (`parallel_state_of_mesh`) or all ranks that there are
+(`data_parallel_state`) become a state; its world may then be a part of torch's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import datetime
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.device import Device, current_device
+from megatron.core import collectives
+from megatron.core.device import Device, current_device, device_in_use
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_grid import RankGrid
 from megatron.core.rank_groups import PURPOSES, Purpose, check_instances, own_ranks, rank_lists
@@ -55,7 +58,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelState:
-    """This rank's place in the grid and its groups. Made by `make_parallel_state` or `single_process`."""
+    """This rank's place in the grid and its groups. Made by the functions of this module.
+
+    rank: this rank's place in the state's world. Groups hold ranks of torch's world, which is the same one except
+    in a state made of a mesh over a part of it.
+    """
 
     rank: int
     world_size: int
@@ -82,16 +89,13 @@ class ParallelState:
 
     @property
     def dp_reduce_group(self) -> Group:
+        """The inner ranks: one distributed optimizer instance, all of dp when there is one."""
         return self.group("dp_reduce")
 
     @property
     def dp_gather_group(self) -> Group:
+        """The inner ranks on another communicator: parameters are gathered while gradients are reduced."""
         return self.group("dp_gather")
-
-    @property
-    def dp_inner_group(self) -> Group:
-        """One distributed optimizer instance; the dp group itself when there is one instance."""
-        return self.group("dp_inner")
 
     @property
     def dp_outer_group(self) -> Group:
@@ -164,7 +168,7 @@ class ParallelState:
     def device_mesh(self, *purposes: str) -> DeviceMesh:
         """A torch DeviceMesh over groups that exist already, for interoperation: `ps.device_mesh("dp", "tp")`.
 
-        One dim a purpose, named after it, slowest first: axes ("pp", "dp", "tp"), or ("dp_outer", "dp_inner")
+        One dim a purpose, named after it, slowest first: axes ("pp", "dp", "tp"), or ("dp_outer", "dp_gather")
         for hybrid sharding. Ranks along axes that are not named have meshes of their own. Makes no
         communicator, so a group of one cannot be a dim: leave it out. Communicates nothing.
         """
@@ -174,9 +178,10 @@ class ParallelState:
         assert groups, "a mesh over no purpose"
         assert not alone, f"mesh over {purposes}: {alone} have one rank and no communicator"
         # Distances along the axes add up: this is what a grid is.
-        ranks = torch.tensor(self.rank)
+        own = groups[0].ranks[groups[0].rank]
+        ranks = torch.tensor(own)
         for group in groups:
-            ranks = ranks.unsqueeze(-1) + (torch.tensor(group.ranks) - self.rank)
+            ranks = ranks.unsqueeze(-1) + (torch.tensor(group.ranks) - own)
         assert ranks.unique().numel() == ranks.numel(), f"{purposes} are not independent: {ranks.tolist()}"
         if len(groups) == 1:
             return DeviceMesh.from_group(handles[0], self.device.kind, mesh_dim_names=purposes)
@@ -251,7 +256,8 @@ def make_parallel_state(
 ) -> ParallelState:
     """Make every group of `PURPOSES`; the default process group must exist (`init_process_group`).
 
-    num_distributed_optimizer_instances: into so many parts dp is divided (dp_inner, dp_outer).
+    num_distributed_optimizer_instances: into so many parts dp is divided (dp_reduce and dp_gather are one of them,
+    dp_outer goes across).
 
     timeout: after which a collective gives up on a silent peer. observer: told of every collective, for a
     watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same
@@ -261,15 +267,138 @@ def make_parallel_state(
     check_instances(grid, num_distributed_optimizer_instances)
     if grid.world_size == 1:
         return single_process(device, grid=grid, timeout=timeout)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
+    everyone = _Part(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
+    return _make_state([everyone], everyone, device, timeout, observer)
+
+
+def parallel_state_of_mesh(
+    mesh: DeviceMesh, device: Device | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT
+) -> ParallelState:
+    """A state of data parallel ranks, those of a torch mesh: (inner,), or (outer, inner) for hybrid sharding.
+
+    Its world is the mesh: `ps.rank` is this rank's place in it, the last dim fastest. Makes communicators of its
+    own and uses none of the mesh's. Communicates over the default process group, and every rank of that calls it,
+    with its own mesh: ranks may stand in different ones, such as slices of a larger mesh. device: what
+    `mesh.device_type` says, CUDA's current one.
+
+    Raises MeshError for more than two dims, for a rank outside its mesh, and for meshes that overlap.
+    """
+    device = device or device_in_use(mesh.device_type)
+    world = tuple(range(dist.get_world_size()))
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
+    outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
+    usable = mesh.ndim <= 2 and dist.get_rank() in ranks
+    # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
+    # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.
+    here = (ranks[0], ranks.index(dist.get_rank()), len(ranks), outer) if usable else (-1, 0, 0, 0)
+    told = _gather_numbers(here, world, device, timeout)
+    _check_mesh(mesh, dist.get_rank())
+    parts = _parts_of(told)
+    own = next(part for part in parts if dist.get_rank() in part.ranks)
+    return _make_state(parts, own, device, timeout, None)
+
+
+def data_parallel_state(
+    device: Device | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT
+) -> ParallelState:
+    """All ranks of torch's default process group, data parallel; one process where there is no such group.
+
+    device: CUDA's current one where there is one and the ranks do not talk over gloo alone. Communicates over the
+    default process group.
+    """
+    if not dist.is_initialized():
+        return single_process(device or device_in_use(), timeout=timeout)
+    device = device or device_in_use("cpu" if dist.get_backend() == "gloo" else None)
+    world_size = dist.get_world_size()
+    return make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
+
+
+class MeshError(ValueError):
+    """A torch mesh that no data parallel state can be made of."""
+
+
+def _check_mesh(mesh: DeviceMesh, rank: int) -> None:
+    shape = tuple(mesh.mesh.shape)
+    if mesh.ndim > 2:
+        raise MeshError(
+            f"a mesh of {mesh.ndim} dims {shape}: data parallelism takes one, or two as (outer, inner) for hybrid "
+            f"sharding; pass the slice of these dims, as in mesh['dp'] or mesh['outer', 'inner']"
+        )
+    if rank not in mesh.mesh.flatten().tolist():
+        raise MeshError(
+            f"rank {rank} is not in the mesh {mesh.mesh.tolist()}; give every rank a mesh that it is in, "
+            "such as one of its own, [rank]"
+        )
+
+
+def _gather_numbers(
+    own: tuple[int, ...], world: tuple[int, ...], device: Device, timeout: datetime.timedelta
+) -> list[list[int]]:
+    """Everybody's numbers in rank order, over the default process group."""
+    host = dist.get_backend() == "gloo"
+    group = Group(
+        "default",
+        world,
+        dist.get_rank(),
+        "gloo" if host else device.backend,
+        dist.group.WORLD,
+        device,
+        timeout,
+    )
+    place = torch.device("cpu") if host else device.torch_device
+    told = torch.empty(len(world), len(own), dtype=torch.int64, device=place)
+    collectives.all_gather(told, torch.tensor(own, device=place), group)
+    return told.tolist()
+
+
+def _parts_of(told: list[list[int]]) -> list[_Part]:
+    """Everybody's meshes out of what every rank told of its own, the same list on all ranks."""
+    meshes: dict[tuple[int, int, int], dict[int, int]] = {}
+    for rank, (first, place, size, outer) in enumerate(told):
+        if first >= 0:
+            meshes.setdefault((first, size, outer), {})[place] = rank
+    parts = []
+    for (first, size, outer), by_place in sorted(meshes.items()):
+        if set(by_place) != set(range(size)) or by_place[0] != first:
+            raise MeshError(
+                f"the mesh of {size} ranks from rank {first} is that of ranks {sorted(by_place.values())} only: "
+                "every rank of a mesh calls, with the same mesh, and meshes of different ranks do not overlap"
+            )
+        ranks = tuple(by_place[place] for place in range(size))
+        parts.append(_Part(ranks, RankGrid(size, dp=size), outer))
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A part of torch's world that becomes the world of a state. ranks: torch's, by their place in the grid."""
+
+    ranks: tuple[int, ...]
+    grid: RankGrid
+    instances: int
+
+    def lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
+        return [self._of_world(places) for places in rank_lists(purpose, self.grid, self.instances)]
+
+    def own(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
+        place = self.ranks.index(rank)
+        return self._of_world(own_ranks(purpose, self.grid, place, self.instances))
+
+    def _of_world(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.ranks[place] for place in places)
+
+
+def _make_state(
+    parts: list[_Part], own: _Part, device: Device, timeout: datetime.timedelta, observer: Observer | None
+) -> ParallelState:
+    """The groups of all parts, of which this rank keeps its own. All ranks go through the same parts."""
+    rank = dist.get_rank()
     groups: dict[str, Group] = {}
     for purpose in PURPOSES:
-        if purpose.part == "inner" and num_distributed_optimizer_instances == 1:
-            groups[purpose.name] = dataclasses.replace(groups["dp"], purpose=purpose.name)
-            continue
-        ranks = own_ranks(purpose, grid, rank, num_distributed_optimizer_instances)
-        lists = rank_lists(purpose, grid, num_distributed_optimizer_instances)
+        ranks = own.own(purpose, rank)
+        lists = [one for part in parts for one in part.lists(purpose)]
         backend = _backend(purpose, device)
         if observer is not None and len(ranks) > 1:
             observer("new_group", purpose.name, ranks)
@@ -278,7 +407,8 @@ def make_parallel_state(
         groups[purpose.name] = Group(
             purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout, observer
         )
-    return ParallelState(rank, world_size, grid, device, timeout, MappingProxyType(groups))
+    place, size = own.ranks.index(rank), len(own.ranks)
+    return ParallelState(place, size, own.grid, device, timeout, MappingProxyType(groups))
 
 
 def single_process(
@@ -304,7 +434,7 @@ def _backend(purpose: Purpose, device: Device) -> str:
 
 def _make_communicator(
     purpose: Purpose,
-    lists: tuple[tuple[int, ...], ...],
+    lists: list[tuple[int, ...]],
     own: tuple[int, ...],
     backend: str,
     timeout: datetime.timedelta,
@@ -319,8 +449,28 @@ def _make_communicator(
     mine: dist.ProcessGroup | None = None
     for ranks in lists:
         if len(ranks) > 1:
-            made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name)
+            made = dist.new_group(
+                list(ranks),
+                timeout,
+                backend,
+                group_desc=purpose.name,
+                **_options(purpose, ranks, backend, timeout),
+            )
             mine = made if ranks == own else mine
     if mine is not None and backend == "nccl" and purpose.point_to_point:
         dist.barrier(mine)  # all ranks of a communicator must take part in its first use
     return mine
+
+
+def _options(
+    purpose: Purpose, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta
+) -> dict[str, Any]:
+    """What a communicator asks for beyond the usual."""
+    options: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
+        options["sort_ranks"] = False
+    if backend == "nccl" and purpose.high_priority:
+        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl._timeout = timeout  # torch warns where the two differ
+        options["pg_options"] = nccl
+    return options

@@ -23,7 +23,8 @@ class Purpose:
     along the axis (those between are alone). "inner": runs of neighbours along the axis, one for each
     distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
     talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
-    that can name the missing rank). point_to_point: its ranks talk in pairs, not all together.
+    that can name the missing rank). point_to_point: its ranks talk in pairs, not all together. high_priority: on
+    CUDA its messages go before kernels that wait to be started.
     """
 
     name: str
@@ -31,15 +32,15 @@ class Purpose:
     part: Literal["all", "ends", "inner", "outer"] = "all"
     transport: Literal["device", "host"] = "device"
     point_to_point: bool = False
+    high_priority: bool = False
 
 
 PURPOSES = (
     Purpose("world", WORLD_AXES),  # losses, flags that all ranks must agree on
     Purpose("control", WORLD_AXES, transport="host"),  # JSON, barriers, checkpoints' plans
     Purpose("dp", "dp"),  # sums over the ranks that see different samples
-    Purpose("dp_reduce", "dp"),  # gradients, on a communicator of their own
-    Purpose("dp_gather", "dp"),  # parameters, which may be gathered while gradients are reduced
-    Purpose("dp_inner", "dp", part="inner"),  # one distributed optimizer instance
+    Purpose("dp_reduce", "dp", part="inner", high_priority=True),  # gradients of one optimizer instance
+    Purpose("dp_gather", "dp", part="inner", high_priority=True),  # its parameters, gathered meanwhile
     Purpose("dp_outer", "dp", part="outer"),  # the same shard in every instance
     Purpose("tp", "tp"),  # activations inside a layer
     Purpose("mp", "tp-pp"),  # all that together hold one copy of the model: norms, counts

@@ -9,11 +9,14 @@ import os
 import pytest
 import torch
 
-from megatron.core import collectives
+from megatron.core import collectives, parallel_state
 from megatron.core.parallel_state import (
+    MeshError,
+    data_parallel_state,
     destroy_process_group,
     init_process_group,
     make_parallel_state,
+    parallel_state_of_mesh,
     single_process,
 )
 from megatron.core.peer_loss import PeerLostError
@@ -129,7 +132,7 @@ def test_every_purpose_talks_to_its_rank_list_and_to_nobody_else():
         for rank, (heard, shared) in enumerate(got[name]):
             for purpose in PURPOSES:
                 assert heard[purpose.name] == own_ranks(purpose, grid, rank, instances), (name, purpose.name)
-            assert shared == (instances == 1)  # dp_inner of one instance is dp
+            assert shared == 0  # every purpose has a communicator of its own
 
 
 def test_properties_name_their_purposes():
@@ -177,7 +180,7 @@ def test_torch_meshes_are_views_of_our_groups():
 
     def hybrid(ctx):
         ps = ctx.make_ps(dp=8, instances=2)
-        mesh = ps.device_mesh("dp_outer", "dp_inner")
+        mesh = ps.device_mesh("dp_outer", "dp_gather")
         assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
         with pytest.raises(AssertionError, match=r"\['tp'\] have one rank"):
             ps.device_mesh("dp", "tp")
@@ -255,7 +258,176 @@ def test_the_groups_of_one_rank_in_16384(monkeypatch):
 
     ((sizes, pp_rank, tp_ranks),) = run_ranks(body, 1)
     assert sizes == {
-        "world": 16384, "control": 16384, "dp": 128, "dp_reduce": 128, "dp_gather": 128, "dp_inner": 32,
-        "dp_outer": 4, "tp": 8, "mp": 128, "pp": 16, "pp_forward": 16, "pp_backward": 16, "embedding": 1,
+        "world": 16384, "control": 16384, "dp": 128, "dp_reduce": 32, "dp_gather": 32, "dp_outer": 4,
+        "tp": 8, "mp": 128, "pp": 16, "pp_forward": 16, "pp_backward": 16, "embedding": 1,
     }  # fmt: skip
     assert (pp_rank, tp_ranks) == (4, tuple(range(5000, 5008)))
+
+
+def heard_over(ps, purposes):
+    """Which ranks of torch's world one hears of over each purpose."""
+    heard = {}
+    for purpose in purposes:
+        group = ps.group(purpose)
+        mine = torch.zeros(torch.distributed.get_world_size())
+        mine[torch.distributed.get_rank()] = 1
+        collectives.all_reduce(mine, group)
+        heard[purpose] = mine.nonzero().flatten().tolist()
+        assert sorted(group.ranks) == heard[purpose]
+        gathered = torch.empty(group.size, dtype=torch.int64)
+        collectives.all_gather(gathered, torch.tensor([torch.distributed.get_rank()]), group)
+        assert gathered.tolist() == list(group.ranks)  # in the communicator's own order
+    return heard
+
+
+DP_PURPOSES = ("world", "control", "dp", "dp_reduce", "dp_gather", "dp_outer")
+
+
+def test_a_mesh_becomes_a_state():
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    def told(ps):
+        others = {name for name, group in ps.groups.items() if group.size == 1}
+        handles = [group.process_group for group in ps.groups.values() if group.process_group is not None]
+        assert len({id(handle) for handle in handles}) == len(handles)
+        return (ps.rank, ps.world_size, ps.dp_rank, ps.dp_size), heard_over(ps, DP_PURPOSES), others
+
+    def whole_world(ctx):
+        return told(parallel_state_of_mesh(init_device_mesh("cpu", (4,))))
+
+    def two_halves(ctx):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["dp"]
+        ps = parallel_state_of_mesh(mesh, timeout=datetime.timedelta(seconds=20))
+        total = torch.tensor([1.0 + ctx.rank])
+        collectives.sum_gradients(total.repeat(2), ps.dp_reduce_group).wait()
+        view = ps.device_mesh("dp")
+        assert view.mesh.tolist() == mesh.mesh.tolist()
+        assert ps.timeout == ps.dp_group.timeout == datetime.timedelta(seconds=20)
+        return told(ps)
+
+    def columns(ctx):
+        return told(
+            parallel_state_of_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
+        )
+
+    def hybrid(ctx):
+        ps = parallel_state_of_mesh(init_device_mesh("cpu", (2, 2)))
+        assert ps.device_mesh("dp_outer", "dp_gather").mesh.tolist() == [[0, 1], [2, 3]]
+        return told(ps)
+
+    def hybrid_in_an_order_of_its_own(ctx):
+        return told(parallel_state_of_mesh(DeviceMesh("cpu", [[2, 0], [3, 1]])))
+
+    def one_and_three(ctx):
+        """Meshes of different sizes; one rank is alone in its own."""
+        DeviceMesh("cpu", [0])
+        meshes = (
+            DeviceMesh("cpu", [0], _init_backend=False),
+            DeviceMesh("cpu", [1, 2, 3], _init_backend=False),
+        )
+        return told(parallel_state_of_mesh(meshes[ctx.rank > 0]))
+
+    def default_group(ctx):
+        return told(data_parallel_state())
+
+    checks = (
+        whole_world,
+        two_halves,
+        columns,
+        hybrid,
+        hybrid_in_an_order_of_its_own,
+        one_and_three,
+        default_group,
+    )
+    got = share_ranks(4, {check.__name__: check for check in checks})
+    everyone = [0, 1, 2, 3]
+    singles = {purpose.name for purpose in PURPOSES} - set(DP_PURPOSES)
+    for rank in everyone:
+        for name in ("whole_world", "default_group"):
+            place, heard, alone = got[name][rank]
+            assert place == (rank, 4, rank, 4)
+            assert heard == {**dict.fromkeys(DP_PURPOSES, everyone), "dp_outer": [rank]}
+            assert alone == singles | {"dp_outer"}
+        for name, mine in (
+            ("two_halves", [rank // 2 * 2, rank // 2 * 2 + 1]),
+            ("columns", [rank % 2, rank % 2 + 2]),
+        ):
+            place, heard, alone = got[name][rank]
+            assert place == (mine.index(rank), 2, mine.index(rank), 2)
+            assert heard == {**dict.fromkeys(DP_PURPOSES, mine), "dp_outer": [rank]}
+            assert alone == singles | {"dp_outer"}
+        for name, order in (("hybrid", [0, 1, 2, 3]), ("hybrid_in_an_order_of_its_own", [2, 0, 3, 1])):
+            place, heard, alone = got[name][rank]
+            at = order.index(rank)
+            inner, outer = sorted(order[at // 2 * 2 :][:2]), sorted(order[at % 2 :: 2])
+            assert place == (at, 4, at, 4)
+            assert heard == {
+                **dict.fromkeys(DP_PURPOSES, everyone),
+                "dp_reduce": inner,
+                "dp_gather": inner,
+                "dp_outer": outer,
+            }
+            assert alone == singles
+        mine = [0] if rank == 0 else [1, 2, 3]
+        assert got["one_and_three"][rank][:2] == (
+            (mine.index(rank), len(mine), mine.index(rank), len(mine)),
+            {**dict.fromkeys(DP_PURPOSES, mine), "dp_outer": [rank]},
+        )
+
+
+def test_meshes_that_make_no_state_are_refused_on_the_ranks_that_gave_them():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def body(ctx):
+        with pytest.raises(MeshError, match=r"a mesh of 3 dims \(1, 2, 2\).*mesh\['dp'\]"):
+            parallel_state_of_mesh(DeviceMesh("cpu", [[[0, 1], [2, 3]]]))
+        partial = DeviceMesh("cpu", [0, 1])
+        if ctx.rank < 2:
+            assert parallel_state_of_mesh(partial).dp_group.ranks == (0, 1)
+        else:
+            with pytest.raises(MeshError, match=rf"rank {ctx.rank} is not in the mesh \[0, 1\]"):
+                parallel_state_of_mesh(partial)
+        overlapping = DeviceMesh("cpu", [0, 1, 2] if ctx.rank < 2 else [1, 2, 3], _init_backend=False)
+        with pytest.raises(MeshError, match=r"mesh of 3 ranks from rank [01] is that of ranks"):
+            parallel_state_of_mesh(overlapping)
+        with pytest.raises(ValueError, match="device 'meta' is not supported"):
+            parallel_state_of_mesh(DeviceMesh("meta", [0, 1, 2, 3], _init_backend=False))
+
+    run_ranks(body, 4)
+
+
+def test_data_parallel_state_without_a_process_group_is_one_process():
+    ps = data_parallel_state()
+    assert (ps.world_size, ps.dp_size, ps.dp_group.process_group) == (1, 1, None)
+
+
+def test_gradients_and_parameters_talk_on_nccls_high_priority_streams(monkeypatch):
+    """By the options that torch is given; tests/gpu shows the streams."""
+    import types
+
+    asked = {}
+
+    class Options:
+        def __init__(self, is_high_priority_stream=False):
+            self.is_high_priority_stream = is_high_priority_stream
+
+    def new_group(ranks, timeout, backend, *, group_desc, pg_options=None):
+        asked[group_desc] = (backend, pg_options)
+        return object()
+
+    monkeypatch.setattr(
+        parallel_state.dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=Options), raising=False
+    )
+    monkeypatch.setattr(parallel_state.dist, "new_group", new_group)
+    monkeypatch.setattr(parallel_state.dist, "barrier", lambda group: None)
+    timeout = datetime.timedelta(seconds=9)
+    for purpose in PURPOSES:
+        for backend in ("gloo", "nccl"):
+            parallel_state._make_communicator(purpose, [(0, 1)], (0, 1), backend, timeout)
+            used, options = asked[purpose.name]
+            assert used == backend
+            wanted = backend == "nccl" and purpose.name in ("dp_reduce", "dp_gather")
+            assert (options is not None) == wanted
+            if options is not None:
+                assert options.is_high_priority_stream
+                assert options._timeout == timeout

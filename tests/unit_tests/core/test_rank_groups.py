@@ -33,9 +33,8 @@ def talk(name, a, b, grid, instances):
         "world": True,
         "control": True,
         "dp": same_but("dp"),
-        "dp_reduce": same_but("dp"),
-        "dp_gather": same_but("dp"),
-        "dp_inner": same_but("dp") and a["dp"] // share == b["dp"] // share,
+        "dp_reduce": same_but("dp") and a["dp"] // share == b["dp"] // share,
+        "dp_gather": same_but("dp") and a["dp"] // share == b["dp"] // share,
         "dp_outer": same_but("dp") and a["dp"] % share == b["dp"] % share,
         "tp": same_but("tp"),
         "mp": same_but("tp", "pp"),
@@ -81,7 +80,7 @@ def test_inner_times_outer_is_dp_in_its_order(drawn):
     grid, instances = drawn
     for rank in range(grid.world_size):
         outer = own_ranks(BY_NAME["dp_outer"], grid, rank, instances)
-        inner = [own_ranks(BY_NAME["dp_inner"], grid, other, instances) for other in outer]
+        inner = [own_ranks(BY_NAME["dp_reduce"], grid, other, instances) for other in outer]
         assert len(outer) == instances
         assert tuple(r for ranks in inner for r in ranks) == own_ranks(BY_NAME["dp"], grid, rank)
 
@@ -91,7 +90,7 @@ def test_the_published_orders_by_hand():
     swapped = dense_grid(8, tp=2, pp=2, order=TP_PP_DP_ORDER)
     assert rank_lists(BY_NAME["mp"], default) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert rank_lists(BY_NAME["mp"], swapped) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert own_ranks(BY_NAME["dp_inner"], dense_grid(8), 5, 2) == (4, 5, 6, 7)
+    assert own_ranks(BY_NAME["dp_reduce"], dense_grid(8), 5, 2) == (4, 5, 6, 7)
     assert own_ranks(BY_NAME["dp_outer"], dense_grid(8), 5, 2) == (1, 5)
     four = dense_grid(8, tp=2, pp=4)
     assert rank_lists(BY_NAME["embedding"], four) == ((0, 6), (2,), (4,), (1, 7), (3,), (5,))
@@ -107,7 +106,7 @@ def test_all_groups_of_16384_ranks_in_under_a_second():
             seen = [rank for ranks in found for rank in ranks]
             assert len(seen) == 16384 == len(set(seen)), name
         assert {name: len(found) for name, found in lists.items() if name.startswith("dp")} == {
-            "dp": 128, "dp_reduce": 128, "dp_gather": 128, "dp_inner": 512, "dp_outer": 4096,
+            "dp": 128, "dp_reduce": 512, "dp_gather": 512, "dp_outer": 4096,
         }  # fmt: skip
         assert len(lists["embedding"]) == 1024 + 14 * 1024
         for rank in (0, 5000, 16383):
