@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_order import add_in_rank_order
 
@@ -45,7 +46,7 @@ class Pending:
         self,
         op: str,
         group: Group,
-        work: dist.Work | _Works | None,
+        work: dist.Work | Works | None,
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
         peer: int | None = None,
@@ -110,7 +111,7 @@ def all_gather_units(
         _copy_own(flat, 0)
         return _done("all_gather", group)
     buffers = tuple(tensor for pair in pairs for tensor in pair)
-    start = _gather_in_pairs if group.backend == "gloo" else _gather_at_once
+    start = _gather_each if group.backend == "gloo" else _gather_at_once
     return _launch("all_gather", group, async_op, lambda: start(flat, group), buffers)
 
 
@@ -202,57 +203,20 @@ class _Part:
             self.shard.copy_(total)
 
 
-class _Works:
-    """Several works of a backend that end as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-# Messages of two collectives that are under way between the same two ranks must not be taken for each other; 0 is
-# send_receive's.
-_GATHER_TAG, _EXCHANGE_TAG = 1, 2
-
-
-def _others(group: Group) -> list[tuple[int, int]]:
-    """(from whom, to whom) at every distance: no rank is everybody's first."""
-    return [
-        ((group.rank - distance) % group.size, (group.rank + distance) % group.size)
-        for distance in range(1, group.size)
-    ]
-
-
-def _gather_in_pairs(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> _Works:
-    """All-gather on gloo: each input straight into its place on every other rank. flat: ([size, n], [n]).
-
-    gloo's own sends through a ring and copies its own slice. CPU ms a rank, one thread, median (its own -> this):
-    2 ranks, 1 MB 0.38 -> 0.20, 4 MB 1.40 -> 0.86, 16 MB 5.9 -> 3.5; 4 ranks 0.77 -> 0.45, 2.28 -> 1.47, 7.5 -> 5.7.
-    """
-    talk = group.process_group
-    assert talk is not None, f"{group.purpose!r} is a group of one"
-    works = []
-    for source, _ in _others(group):  # receives first: what a send finds posted leaves at once
-        works += [talk.recv([output[source]], source, _GATHER_TAG) for output, _ in flat]
-    for _, target in _others(group):
-        works += [talk.send([input], target, _GATHER_TAG) for _, input in flat]
-    _copy_own(flat, group.rank)
-    return _Works(works)
-
-
 def _copy_own(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
     for output, input in flat:
         if output[rank].data_ptr() != input.data_ptr():
             output[rank].copy_(input)
 
 
-def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> dist.Work | _Works:
+def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Works:
+    """All-gather on gloo."""
+    works = gather_in_pairs(flat, _process_group(group))
+    _copy_own(flat, group.rank)
+    return works
+
+
+def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> dist.Work | Works:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
     if len(flat) == 1:
         output, input = flat[0]
@@ -265,42 +229,24 @@ def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> dist
                 group=group.process_group,
                 async_op=True,
             )
-    return _Works(together.works)
+    return Works(together.works)
 
 
-_Started = tuple[Callable[[], "dist.Work | _Works"], Callable[[], None], tuple[Tensor, ...]]
+_Started = tuple[Callable[[], "dist.Work | Works"], Callable[[], None], tuple[Tensor, ...]]
 
 
 def _exchange(parts: Sequence[_Part], group: Group) -> _Started:
-    """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order.
-
-    The own slice is read where it is; all-to-all sends it through the loopback. CPU ms a rank, one thread, median,
-    fp32 (gloo's reduce-scatter, all-to-all and sum -> this): 2 ranks, 1 MB 0.71, 0.39 -> 0.30, 4 MB 2.5, 1.52 -> 1.13,
-    16 MB 12.4, 6.3 -> 4.9; 4 ranks 1.40, 0.74 -> 0.58, 4.3, 2.6 -> 2.2, 17.1, 10.3 -> 8.1.
-    """
-    talk, rank = group.process_group, group.rank
-    assert talk is not None, f"{group.purpose!r} is a group of one"
+    """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
     received = [part.full.new_empty(group.size - 1, part.full.shape[1]) for part in parts]
 
-    def place(source: int) -> int:
-        return source if source < rank else source - 1
-
-    def call() -> _Works:
-        works = []
-        for source, _ in _others(group):
-            works += [talk.recv([box[place(source)]], source, _EXCHANGE_TAG) for box in received]
-        for _, target in _others(group):
-            works += [talk.send([part.full[target]], target, _EXCHANGE_TAG) for part in parts]
-        return _Works(works)
-
     def finish() -> None:
-        for part, box in zip(parts, received, strict=True):
-            in_order = [
-                part.full[rank] if source == rank else box[place(source)] for source in range(group.size)
-            ]
+        for part, others in zip(parts, received, strict=True):
+            own = part.full[group.rank]
+            in_order = [*others[: group.rank], own, *others[group.rank :]]
             add_in_rank_order(in_order, part.shard, accumulate=part.accumulate)
 
-    return call, finish, tuple(received)
+    full = [part.full for part in parts]
+    return lambda: exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
 
 
 def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
@@ -314,7 +260,7 @@ def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
     def start_one(part: _Part, total: Tensor) -> dist.Work:
         return _reduce_scatter_flat(total, part.full.view(-1), group=group.process_group, async_op=True)
 
-    def call() -> dist.Work | _Works:
+    def call() -> dist.Work | Works:
         if len(parts) == 1:
             return start_one(parts[0], totals[0])
         works = []
@@ -324,7 +270,7 @@ def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
                     if part.full.dtype == dtype:
                         start_one(part, total)
             works += together.works
-        return _Works(works)
+        return Works(works)
 
     def finish() -> None:
         for part, total, into in zip(parts, totals, direct, strict=True):
@@ -375,8 +321,8 @@ def _start_message(op: str, tensor: Tensor, place: int, group: Group) -> Pending
     """One message by itself: gloo has no batches. The shortest way to its backend: between two computations of a
     pipeline nothing is in the caches, and torch's batch took 120-270 us a message where this takes 50-100."""
     peer = _other_end(op, tensor, place, group)
-    assert group.process_group is not None, f"{group.purpose!r} is a group of one"
-    start = group.process_group.send if op == "send" else group.process_group.recv
+    talk = _process_group(group)
+    start = talk.send if op == "send" else talk.recv
     with _peer_loss_named(op, group, time.monotonic(), peer):
         work = start([tensor], place, 0)
     return Pending(op, group, work, (tensor,), peer=peer)
@@ -441,7 +387,7 @@ def _launch(
     op: str,
     group: Group,
     async_op: bool,
-    call: Callable[[], dist.Work | _Works],
+    call: Callable[[], dist.Work | Works],
     buffers: tuple[Tensor, ...],
     finish: Callable[[], None] | None = None,
     *,
@@ -454,6 +400,11 @@ def _launch(
     if not async_op:
         pending.wait()
     return pending
+
+
+def _process_group(group: Group) -> dist.ProcessGroup:
+    assert group.process_group is not None, f"{group.purpose!r} is a group of one"
+    return group.process_group
 
 
 def _observe(op: str, group: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import time
@@ -267,6 +268,41 @@ def test_collectives_of_both_kinds_and_messages_share_a_group():
         return box.unique().tolist(), gathered.unique().tolist(), shard.unique().tolist()
 
     assert run_ranks(body, 2) == [([2.0], [100.0, 200.0], [30.0]), ([1.0], [100.0, 200.0], [30.0])]
+
+
+def test_the_way_of_other_backends_gives_the_same():
+    """What NCCL is asked, asked of gloo: several types as bytes in one call, sums in one call a type."""
+
+    def body(ctx):
+        device_way = dataclasses.replace(ctx.ps.dp_reduce_group, backend="other")
+        n = 6
+        gathered = [torch.zeros(2 * n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        pairs = [(one, values_of(ctx.rank, n, one.dtype)) for one in gathered]
+        collectives.all_gather_units(pairs, device_way).wait()
+        alone = torch.zeros(2 * n)
+        collectives.all_gather(alone, pairs[0][1], device_way)
+
+        full = [values_of(ctx.rank, 2 * n, dtype) for dtype in (torch.float32, torch.float64, torch.float32)]
+        shards = [torch.ones(n), torch.ones(n), torch.ones(n)]
+        pending = collectives.reduce_scatter_units(
+            list(zip(shards, full, strict=True)), device_way, accumulate=[True, False, False]
+        )
+        pending.wait()
+        lone = torch.ones(n)
+        collectives.reduce_scatter(lone, full[0], device_way)
+        assert pending.holds_temporary  # of what accumulates, and of what changes its type
+        assert torch.equal(full[1], values_of(ctx.rank, 2 * n, torch.float64))
+        return gathered, alone, shards, lone
+
+    for rank, (gathered, alone, shards, lone) in enumerate(run_ranks(body, 2)):
+        for one in (*gathered, alone):
+            assert torch.equal(one, torch.cat([values_of(r, 6, one.dtype) for r in range(2)]))
+        mine = slice(6 * rank, 6 * rank + 6)
+        fp32 = sum(values_of(r, 12) for r in range(2))[mine]
+        fp64 = sum(values_of(r, 12, torch.float64) for r in range(2))[mine]
+        expected = [1 + fp32, fp64.float(), fp32]
+        assert all(torch.equal(*two) for two in zip(shards, expected, strict=True))
+        assert torch.equal(lone, fp32)
 
 
 def test_units_of_a_group_of_one():

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from megatron.core import device as device_module
-from megatron.core.device import Device, available_cores, current_device, heap_bytes, set_threads
+from megatron.core.device import (
+    Device,
+    available_cores,
+    current_device,
+    device_in_use,
+    heap_bytes,
+    set_threads,
+)
 from tests.harness.ranks import run_ranks
 
 CPU = Device("cpu")
@@ -27,6 +34,7 @@ def test_cpu_device_is_gloo_and_its_streams_do_nothing():
     assert stream is None
     assert x.sum().item() == 6
     assert CPU.copy_in(x) is x
+    CPU.record_use(x)
     assert "cores" in CPU.describe()
 
 
@@ -100,3 +108,14 @@ def test_too_many_ranks_for_the_gpus_of_a_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"local rank 2 needs CUDA device 2, this machine has 2.*nproc"):
         current_device(2, kind="cuda")
+
+
+def test_the_device_in_use_is_the_process_s_own(monkeypatch):
+    assert device_in_use("cpu") == CPU
+    with pytest.raises(ValueError, match="device 'xpu' is not supported; use 'cpu' or 'cuda'"):
+        device_in_use("xpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for available, found in ((True, Device("cuda", 3)), (False, CPU)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert device_in_use() == found
+    assert device_in_use("cuda") == Device("cuda", 3)

@@ -1,0 +1,71 @@
+"""The most memory that is in use at once during a part of a run, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from megatron.core.device import Device, heap_bytes
+
+
+class LivePeak:
+    """`with LivePeak(device) as live: ...`, then `live.peak_bytes`: the most bytes in use at any time within.
+
+    baseline: bytes in use at the beginning; `above_baseline` is what came on top of them.
+
+    CUDA: the allocator's own peak, exact; its counter is reset at the beginning. CPU: a thread looks at the C heap
+    (`mallinfo2`) every `interval_s`, so a peak between two looks is missed; it sees freed memory as free, unlike the
+    resident set, and agrees with torch's MemTracker within 2 % on training steps. `look()` does not wait for the next
+    time, for a peak whose place is known. Without mallinfo2 (not glibc) it is the resident set. Everything of the
+    process counts, Python's objects too. One at a time on CUDA.
+    """
+
+    def __init__(self, device: Device, *, interval_s: float = 0.001) -> None:
+        assert interval_s > 0, f"interval_s {interval_s}"
+        self.baseline = 0
+        self.peak_bytes = 0
+        self.num_looks = 0
+        self._device = device
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def above_baseline(self) -> int:
+        return self.peak_bytes - self.baseline
+
+    def __enter__(self) -> LivePeak:
+        assert self._thread is None and not self._over.is_set(), "a LivePeak is used once"  # noqa: PT018
+        self._device.reset_peak()
+        self.baseline = self.peak_bytes = self._in_use()
+        self.num_looks = 1
+        if self._device.kind == "cpu":
+            self._thread = threading.Thread(target=self._look_again_and_again, name="live-peak", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.look()
+
+    def look(self) -> int:
+        """Bytes in use now; the peak knows of them from here on."""
+        now = self._in_use()
+        peak = self._device.memory().max_allocated_bytes if self._device.kind == "cuda" else now
+        with self._lock:
+            self.peak_bytes = max(self.peak_bytes, peak)
+            self.num_looks += 1
+        return now
+
+    def _look_again_and_again(self) -> None:
+        while not self._over.wait(self._interval_s):
+            self.look()
+
+    def _in_use(self) -> int:
+        heap = heap_bytes() if self._device.kind == "cpu" else None
+        return self._device.memory().allocated_bytes if heap is None else heap
