@@ -1,40 +1,58 @@
 """Where each parameter lies in the flat buffers (pure: ints only).
 
-All parameters of one dtype share one flat buffer. Seen from its start: buckets, in the order in which
-backward completes them; in a bucket, parameters; at its end, padding. A bucket is what one collective moves.
+All trained parameters of one dtype share one flat buffer, and all frozen ones another. Seen from its start: buckets, in
+the order in which backward completes them; in a bucket, parameters; at its end, padding. A bucket is what one
+collective moves.
 
     [ bucket 0: p9 p8 p7 .. pad | bucket 1: p6 p5 .. pad | ... ]
 
 - Parameters are laid in backward order (the reverse of the order they were registered in) and never split
-  between buckets; a bucket closes as soon as it has reached the bucket size.
+  between buckets. A bucket closes as soon as it has reached the bucket size, or is what one unit of the model has.
 - In a bucket, parameters of one *group* (treated alike by the optimizer) lie together, so that the optimizer
   works on a few long slices. In a group, those whose size has the larger power of two come first: every
   parameter then starts on a multiple of its own alignment (up to 64 elements), without padding between them.
-- A bucket is padded to a multiple of 128 * dp_size elements: it cuts into dp_size equal, aligned shards, and
+- A bucket is padded to a multiple of 128 * dp_size elements: it cuts into dp_size equal, aligned parts, and
   its padding is below 128 * dp_size elements whatever the shapes. (Keeping rows whole instead wastes up to 81
   %.)
+
+How a bucket is cut (`sharding.Cut`): inner rank i has the i-th of inner_size equal parts, and of these outer rank o the
+o-th of outer_size. A buffer *at rest* is the concatenation of its buckets' parts: part of a bucket begins there at
+`bucket.start / ways`.
+
+Placement "tensor_atomic" lays every parameter wholly into one of the dp_size parts instead, so that an optimizer can
+work on matrices: the largest first, each into the part that is emptiest; all parts of a bucket are as long as the
+longest needs. What that wastes is reported (`Bucket.padding`) and has no bound that is independent of the shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
+
+from megatron.core.distributed.sharding import Cut, ShardPlace
 
 ALIGNMENT = 128  # elements; 256 bytes of bf16
 MAX_PARAM_ALIGNMENT = 64  # elements; a cache line of 16-bit values
 
+Placement = Literal["flat", "tensor_atomic"]
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a parameter. group: any name; equal for parameters treated alike."""
+    """What the layout needs to know of a parameter. group: any name; equal for parameters treated alike. unit: what of
+    the model is gathered and reduced with it. trained: has a gradient."""
 
     name: str
     numel: int
     dtype: str
     group: str = ""
+    unit: str = ""
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +72,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Consecutive parameters of one group in one bucket: elements [start, end)."""
+    """Consecutive parameters of one group in one bucket, or what a rank holds of them: elements [start, end)."""
 
     group: str
     bucket: int
@@ -64,13 +82,16 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Elements [start, end) of the flat buffer, of which those from `used_end` on are padding."""
+    """Elements [start, end) of the flat buffer; nothing but padding from `used_end` on, and before it only where
+    parameters are not split between ranks. units: those that it holds parameters of, in backward order."""
 
     index: int
     start: int
     used_end: int
     end: int
     names: tuple[str, ...]
+    units: tuple[str, ...] = ()
+    padding: int = 0
 
     @property
     def numel(self) -> int:
@@ -79,13 +100,14 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """The layout of one dtype's flat buffer over `dp_size` ranks."""
+    """The layout of one flat buffer over `dp_size` ranks. slots: by their place."""
 
     dtype: str
     dp_size: int
     numel: int
     buckets: tuple[Bucket, ...]
     slots: tuple[Slot, ...]
+    trained: bool = True
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Slot]:
@@ -103,19 +125,57 @@ class FlatLayout:
                 spans.append(Span(slot.group, slot.bucket, slot.start, slot.end))
         return tuple(spans)
 
-    def shard(self, bucket: int, dp_rank: int) -> tuple[int, int]:
-        """Elements [start, end) of the buffer that are rank `dp_rank`'s equal share of a bucket."""
-        assert 0 <= dp_rank < self.dp_size, f"dp_rank {dp_rank} of {self.dp_size}"
-        size = self.buckets[bucket].numel // self.dp_size
-        start = self.buckets[bucket].start + dp_rank * size
+    @property
+    def padding(self) -> int:
+        return sum(bucket.padding for bucket in self.buckets)
+
+    def numel_at_rest(self, place: ShardPlace, cut: Cut) -> int:
+        """Elements of the buffer at rest on one rank."""
+        self._check(place)
+        return self.numel // place.ways(cut)
+
+    def shard(self, bucket: int, place: ShardPlace, cut: Cut) -> tuple[int, int]:
+        """Elements [start, end) of the whole flat buffer that are this rank's part of a bucket."""
+        self._check(place)
+        size = self.buckets[bucket].numel // place.ways(cut)
+        start = self.buckets[bucket].start + place.index(cut) * size
         return start, start + size
 
-    def part_in_shard(self, name: str, dp_rank: int) -> tuple[int, int]:
-        """Elements [start, end) *of the parameter* that lie in rank `dp_rank`'s share; may be empty."""
+    def rest_start(self, bucket: int, place: ShardPlace, cut: Cut) -> int:
+        """Where that part begins in the buffer at rest."""
+        self._check(place)
+        return self.buckets[bucket].start // place.ways(cut)
+
+    def part_of(self, name: str, place: ShardPlace, cut: Cut) -> tuple[int, int]:
+        """Elements [start, end) *of the parameter* that lie in this rank's part; may be empty."""
         slot = self.by_name[name]
-        start, end = self.shard(slot.bucket, dp_rank)
+        start, end = self.shard(slot.bucket, place, cut)
         low = min(max(start - slot.start, 0), slot.numel)
         return low, max(low, min(end - slot.start, slot.numel))
+
+    def part_at_rest(self, name: str, place: ShardPlace, cut: Cut) -> tuple[int, int]:
+        """Elements [start, end) of the buffer at rest where these are."""
+        slot = self.by_name[name]
+        low, high = self.part_of(name, place, cut)
+        if low == high:  # nowhere: lies before or behind this rank's part
+            start = self.rest_start(slot.bucket, place, cut)
+            return start, start
+        shift = self.rest_start(slot.bucket, place, cut) - self.shard(slot.bucket, place, cut)[0]
+        return slot.start + low + shift, slot.start + high + shift
+
+    def spans_at_rest(self, place: ShardPlace, cut: Cut) -> tuple[Span, ...]:
+        """What this rank holds of `spans`, as elements of the buffer at rest. Without padding."""
+        spans: list[Span] = []
+        for span in self.spans:
+            start, end = self.shard(span.bucket, place, cut)
+            shift = self.rest_start(span.bucket, place, cut) - start
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                spans.append(Span(span.group, span.bucket, low + shift, high + shift))
+        return tuple(spans)
+
+    def _check(self, place: ShardPlace) -> None:
+        assert place.dp_size == self.dp_size, f"{place} of a layout over {self.dp_size} ranks"
 
 
 def default_bucket_size(dp_size: int) -> int:
@@ -144,49 +204,94 @@ def plan_layouts(
     *,
     bucket_size: int | None = None,
     num_buckets: int | None = None,
+    by_unit: bool = False,
+    placement: Placement = "flat",
 ) -> tuple[FlatLayout, ...]:
-    """One layout a dtype, for parameters given in the order they were registered in."""
+    """One layout a (dtype, trained), for parameters given in the order they were registered in.
+
+    by_unit: a bucket a unit, units in the reverse of their first appearance; where bucket_size or num_buckets says so,
+    whole units are put together until a bucket is full. Raises ValueError for sizes that make no bucket.
+    """
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names), "two parameters have one name"
     limit = bucket_size_of(sum(spec.numel for spec in specs), dp_size, bucket_size, num_buckets)
-    dtypes = dict.fromkeys(spec.dtype for spec in reversed(specs))
-    return tuple(
-        layout_of_buckets(
-            dtype, dp_size, _cut([spec for spec in reversed(specs) if spec.dtype == dtype], limit)
-        )
-        for dtype in dtypes
-    )
+    if by_unit and bucket_size is None and num_buckets is None:
+        limit = 0
+    units = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
+    layouts = []
+    for dtype, trained in dict.fromkeys((spec.dtype, spec.trained) for spec in reversed(specs)):
+        backward = [spec for spec in reversed(specs) if (spec.dtype, spec.trained) == (dtype, trained)]
+        if by_unit:
+            backward.sort(key=lambda spec: -units[spec.unit])
+        buckets = _cut(backward, limit, by_unit=by_unit)
+        layouts.append(layout_of_buckets(dtype, dp_size, buckets, trained=trained, placement=placement))
+    return tuple(layouts)
 
 
-def layout_of_buckets(dtype: str, dp_size: int, buckets: Iterable[Sequence[ParamSpec]]) -> FlatLayout:
+def layout_of_buckets(
+    dtype: str,
+    dp_size: int,
+    buckets: Iterable[Sequence[ParamSpec]],
+    *,
+    trained: bool = True,
+    placement: Placement = "flat",
+) -> FlatLayout:
     """The layout for buckets that are already chosen (by size, or one a unit), each in backward order."""
     assert dp_size >= 1, f"dp_size {dp_size}"
-    unit = ALIGNMENT * dp_size
     made: list[Bucket] = []
     slots: list[Slot] = []
     start = 0
     for index, members in enumerate(buckets):
-        used_end = start
-        for spec in _in_bucket_order(members):
-            slots.append(Slot(spec.name, spec.group, index, used_end, spec.numel))
-            used_end += spec.numel
-        end = start + math.ceil((used_end - start) / unit) * unit
-        made.append(Bucket(index, start, used_end, end, tuple(spec.name for spec in members)))
+        if placement == "flat":
+            placed, part = _in_a_row(members, dp_size)
+        else:
+            placed, part = _atomic(members, dp_size)
+        slots += [Slot(spec.name, spec.group, index, start + at, spec.numel) for at, spec in placed]
+        used_end = start + max(at + spec.numel for at, spec in placed)
+        end = start + part * dp_size
+        padding = end - start - sum(spec.numel for spec in members)
+        names, units = (spec.name for spec in members), dict.fromkeys(spec.unit for spec in members)
+        made.append(Bucket(index, start, used_end, end, tuple(names), tuple(units), padding))
         start = end
-    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots))
+    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots), trained)
 
 
-def _cut(specs: Sequence[ParamSpec], limit: int) -> list[list[ParamSpec]]:
-    """Close a bucket when it has reached `limit` elements."""
+def _cut(specs: Sequence[ParamSpec], limit: int, *, by_unit: bool) -> list[list[ParamSpec]]:
+    """Close a bucket when it has reached `limit` elements; by_unit: only where a unit ends."""
     buckets: list[list[ParamSpec]] = []
-    size = limit
+    size = 0
     for spec in specs:
-        if size >= limit:
+        inside_unit = by_unit and bool(buckets) and buckets[-1][-1].unit == spec.unit
+        if not buckets or (size >= limit and not inside_unit):
             buckets.append([])
             size = 0
         buckets[-1].append(spec)
         size += spec.numel
     return buckets
+
+
+def _in_a_row(specs: Sequence[ParamSpec], dp_size: int) -> tuple[list[tuple[int, ParamSpec]], int]:
+    """Each parameter's place in its bucket, and the length of a rank's part: one behind the other."""
+    placed, end = [], 0
+    for spec in _in_bucket_order(specs):
+        placed.append((end, spec))
+        end += spec.numel
+    return placed, math.ceil(end / (ALIGNMENT * dp_size)) * ALIGNMENT
+
+
+def _atomic(specs: Sequence[ParamSpec], dp_size: int) -> tuple[list[tuple[int, ParamSpec]], int]:
+    """The same without splitting a parameter between ranks: the largest first, each to the rank that has least."""
+    bins = [(0, rank) for rank in range(dp_size)]
+    held: list[list[ParamSpec]] = [[] for _ in range(dp_size)]
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        size, rank = bins[0]
+        heapq.heapreplace(bins, (size + spec.numel, rank))
+        held[rank].append(spec)
+    part = math.ceil(max(size for size, _ in bins) / ALIGNMENT) * ALIGNMENT
+    placed = []
+    for rank, members in enumerate(held):
+        placed += [(rank * part + at, spec) for at, spec in _in_a_row(members, 1)[0]]
+    return placed, part
 
 
 def _in_bucket_order(specs: Sequence[ParamSpec]) -> list[ParamSpec]:

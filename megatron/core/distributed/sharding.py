@@ -28,6 +28,11 @@ class Sharding:
     main_grads: Cut
     optimizer: Cut
 
+    def at(self, place: ShardPlace) -> Sharding:
+        """The same row where cuts into a single part are called what they are: whole."""
+        cuts = (self.weights, self.main_grads, self.optimizer)
+        return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
+
 
 STRATEGIES: Mapping[str, Sharding] = MappingProxyType(
     {
