@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-MAX_STATES = 1000
+MAX_STATES = 400
 
 
 @dataclasses.dataclass(frozen=True)

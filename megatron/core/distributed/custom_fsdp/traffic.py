@@ -181,8 +181,8 @@ def gathers_of(
     *,
     kept_to_last_use: Collection[int] = frozenset(),
 ) -> tuple[int, ...]:
-    """How often each unit is gathered in a microbatch that keeps nothing: 2, but 1 for the last of the forward, which is
-    the first of the backward, where backward reads no weights, and for units kept from first to last use."""
+    """How often each unit is gathered in a microbatch that keeps nothing: 2, but 1 for the last of the forward (it is
+    the first of the backward), where backward reads no weights, and for units kept from first to last use."""
     demands = Counter(unit for unit, _ in itertools.groupby(demand_order(units, forward_order)))
     return tuple(
         min(demands[unit], 1) if unit in kept_to_last_use else demands[unit] for unit in range(len(units))
