@@ -48,8 +48,9 @@ DESCRIPTIONS: Mapping[ExitStatus, str] = {
     " and operation in which it was missed",
     ExitStatus.RERUN_PERSISTENT: "`--nan-policy rerun-once`: the step gives the same non-finite bits twice;"
     " checkpoint kept, resume on other machines to tell a bad device from a bad model",
-    ExitStatus.RERUN_INVALID: "`--nan-policy rerun-once`: two different non-finite results:"
-    " this machine is not to be trusted",
+    ExitStatus.RERUN_INVALID: "a machine is not to be trusted: two different non-finite results under"
+    " `--nan-policy rerun-once`, or different weights on replicas, found by"
+    " `--check-weight-hash-across-dp-replicas-interval`",
     ExitStatus.STOPPED: "stopped by a signal with a valid checkpoint: start again with the same command",
     ExitStatus.STOPPED_UNSAVED: "stopped by a signal without `--save`: nothing to go on from",
 }

@@ -15,13 +15,13 @@ OUTER = "outer_dp_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
 
 # What acts with --use-custom-fsdp only, and what of it only where gradients (and weights) are cut.
-_OF_FSDP = ("fsdp_unit_modules", "log_fsdp_ledger")
-_OF_CUT = (
-    "suggested_communication_unit_size",
-    "fsdp_double_buffer",
+_OF_CUT: tuple[str, ...] = ("suggested_communication_unit_size", "fsdp_double_buffer", "fsdp_debug")
+_OF_FSDP: tuple[str, ...] = (
+    "fsdp_unit_modules",
     "fsdp_reshard_policy",
     "fsdp_memory_budget",
-    "fsdp_debug",
+    "log_fsdp_ledger",
+    *_OF_CUT,
 )
 
 
@@ -110,8 +110,9 @@ def _overlap(r: Resolving) -> None:
 def _without_effect(r: Resolving) -> None:
     v = r.values
     cut = grads_are_cut(v[STRATEGY])
+    names: tuple[str, ...]
     if not v["use_custom_fsdp"]:
-        names, why = _OF_FSDP + _OF_CUT, "has no effect without --use-custom-fsdp"
+        names, why = _OF_FSDP, "has no effect without --use-custom-fsdp"
     elif not cut:
         names = _OF_CUT
         why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: weights and gradients stay whole"

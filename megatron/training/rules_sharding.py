@@ -105,6 +105,40 @@ def _outer_sharding(s: Situation) -> str | None:
 
 
 @rule(
+    "outer-instances",
+    "--num-distributed-optimizer-instances --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp",
+    "use fewer instances",
+)
+def _outer_instances(s: Situation) -> str | None:
+    instances = s.value(INSTANCES)
+    try:
+        ranks = s.config.data_parallel_size
+    except RankGridError:
+        return None  # has a rule of its own
+    if s.value(OUTER) == "no_shard" or instances <= 1 or instances != ranks:
+        return None
+    return f"{spelled(INSTANCES)} {instances} of one rank each: {spelled(OUTER)} optim needs shards inside of them"
+
+
+@rule(
+    "fsdp-reshard-policy",
+    "--fsdp-reshard-policy --data-parallel-sharding-strategy --use-custom-fsdp",
+    "use optim_grads_params (for step and budget, optim_grads serves too), or leave the policy out",
+)
+def _fsdp_reshard_policy(s: Situation) -> str | None:
+    policy, strategy = s.value("fsdp_reshard_policy"), s.value(STRATEGY)
+    if policy == "memory" or not s.value("use_custom_fsdp"):
+        return None  # without --use-custom-fsdp a warning
+    if policy == "backward" and not weights_are_cut(strategy):
+        return (
+            f"--fsdp-reshard-policy backward with {_told(s)}: weights are not sharded, so none are gathered"
+        )
+    if not grads_are_cut(strategy):
+        return f"--fsdp-reshard-policy {policy} with {_told(s)}: what moves once a step need not be kept"
+    return None
+
+
+@rule(
     "fsdp-memory-budget",
     "--fsdp-memory-budget --fsdp-reshard-policy",
     "give --fsdp-reshard-policy budget and --fsdp-memory-budget BYTES together",

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from megatron.core.distributed.sharding import STRATEGIES, sharding_of
+from megatron.core.distributed.custom_fsdp.reshard_plan import POLICIES, ReshardPlanError, policies
+from megatron.core.distributed.sharding import STRATEGIES, Cut, sharding_of
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.flag_table import FlagState, spellings
 from megatron.training.launch_env import LaunchEnv
@@ -58,6 +59,14 @@ BAD = [
      "leave the outer strategy out"),
     (f"{FSDP} {INSTANCES} 2 {FULL} {OUTER} no_shard", "outer-sharding",
      f"{OUTER} no_shard contradicts {FULL}", "leave the outer strategy out"),
+    (f"{FSDP} {INSTANCES} 4 {FULL}", "outer-instances",
+     f"{INSTANCES} 4 of one rank each: {OUTER} optim needs shards inside of them", "fewer instances"),
+    (f"{FSDP} {STRATEGY} optim_grads --fsdp-reshard-policy backward", "fsdp-reshard-policy",
+     f"--fsdp-reshard-policy backward with {STRATEGY} optim_grads: weights are not sharded, so none are gathered",
+     "use optim_grads_params"),
+    (f"{FSDP} {STRATEGY} optim --fsdp-reshard-policy step", "fsdp-reshard-policy",
+     f"--fsdp-reshard-policy step with {STRATEGY} optim: what moves once a step need not be kept",
+     "leave the policy out"),
     (f"{FSDP} --fsdp-reshard-policy budget", "fsdp-memory-budget",
      "--fsdp-reshard-policy budget needs --fsdp-memory-budget", "--fsdp-memory-budget BYTES"),
     (f"{FSDP} --fsdp-memory-budget 4096", "fsdp-memory-budget",
@@ -169,6 +178,22 @@ def test_cut_gradients_imply_overlap():
         assert config.origin["overlap_grad_reduce"] == config.origin["overlap_param_gather"] == "derived"
     whole = configure(f"{FSDP} {STRATEGY} optim").ddp
     assert (whole.overlap_grad_reduce, whole.overlap_param_gather) == (False, False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_are_refused_where_the_planner_refuses_them(policy, strategy):
+    budget = " --fsdp-memory-budget 8" * (policy == "budget")
+    row = sharding_of(strategy)
+    cut = {"weights_cut": row.weights is not Cut.WHOLE, "grads_cut": row.main_grads is not Cut.WHOLE}
+    budget_bytes = 8 if policy == "budget" else None
+    try:
+        policies((), policy, num_microbatches=2, shard_ways=2, budget_bytes=budget_bytes, **cut)
+        refused = []
+    except ReshardPlanError:
+        refused = ["fsdp-reshard-policy"]
+    words = f"{FSDP} {STRATEGY} {strategy} --fsdp-reshard-policy {policy}{budget}"
+    assert [problem.rule for problem in problems_of(words)] == refused
 
 
 def test_fp64_weights_are_their_own_main_weights():
