@@ -26,7 +26,14 @@ from megatron.core import collectives
 from megatron.core.device import Device, current_device, device_in_use
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_grid import RankGrid
-from megatron.core.rank_groups import PURPOSES, Purpose, check_instances, own_ranks, rank_lists
+from megatron.core.rank_groups import (
+    PURPOSES,
+    MeshError,
+    Purpose,
+    WorldPart,
+    check_instances,
+    parts_from_places,
+)
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -269,7 +276,7 @@ def make_parallel_state(
         return single_process(device, grid=grid, timeout=timeout)
     world_size = dist.get_world_size()
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
-    everyone = _Part(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
+    everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
     return _make_state([everyone], everyone, device, timeout, observer)
 
 
@@ -295,7 +302,7 @@ def parallel_state_of_mesh(
     here = (ranks[0], ranks.index(dist.get_rank()), len(ranks), outer) if usable else (-1, 0, 0, 0)
     told = _gather_numbers(here, world, device, timeout)
     _check_mesh(mesh, dist.get_rank())
-    parts = _parts_of(told)
+    parts = parts_from_places(told)
     own = next(part for part in parts if dist.get_rank() in part.ranks)
     return _make_state(parts, own, device, timeout, None)
 
@@ -313,10 +320,6 @@ def data_parallel_state(
     device = device or device_in_use("cpu" if dist.get_backend() == "gloo" else None)
     world_size = dist.get_world_size()
     return make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
-
-
-class MeshError(ValueError):
-    """A torch mesh that no data parallel state can be made of."""
 
 
 def _check_mesh(mesh: DeviceMesh, rank: int) -> None:
@@ -353,52 +356,19 @@ def _gather_numbers(
     return told.tolist()
 
 
-def _parts_of(told: list[list[int]]) -> list[_Part]:
-    """Everybody's meshes out of what every rank told of its own, the same list on all ranks."""
-    meshes: dict[tuple[int, int, int], dict[int, int]] = {}
-    for rank, (first, place, size, outer) in enumerate(told):
-        if first >= 0:
-            meshes.setdefault((first, size, outer), {})[place] = rank
-    parts = []
-    for (first, size, outer), by_place in sorted(meshes.items()):
-        if set(by_place) != set(range(size)) or by_place[0] != first:
-            raise MeshError(
-                f"the mesh of {size} ranks from rank {first} is that of ranks {sorted(by_place.values())} only: "
-                "every rank of a mesh calls, with the same mesh, and meshes of different ranks do not overlap"
-            )
-        ranks = tuple(by_place[place] for place in range(size))
-        parts.append(_Part(ranks, RankGrid(size, dp=size), outer))
-    return parts
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A part of torch's world that becomes the world of a state. ranks: torch's, by their place in the grid."""
-
-    ranks: tuple[int, ...]
-    grid: RankGrid
-    instances: int
-
-    def lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
-        return [self._of_world(places) for places in rank_lists(purpose, self.grid, self.instances)]
-
-    def own(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
-        place = self.ranks.index(rank)
-        return self._of_world(own_ranks(purpose, self.grid, place, self.instances))
-
-    def _of_world(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.ranks[place] for place in places)
-
-
 def _make_state(
-    parts: list[_Part], own: _Part, device: Device, timeout: datetime.timedelta, observer: Observer | None
+    parts: list[WorldPart],
+    own: WorldPart,
+    device: Device,
+    timeout: datetime.timedelta,
+    observer: Observer | None,
 ) -> ParallelState:
     """The groups of all parts, of which this rank keeps its own. All ranks go through the same parts."""
     rank = dist.get_rank()
     groups: dict[str, Group] = {}
     for purpose in PURPOSES:
-        ranks = own.own(purpose, rank)
-        lists = [one for part in parts for one in part.lists(purpose)]
+        ranks = own.own_ranks(purpose, rank)
+        lists = [one for part in parts for one in part.rank_lists(purpose)]
         backend = _backend(purpose, device)
         if observer is not None and len(ranks) > 1:
             observer("new_group", purpose.name, ranks)

@@ -8,6 +8,7 @@ talk to for that purpose is a list of its own, and gets no communicator.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from megatron.core.rank_grid import AXES, RankGrid, RankGridError
@@ -97,3 +98,53 @@ def _parts(purpose: Purpose, ranks: tuple[int, ...], instances: int) -> list[tup
     if purpose.part == "inner":
         return [ranks[start : start + size] for start in range(0, len(ranks), size)]
     return [ranks[place::size] for place in range(size)]
+
+
+class MeshError(ValueError):
+    """A mesh of ranks that no data parallel state can be made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldPart:
+    """Ranks of the world that stand in a grid of their own. ranks: the world's, by their place in that grid.
+
+    instances: of the distributed optimizer.
+    """
+
+    ranks: tuple[int, ...]
+    grid: RankGrid
+    instances: int = 1
+
+    def rank_lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
+        """All groups of a purpose within this part, as ranks of the world."""
+        return [self._of_world(places) for places in rank_lists(purpose, self.grid, self.instances)]
+
+    def own_ranks(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
+        """The group of `rank`, one of the world's."""
+        place = self.ranks.index(rank)
+        return self._of_world(own_ranks(purpose, self.grid, place, self.instances))
+
+    def _of_world(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.ranks[place] for place in places)
+
+
+def parts_from_places(told: Sequence[Sequence[int]]) -> list[WorldPart]:
+    """The meshes in which the ranks of a world stand, out of four numbers a rank, in rank order: the first rank of its
+    mesh (-1: it is in none), its place there, that mesh's size, and its outer size.
+
+    All ranks of a mesh are data parallel, outer x inner. Raises MeshError when meshes overlap or lack a rank.
+    """
+    meshes: dict[tuple[int, int, int], dict[int, int]] = {}
+    for rank, (first, place, size, outer) in enumerate(told):
+        if first >= 0:
+            meshes.setdefault((first, size, outer), {})[place] = rank
+    parts = []
+    for (first, size, outer), by_place in sorted(meshes.items()):
+        if set(by_place) != set(range(size)) or by_place[0] != first:
+            raise MeshError(
+                f"the mesh of {size} ranks from rank {first} is that of ranks {sorted(by_place.values())} only: "
+                "every rank of a mesh calls, with the same mesh, and meshes of different ranks do not overlap"
+            )
+        ranks = tuple(by_place[place] for place in range(size))
+        parts.append(WorldPart(ranks, RankGrid(size, dp=size), outer))
+    return parts

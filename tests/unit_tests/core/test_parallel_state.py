@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import time
 
 import pytest
 import torch
 
 from megatron.core import collectives, parallel_state
 from megatron.core.parallel_state import (
-    MeshError,
     data_parallel_state,
     destroy_process_group,
     init_process_group,
@@ -21,7 +21,7 @@ from megatron.core.parallel_state import (
 )
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.rank_grid import TP_PP_DP_ORDER, RankGrid, RankGridError
-from megatron.core.rank_groups import PURPOSES, own_ranks
+from megatron.core.rank_groups import PURPOSES, MeshError, own_ranks
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
@@ -210,6 +210,7 @@ def test_a_peer_that_dies_while_groups_are_made_is_a_lost_peer(tmp_path, dies, n
 
         def new_group(*arguments, group_desc, **options):
             if ctx.rank == 1 and group_desc == dies:
+                time.sleep(0.5)  # the others are through with the group before
                 os._exit(9)
             return make(*arguments, group_desc=group_desc, **options)
 

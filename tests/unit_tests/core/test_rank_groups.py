@@ -15,7 +15,15 @@ from megatron.core.rank_grid import (
     dense_grid,
     expert_grid,
 )
-from megatron.core.rank_groups import EXPERT_PURPOSES, PURPOSES, own_ranks, rank_lists
+from megatron.core.rank_groups import (
+    EXPERT_PURPOSES,
+    PURPOSES,
+    MeshError,
+    WorldPart,
+    own_ranks,
+    parts_from_places,
+    rank_lists,
+)
 
 BY_NAME = {purpose.name: purpose for purpose in PURPOSES}
 ORDERS = (DEFAULT_ORDER, TP_PP_DP_ORDER)
@@ -133,3 +141,45 @@ def test_instances_that_do_not_divide_dp_are_refused(instances):
     for find in (rank_lists, lambda *arguments: own_ranks(*arguments[:2], 0, arguments[2])):
         with pytest.raises(RankGridError, match=words):
             find(BY_NAME["tp"], grid, instances)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    st.permutations(range(12)),
+    st.lists(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2), (4, 4)]), max_size=3),
+)
+def test_meshes_are_put_together_from_what_their_ranks_tell(order, shapes):
+    """Any ranks in any order in meshes of any sizes; those left over are in none."""
+    told, meshes, start = [(-1, 0, 0, 0)] * 12, {}, 0
+    for size, outer in shapes:
+        ranks = tuple(order[start : start + size])
+        start += size
+        meshes[ranks] = outer
+        for place, rank in enumerate(ranks):
+            told[rank] = (ranks[0], place, size, outer)
+    parts = parts_from_places(told)
+    assert {part.ranks: part.instances for part in parts} == meshes
+    for part in parts:
+        outer, size = part.instances, len(part.ranks)
+        rows = [part.ranks[i : i + size // outer] for i in range(0, size, size // outer)]
+        assert part.rank_lists(BY_NAME["dp_gather"]) == rows
+        assert set(part.rank_lists(BY_NAME["dp_outer"])) == set(zip(*rows, strict=True))
+        for row in rows:
+            for place, rank in enumerate(row):
+                assert part.own_ranks(BY_NAME["dp_reduce"], rank) == row
+                assert part.own_ranks(BY_NAME["dp_outer"], rank) == tuple(other[place] for other in rows)
+                assert part.own_ranks(BY_NAME["world"], rank) == part.ranks
+                assert part.own_ranks(BY_NAME["tp"], rank) == (rank,)
+
+
+def test_meshes_that_overlap_or_lack_a_rank_are_refused():
+    whole = (0, 0, 2, 1), (0, 1, 2, 1)
+    assert parts_from_places(whole) == [WorldPart((0, 1), RankGrid(2, dp=2))]
+    lacking = ((0, 0, 2, 1), (-1, 0, 0, 0))
+    overlapping = ((0, 0, 2, 1), (1, 0, 2, 1), (1, 1, 2, 1))
+    twice = ((0, 0, 2, 1), (0, 0, 2, 1))
+    for told in (lacking, overlapping, twice):
+        with pytest.raises(
+            MeshError, match=r"the mesh of 2 ranks from rank 0 is that of ranks \[[01]\] only"
+        ):
+            parts_from_places(told)
