@@ -1,6 +1,6 @@
 """Where a model meets its engines: the one visible order in which a run is put together.
 
-model_provider, once a chunk -> DistributedDataParallel (flat buffers) -> initial weights -> optimizer -> schedules
+model_provider, once a chunk -> data parallel engine (flat buffers) -> initial weights -> optimizer -> schedules
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
-from megatron.core.module import MegatronModule, ModelContext, ModelError
+from megatron.core.module import MegatronModule, ModelContext, ModelError, ModelUnit
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
@@ -64,8 +66,24 @@ class Engine:
     scheduler: OptimizerParamScheduler
     scaler: GradScaler
 
+    @property
+    def ledger(self) -> Ledger | None:
+        """What a fully sharded engine holds; None for others."""
+        return self.model.ledger if isinstance(self.model, FullyShardedDataParallel) else None
+
+    def persistent_bytes(self) -> int:
+        """Bytes that this rank holds between steps: weights, gradients, optimizer state, slots of the double buffer."""
+        if self.ledger is not None:
+            return self.ledger.persistent_bytes
+        held = self.model.buffer.persistent_bytes(), self.optimizer.persistent_bytes()
+        return sum(sum(sizes.values()) for sizes in held)
+
     def model_pieces(self) -> list[LocalPiece]:
-        """The model's weights, under `model.<name>`, as a checkpoint holds them."""
+        """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
+
+        Communicates over data parallel ranks where those of the last step are not gathered yet.
+        """
+        self.model.settle_weights()
         buffer = self.model.buffer
         return [
             piece
@@ -132,20 +150,14 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
     )
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
-    model = DistributedDataParallel(
-        [chunk.module for chunk in chunks],
-        ps,
-        config.ddp,
-        meta,
-        sinks=[chunk.sink for chunk in chunks],
-        stages=[chunk.stage for chunk in chunks],
-    )
+    model = _data_parallel(config, ps, chunks, meta)
     if not ours:
         model.broadcast_weights()
     elif config.model.init_model_with_meta_device:
-        _fill(model.buffer, meta, config.training.seed)
+        _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
+        model.weights_changed()
     optimizer = build_optimizer(config.optimizer, model.buffer, ps)
-    return Engine(
+    engine = Engine(
         chunks=chunks,
         model=model,
         param_meta=meta,
@@ -153,6 +165,41 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
         scheduler=_scheduler(config, optimizer),
         scaler=build_grad_scaler(config.optimizer),
     )
+    if engine.ledger is not None:
+        engine.ledger.book({"moments": sum(optimizer.persistent_bytes().values())})
+    return engine
+
+
+def _data_parallel(
+    config: Config, ps: ParallelState, chunks: tuple[Chunk, ...], meta: dict[str, ParamMeta]
+) -> DistributedDataParallel:
+    """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
+    modules = [chunk.module for chunk in chunks]
+    sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
+    units = _units(modules)
+    if not config.ddp.use_custom_fsdp:
+        return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
+    return FullyShardedDataParallel(
+        modules,
+        ps,
+        config.ddp,
+        meta,
+        sinks=sinks,
+        stages=stages,
+        units=units,
+        fsdp_unit_modules=config.ddp.fsdp_unit_modules,
+    )
+
+
+def _units(modules: list[nn.Module]) -> list[ModelUnit] | None:
+    """What all chunks declare; None where one of them does not, so that all are derived."""
+    units: list[ModelUnit] = []
+    for module in modules:
+        declared = module.units() if isinstance(module, MegatronModule) else None
+        if declared is None:
+            return None
+        units += declared
+    return units
 
 
 def _build_chunk(
@@ -212,8 +259,11 @@ def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerP
     )
 
 
-def _fill(buffer: FlatBuffer, param_meta: dict[str, ParamMeta], seed: int) -> None:
-    """Initial weights of a model that was built without memory."""
+def _fill(
+    buffer: FlatBuffer, param_meta: dict[str, ParamMeta], seed: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Initial weights of a model that was built without memory, one whole parameter at a time."""
     for name, meta in param_meta.items():
-        fill(buffer.weight(name), meta, seed)
-    buffer.copy_weights_to_main()
+        whole = torch.empty(meta.local_shape, dtype=dtype, device=device)
+        fill(whole, meta, seed)
+        buffer.write_weight(name, whole)

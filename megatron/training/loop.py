@@ -28,6 +28,7 @@ from megatron.training.flops import train_step_flops
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.plans import Plans
+from megatron.training.replica_check import check_replicas
 from megatron.training.reporter import Reporter
 from megatron.training.session import Session, say
 from megatron.training.signals import SignalHandler
@@ -57,6 +58,7 @@ class TrainingLoop:
         self.engine = engine
         self.state = TrainState.start(config)
         self.last_checkpoint: str | None = None
+        self._ledger_logged = False
         self._saved_data: Any = None
         self._data_description: Any = None
         self._config = config
@@ -126,19 +128,30 @@ class TrainingLoop:
             say(metrics.parameter_count_line(*place, count))
         for line in layer_map_lines(plans.stages, plans.placement):
             session.print_rank_0(line)
-        persistent = sum(self.engine.model.buffer.persistent_bytes().values())
-        persistent += sum(self.engine.optimizer.persistent_bytes().values())
-        told = session.gather([session.ps.pp_rank, persistent])
+        engine = self.engine
+        told = session.gather([session.ps.pp_rank, engine.persistent_bytes(), len(engine.model.units)])
         plan = plans.train(self._batch.num_microbatches(self.state.consumed_train_samples))
         counts = [Counter(op[0] for op in row) for row in plan.rows]
         record = metrics.PlanRecord(
             schedule=plan.schedule,
             hash=plan_hash(plan),
-            ops_per_rank=tuple({kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank, _ in told),
+            ops_per_rank=tuple(
+                {kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank, *_ in told
+            ),
             sharding=self._config.ddp.data_parallel_sharding_strategy,
-            persistent_bytes_per_rank=tuple(size for _, size in told),
+            persistent_bytes_per_rank=tuple(size for _, size, _ in told),
+            units_per_rank=tuple(units for _, _, units in told) if engine.model.units else (),
         )
         session.print_rank_last(metrics.plan_line(record))
+        self._log_ledger("before the first step")
+
+    def _log_ledger(self, when: str) -> None:
+        """--log-fsdp-ledger: what the sharding engine of rank 0 holds."""
+        ledger = self.engine.ledger
+        if ledger is None or not self._config.ddp.log_fsdp_ledger:
+            return
+        for line in metrics.ledger_lines(when, ledger.lines()):
+            self.session.print_rank_0(line)
 
     def _load(self) -> None:
         with self.session.watchdog.phase("load"):
@@ -149,6 +162,7 @@ class TrainingLoop:
             return
         if not restored.optimizer:
             self.engine.model.buffer.copy_weights_to_main()
+        self.engine.model.weights_changed()
         if restored.resumed:
             self._resume(restored)
 
@@ -222,6 +236,12 @@ class TrainingLoop:
             raise TrainingExit(
                 error.status, str(error), iteration=state.iteration, checkpoint=self.last_checkpoint
             ) from error
+        compare = self._config.ddp.check_weight_hash_across_dp_replicas_interval
+        if compare is not None and number % compare == 0:
+            check_replicas(self.engine, session.ps, number)
+        if not self._ledger_logged:
+            self._ledger_logged = True
+            self._log_ledger(f"after iteration {number}")
         state.iteration = number
         state.consumed_train_samples += batch_size
         state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -299,7 +299,8 @@ class PlanRecord:
 
     ops_per_rank: per pipeline rank, how often each of F, B, W, BW is run in one step.
     persistent_bytes_per_rank: weights, gradients and optimizer state kept between steps, per global rank.
-    post_validation: "off" or the way in which the optimizer step is validated afterwards.
+    units_per_rank: units of the model whose weights are gathered on their own, per global rank; () where all are whole,
+    and then not in the line. post_validation: "off" or the way in which the optimizer step is validated afterwards.
     """
 
     schedule: str
@@ -308,6 +309,7 @@ class PlanRecord:
     sharding: str
     persistent_bytes_per_rank: tuple[int, ...]
     post_validation: str = "off"
+    units_per_rank: tuple[int, ...] = ()
 
 
 def plan_line(plan: PlanRecord) -> str:
@@ -319,5 +321,11 @@ def plan_line(plan: PlanRecord) -> str:
         "sharding": plan.sharding,
         "persistent_bytes_per_rank": list(plan.persistent_bytes_per_rank),
         "post_validation": plan.post_validation,
+        **({"units_per_rank": list(plan.units_per_rank)} if plan.units_per_rank else {}),
     }
     return " > plan: " + json.dumps(record, allow_nan=False)
+
+
+def ledger_lines(when: str, table: Sequence[str]) -> list[str]:
+    """--log-fsdp-ledger: the engine's table of what it holds, indented under a heading."""
+    return [f" > bytes of the sharding engine on rank 0, {when}:", *(f"   {row}" for row in table)]

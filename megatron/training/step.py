@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core import collectives, host_data
+from megatron.core.distributed.sharding import Cut
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.parallel_state import ParallelState
@@ -116,6 +117,7 @@ class StepRunner:
             if not skipped:
                 coefficient = clip_coefficient(attempt.stats.norm, self._config.optimizer.clip_grad)
                 engine.optimizer.step(attempt.divisor, coefficient)
+                engine.model.weights_changed()
             scaler.update(skipped)
         return StepResult(
             losses=attempt.totals.losses,
@@ -191,12 +193,12 @@ class StepRunner:
         )
 
     def _digest(self, attempt: _Attempt) -> bytes:
-        """Bits of the losses and of every gradient."""
+        """Bits of the losses and of this rank's part of every reduced gradient."""
         digest = hashlib.blake2b(repr(sorted(attempt.totals.losses.items())).encode())
-        for grad in (arena.main_grads for arena in self._engine.model.buffer.arenas):
-            digest.update(
-                grad.detach().cpu().contiguous().view(torch.uint8).numpy().data
-            )  # sync: a failed step
+        for bucket in self._engine.model.buffer.buckets:
+            if bucket.optimizer_grads is not None:
+                grads = bucket.optimizer_grads.detach().cpu().contiguous()  # sync: a failed step
+                digest.update(grads.view(torch.uint8).numpy().data)
         return digest.digest()
 
     def _find_site(self, batches: StepBatches, iteration: int, num_microbatches: int) -> NonFiniteSite:
@@ -214,11 +216,31 @@ class StepRunner:
 
     def _local_site(self, numbers: StepNumbers) -> NonFiniteSite | None:
         """This rank's own, from gradients that were not reduced; None where all is finite."""
-        buffer, microbatch = self._engine.model.buffer, numbers.first_nonfinite_microbatch
+        microbatch = numbers.first_nonfinite_microbatch
         rank, pp_rank = self._ps.rank, self._ps.pp_rank
-        weights = ((name, buffer.main_weight(name), True) for name in buffer.names)
-        grads = ((buffer.param_of_key(key), grad, False) for key, grad in buffer.main_grads_by_key().items())
-        for name, tensor, bad_weight in itertools.chain(weights, grads):
-            if not bool(torch.isfinite(tensor).all()):  # sync: a failed step
-                return NonFiniteSite(rank, microbatch, name, bad_weight, pp_rank=pp_rank)
-        return None if microbatch is None else NonFiniteSite(rank, microbatch, pp_rank=pp_rank)
+        weight = next(self._nonfinite_weights(), None)
+        if weight is not None:
+            return NonFiniteSite(rank, microbatch, weight, bad_weight=True, pp_rank=pp_rank)
+        gradient = next(self._nonfinite_gradients(), None)
+        if gradient is not None or microbatch is not None:
+            return NonFiniteSite(rank, microbatch, gradient, pp_rank=pp_rank)
+        return None
+
+    def _nonfinite_weights(self) -> Iterator[str]:
+        """Parameters of which the part that this rank updates is not finite."""
+        buffer = self._engine.model.buffer
+        return (name for name in buffer.names if not _is_finite(buffer.main_weight_part(name)))
+
+    def _nonfinite_gradients(self) -> Iterator[str]:
+        """Parameters whose own gradient of this rank is not finite, after a step without reduction."""
+        buffer = self._engine.model.buffer
+        if (
+            buffer.sharding.main_grads is not Cut.WHOLE
+        ):  # they were looked at before their memory was given back
+            return map(buffer.param_of_key, self._engine.model.nonfinite_keys())
+        grads = buffer.main_grads_by_key()
+        return (buffer.param_of_key(key) for key, grad in grads.items() if not _is_finite(grad))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())  # sync: a failed step

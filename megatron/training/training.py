@@ -36,6 +36,7 @@ from megatron.training.loop import Ending, TrainingLoop
 from megatron.training.pipeline import build_runner
 from megatron.training.plans import Plans
 from megatron.training.problems import ConfigurationError
+from megatron.training.replica_check import ReplicaMismatchError
 from megatron.training.session import Session, initialize, record_directory
 from megatron.training.signals import SignalHandler
 from megatron.training.startup_check import StartupMismatchError
@@ -53,12 +54,19 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     CheckpointError: ExitStatus.CHECKPOINT,
     OptimizerStateError: ExitStatus.CHECKPOINT,
     GradScalerStateError: ExitStatus.CHECKPOINT,
+    ReplicaMismatchError: ExitStatus.RERUN_INVALID,
     DataError: ExitStatus.DATA,
     TokenizerError: ExitStatus.DATA,
     PeerLostError: ExitStatus.PEER_LOST,
 }
 # Raised on every rank alike, with the same message: one rank of a machine says it.
-RAISED_ALIKE = (TrainingExit, StartupMismatchError, CheckpointError, ConfigurationError)
+RAISED_ALIKE = (
+    TrainingExit,
+    StartupMismatchError,
+    CheckpointError,
+    ConfigurationError,
+    ReplicaMismatchError,
+)
 
 
 def pretrain(

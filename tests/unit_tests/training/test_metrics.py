@@ -229,3 +229,16 @@ def test_plan_line_is_json_with_the_promised_keys():
         "persistent_bytes_per_rank": [1024, 2048],
         "post_validation": "off",
     }
+
+
+def test_plan_line_tells_units_where_weights_are_gathered():
+    record = metrics.PlanRecord("1f1b", "abc", ({"F": 2},), "optim_grads_params", (8,), units_per_rank=(3,))
+    assert json.loads(metrics.plan_line(record).partition(" > plan: ")[2])["units_per_rank"] == [3]
+
+
+def test_ledger_is_told_with_its_time():
+    assert metrics.ledger_lines("after iteration 1", ["category live", "weights 12"]) == [
+        " > bytes of the sharding engine on rank 0, after iteration 1:",
+        "   category live",
+        "   weights 12",
+    ]
