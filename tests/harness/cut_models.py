@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import STRATEGIES, Sharding, ShardPlace
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, Region
 
@@ -67,8 +68,11 @@ def cut_buffer(
     *,
     tied_on: int | None = None,
     dtype: torch.dtype = torch.float32,
+    sharding: Sharding = STRATEGIES["no_shard"],
+    units: bool = False,
 ) -> FlatBuffer:
-    """What a rank holds, all zero. stages: global stage -> names. tied_on: the stage that holds the embedding too."""
+    """What a rank holds, all zero. stages: global stage -> names. tied_on: the stage that holds the embedding too.
+    units: a bucket a layer."""
     held = {stage: list(names) for stage, names in sorted(stages.items())}
     if tied_on is not None and tied_on in held:
         held[tied_on].append("embedding")
@@ -85,4 +89,16 @@ def cut_buffer(
     parameters = {name: nn.Parameter(torch.zeros(meta[name].local_shape, dtype=dtype)) for name in stage_of}
     config = DistributedDataParallelConfig(ddp_bucket_size=50)
     device = ps.device.torch_device
-    return FlatBuffer(parameters, meta, config, dp_size=ps.dp_size, device=device, stages=stage_of)
+    place = shard_place(ps)
+    layers = {name: name.split(".")[0] for name in stage_of} if units else None
+    if units:
+        config = DistributedDataParallelConfig()
+    return FlatBuffer(
+        parameters, meta, config, sharding=sharding, place=place, device=device, stages=stage_of, units=layers
+    )
+
+
+def shard_place(ps: ParallelState) -> ShardPlace:
+    """Where a rank stands among the data parallel ones."""
+    inner, outer = ps.dp_reduce_group, ps.dp_outer_group
+    return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)

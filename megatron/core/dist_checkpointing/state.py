@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.pieces import cut_flat_slice
+from megatron.core.distributed.param_parts import region_parts
 from megatron.core.param_meta import ParamMeta
 
 
@@ -58,6 +60,21 @@ def pieces_of(prefix: str, meta: ParamMeta, tensor: Tensor) -> list[LocalPiece]:
     return [
         LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, part.offset, part.view(tensor))
         for part in meta.parts
+    ]
+
+
+def part_pieces(prefix: str, meta: ParamMeta, part: Tensor, start: int, end: int) -> list[LocalPiece]:
+    """The same of what a rank holds of the flattened local tensor: elements [start, end), 1-D. Views of `part`.
+
+    A parameter without elements is everybody's: a checkpoint knows its shape.
+    """
+    if math.prod(meta.local_shape) == 0:
+        return pieces_of(prefix, meta, part.view(meta.local_shape))
+    part = part.detach()
+    return [
+        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, piece.offset, piece.tensor)
+        for region in meta.parts
+        for piece in region_parts(region, meta.local_shape, part, start, end)
     ]
 
 

@@ -1,12 +1,14 @@
-"""What is left of a gradient once it is summed over data parallel ranks: sums over the ranks that share a parameter.
+"""Sums of gradients over the ranks that share a parameter, besides those over data parallel ranks.
 
 Two kinds, both rare, both found in `ParamMeta` and fixed when the engine is built:
 
 - partial regions (norms under sequence parallel, replicated key and value rows): each of the tensor parallel ranks
   that hold a region has the gradient of its own tokens or heads. They are packed, those of all parameters, and travel
-  in as few collectives as a buffer of bounded size allows.
+  in as few collectives as a buffer of bounded size allows. That is after the sum over data parallel ranks, and of what
+  this rank's optimizer holds a gradient of: tensor parallel ranks at one data parallel place hold the same parts.
 - shared parameters (tied embeddings): the first and the last pipeline stage each have the gradient of their own use.
-  A sum of two has one order, so it is, bit for bit, what one process gets from adding the uses (`combine_uses`).
+  A sum of two has one order, so it is, bit for bit, what one process gets from adding the uses (`combine_uses`). Whole
+  gradients are added, before a bucket of them goes to data parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.param_parts import RegionPart, region_parts
+from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
 
@@ -29,10 +33,10 @@ MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large 
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
-    """A partial region's place in the packed buffer: elements [start, start + numel) are this rank's block's."""
+    """A piece of a partial region and its place in the packed buffer: from `start` on lie this rank's block's elements.
+    grad: the piece of the gradient at rest, a view."""
 
-    name: str
-    region: Region
+    grad: Tensor
     start: int
 
 
@@ -60,47 +64,52 @@ class PartialSums:
         self._packs: dict[torch.dtype, list[_Pack]] = {}
         plan = []
         for name in buffer.names:
-            for region in buffer.param_meta[name].parts:
-                if region.partial:
-                    self._add_region(name, region)
-                    dtype = str(buffer.main_grad(name).dtype)
-                    plan.append([dtype, name, list(region.shape), region.copies])
+            start, end = buffer.part(name, buffer.sharding.optimizer)
+            grad, meta = buffer.main_grad_part(name), buffer.param_meta[name]
+            for region in meta.parts:
+                for held in (
+                    region_parts(region, meta.local_shape, grad, start, end) if region.partial else ()
+                ):
+                    self._add_held(name, held, region.copies)
+                    plan.append([str(grad.dtype), name, list(held.tensor.shape), region.copies])
         _assert_agreed([max_packed, plan], group, "partial regions")
 
-    def _add_region(self, name: str, region: Region) -> None:
-        copies, size = region.copies, self._group.size
-        assert size % copies == 0, f"{name}: {copies} copies of {region} over {size} tensor parallel ranks"
-        packs = self._packs.setdefault(self._buffer.main_grad(name).dtype, [])
+    def _add_held(self, name: str, held: RegionPart, copies: int) -> None:
+        """What this rank holds of a partial region: a place for each block of ranks that has the same."""
+        size, shape = self._group.size, tuple(held.tensor.shape)
+        assert size % copies == 0, f"{name}: {copies} copies of a region over {size} tensor parallel ranks"
+        packs = self._packs.setdefault(held.tensor.dtype, [])
         slots = size // copies
-        for piece in _cut(region, self._max_packed // slots):
+        for piece in _cut(Region((0,) * len(shape), held.offset, shape), self._max_packed // slots):
             if not packs or packs[-1].numel + slots * piece.numel > self._max_packed:
                 packs.append(_Pack())
             pack = packs[-1]
-            pack.items.append(_Packed(name, piece, pack.numel + self._group.rank // copies * piece.numel))
+            start = pack.numel + self._group.rank // copies * piece.numel
+            pack.items.append(_Packed(piece.view(held.tensor), start))
             pack.numel += slots * piece.numel
 
     def add(self) -> None:
         """Every partial region holds the sum over its copies. Raises PeerLostError."""
         for dtype, packs in self._packs.items():
             most = max(_round_up(pack.numel, self._group.size) for pack in packs)
-            packed = torch.empty(
-                most, dtype=dtype, device=self._buffer.main_grad(packs[0].items[0].name).device
-            )
+            packed = torch.empty(most, dtype=dtype, device=packs[0].items[0].grad.device)
             for pack in packs:
                 self._add_pack(pack, packed[: _round_up(pack.numel, self._group.size)])
 
     def _add_pack(self, pack: _Pack, flat: Tensor) -> None:
-        views = [item.region.view(self._buffer.main_grad(item.name)) for item in pack.items]
         flat.zero_()
-        for item, view in zip(pack.items, views, strict=True):
-            _part(flat, item).copy_(view)
+        for item in pack.items:
+            _part(flat, item).copy_(item.grad)
         collectives.sum_gradients(flat, self._group).wait()
-        for item, view in zip(pack.items, views, strict=True):
-            view.copy_(_part(flat, item))
+        for item in pack.items:
+            item.grad.copy_(_part(flat, item))
 
 
 class SharedSums:
-    """Adds the gradients of parameters that the first and the last stage share. Communicates over embedding."""
+    """Adds the gradients of parameters that the first and the last stage share. Communicates over embedding.
+
+    Gradients must be whole.
+    """
 
     def __init__(self, buffer: FlatBuffer, group: Group) -> None:
         self._buffer = buffer
@@ -108,6 +117,9 @@ class SharedSums:
         self._names = tuple(name for name in buffer.names if buffer.param_meta[name].shared)
         assert group.size > 1 or not self._names, (
             f"{self._names} are shared with another stage, and group {group.purpose!r} has one rank"
+        )
+        assert not self._names or buffer.sharding.main_grads is Cut.WHOLE, (
+            f"{self._names} are shared with another stage, and gradients are cut: {buffer.sharding}"
         )
         plan = [[name, list(buffer.param_meta[name].local_shape)] for name in sorted(self._names)]
         _assert_agreed(plan, group, "shared parameters")
@@ -149,7 +161,7 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 
 def _part(flat: Tensor, item: _Packed) -> Tensor:
-    return flat[item.start : item.start + item.region.numel].view(item.region.shape)
+    return flat[item.start : item.start + item.grad.numel()].view(item.grad.shape)
 
 
 def _round_up(numel: int, unit: int) -> int:

@@ -1,9 +1,16 @@
 """Sizes of gradients: norm, zeros, what is not finite.
 
 [Note: one norm] The norm is built from one fp64 squared sum a region of a parameter (`ParamMeta.parts`: the whole
-parameter where it is not cut), added in the model's order (`model_vector`). It depends on no layout, bucket, group of
-parameters or pipeline stage, so every way of running a model clips alike, and a pipeline clips with the bits of one
-process.
+parameter where it is not cut), added in the model's order (`model_vector`). It depends on no bucket, group of
+parameters or pipeline stage, so every way of running a model whose optimizer state is whole clips alike, and a pipeline
+clips with the bits of one process.
+
+[Note: the norm's bits] Where the optimizer is cut over data parallel ranks, each squares its own part of a region, and
+the region's sum is the sum of these parts' sums: right to the last bits of fp64, but not with the very bits of the sum
+over the whole, nor with those of another number of ranks (they differ by about 1e-16 of it). What gradients are
+multiplied with is made of the norm and rounded once to their precision, so fp32 and shorter gradients are clipped alike
+unless the exact number lies that close to where fp32 rounds the other way: of steps that clip, about one in 10^8. fp64
+gradients are clipped by a number that differs in its last bits. Steps that do not clip do not use the norm.
 """
 
 from __future__ import annotations
@@ -23,17 +30,23 @@ BLOCK = 262_144
 def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
     """[len(tensors)] fp64: each tensor's sum of squares. Squares of fp32 and shorter are exact and cannot
     overflow, so a sum is finite exactly if all elements are."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    wide = torch.empty(BLOCK, dtype=torch.float64, device=tensors[0].device)
-    return torch.stack([_squared_sum(tensor, wide) for tensor in tensors])
+    return squared_sums_of_parts([[tensor] for tensor in tensors])
 
 
-def _squared_sum(tensor: Tensor, wide: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for block in tensor.reshape(-1).split(BLOCK):
-        part = wide[: block.numel()].copy_(block)
-        total += torch.dot(part, part)
+def squared_sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """[len(parts)] fp64: the same over all of each one's tensors; 0 where there are none."""
+    device = _device_of(parts)
+    wide = torch.empty(BLOCK, dtype=torch.float64, device=device)
+    sums = [_squared_sum(tensors, wide) for tensors in parts]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _squared_sum(tensors: Sequence[Tensor], wide: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=wide.device)
+    for tensor in tensors:
+        for block in tensor.reshape(-1).split(BLOCK):
+            part = wide[: block.numel()].copy_(block)
+            total += torch.dot(part, part)
     return total
 
 
@@ -52,8 +65,16 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def zero_counts(tensors: Sequence[Tensor]) -> Tensor:
-    """[len(tensors)] fp64: how many elements of each are exactly zero."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.stack([tensor.numel() - tensor.count_nonzero() for tensor in tensors]).double()
+def zero_counts_of_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """[len(parts)] fp64: how many elements of each one's tensors are exactly zero."""
+    device = _device_of(parts)
+    counts = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    for count, tensors in zip(counts, parts, strict=True):
+        for tensor in tensors:
+            count += tensor.numel() - tensor.count_nonzero()
+    return counts
+
+
+def _device_of(parts: Sequence[Sequence[Tensor]]) -> torch.device:
+    """Of the first tensor there is."""
+    return next((tensor.device for tensors in parts for tensor in tensors), torch.device("cpu"))

@@ -5,7 +5,8 @@ changes), then `step`, or not. Gradients arrive as sums over microbatches and ra
 microbatches, ranks, loss scale) and the clipping are one multiplication here.
 
 For 16-bit weights the main weights are fp32, and are rounded into the model's after each step. For fp32 and
-fp64 weights they are the same memory.
+fp64 weights they are the same memory. Where the optimizer is cut, a rank keeps moments for its part and updates it; the
+engine gathers what others have updated.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import torch
 from torch import Tensor
 
 from megatron.core import collectives
-from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
-from megatron.core.distributed.flat_buffer import Arena, FlatBuffer
+from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
+from megatron.core.distributed.bucket_memory import Arena
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.param_parts import region_slices
+from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
-from megatron.core.optimizer.clip_grads import norm_of, squared_sums, zero_counts
+from megatron.core.optimizer.clip_grads import norm_of, squared_sums_of_parts, zero_counts_of_parts
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, build_param_groups, flat_slices
@@ -76,9 +80,9 @@ class MixedPrecisionOptimizer(Stepper):
             self._torch = _torch_optimizer(config, build_param_groups(config, buffer, self._slices))
             # torch keeps these very dicts; the scheduler writes lr and weight_decay into them.
             self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
-        # moment -> one flat tensor an arena
+        # moment -> one flat tensor an arena, of the optimizer's part; empty for frozen parameters
         self._moments = {
-            moment: tuple(torch.zeros_like(arena.main_weights) for arena in buffer.arenas)
+            moment: tuple(_moment(buffer, arena) for arena in buffer.arenas)
             for moment in _moment_names(config)
         }
         self._steps = [
@@ -87,19 +91,23 @@ class MixedPrecisionOptimizer(Stepper):
         self._bind()
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
-        """Figures of the summed gradients divided by `divisor`. Communicates over mp and world; changes nothing."""
+        """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over world only
+        where the optimizer is cut; changes nothing. See [Note: the norm's bits] in clip_grads."""
         divisor /= self.buffer.grads_divided_by
-        grads = self._owned(self.buffer.main_grad)
-        figures = [squared_sums(grads)]
+        grads = self._owned(self.buffer.main_grad_part)
+        figures = [squared_sums_of_parts(grads)]
         if count_zero_grads:
-            figures.append(zero_counts(grads))
+            figures.append(zero_counts_of_parts(grads))
         sums, *zeros = self._vector.whole(self._vector.place(figures))
         names = self._vector.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
-        flag = torch.tensor([float(not all(map(math.isfinite, sums)))], device=self.ps.device.torch_device)
-        collectives.all_reduce(flag, self.ps.world_group, "max")
+        nonfinite = not all(map(math.isfinite, sums))
+        if not self._vector.over_world:  # data parallel ranks were not asked
+            flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
+            collectives.all_reduce(flag, self.ps.world_group, "max")
+            nonfinite = bool(flag.item())  # sync: the host decides whether to step
         return GradStats(
             norm=norm_of(sums) / divisor,
-            nonfinite=bool(flag.item()),  # sync: the host decides whether to step
+            nonfinite=nonfinite,
             nonfinite_names=names,
             num_zeros=int(sum(zeros[0])) if zeros else None,
         )
@@ -107,25 +115,28 @@ class MixedPrecisionOptimizer(Stepper):
     def local_state(self) -> Tensor:
         """[regions of the whole model] fp64: squared sums of this rank's own gradients, undivided, 0 at all others.
 
-        Summed over mp they are the squared norm; one that is not finite belongs to a gradient that is not.
+        Summed over mp (over world where the optimizer is cut) they are the squared norm; one that is not finite belongs
+        to a gradient that is not.
         """
-        return self._vector.place([squared_sums(self._owned(self.buffer.main_grad))])[0]
+        return self._vector.place([squared_sums_of_parts(self._owned(self.buffer.main_grad_part))])[0]
 
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update with gradients * clip_coefficient / divisor, then round main weights into the model's.
 
-        Gradients in the buffer's own dtype are multiplied in place, unless there is a snapshot to go back to;
-        16-bit ones are widened into a temporary.
+        Gradients in the main weights' dtype are multiplied in place, unless there is a snapshot to go back to;
+        others are converted into a temporary. Updates this rank's parts only.
         """
         factor = clip_coefficient * self.buffer.grads_divided_by / divisor
-        for arena in self.buffer.arenas:
-            grads = arena.main_grads.to(arena.main_weights.dtype)  # itself when the dtypes agree
-            if factor != 1.0:
-                keep = self._kept is not None and grads is arena.main_grads
-                grads = grads * factor if keep else grads.mul_(factor)
-            for piece in self._slices:
-                if piece.arena is arena:
-                    piece.parameter.grad = grads[piece.span.start : piece.span.end]
+        grads_of = {
+            id(memory): self._scaled(
+                memory.optimizer_grads, self.buffer.arenas[memory.arena].main_dtype, factor
+            )
+            for memory in self.buffer.buckets
+            if memory.optimizer_grads is not None
+        }
+        for piece in self._slices:
+            piece.parameter.grad = grads_of[id(piece.bucket)][piece.start : piece.end]
+        grads_of.clear()
         if self._torch is not None:
             self._torch.step()
         for piece in self._slices:
@@ -151,20 +162,23 @@ class MixedPrecisionOptimizer(Stepper):
         self._kept = None
 
     def params_norm(self) -> float:
-        """L2 norm of the main weights (--log-params-norm). Communicates over mp."""
-        sums = squared_sums(self._owned(self.buffer.main_weight))
+        """L2 norm of the main weights (--log-params-norm). Communicates over mp (world where the optimizer is cut)."""
+        sums = squared_sums_of_parts(self._owned(self.buffer.main_weight_part))
         return norm_of(self._vector.whole(self._vector.place([sums]))[0])
 
     def pieces(self) -> list[LocalPiece]:
-        """Main weights (where they are not the model's) and moments, as pieces of global tensors."""
-        pieces = []
-        for name in self.buffer.names:
-            meta = self.buffer.param_meta[name]
-            if self.buffer.has_own_main_weight(name):
-                pieces += pieces_of("optimizer.main_weight", meta, self.buffer.main_weight(name))
-            for moment, flats in self._moments.items():
-                flat = flats[self._arena_index(self.buffer.arena_of(name))]
-                pieces += pieces_of(f"optimizer.{moment}", meta, self.buffer.view_like(flat, name))
+        """What this rank holds of main weights (where they are not the model's) and moments, as pieces of global
+        tensors."""
+        buffer, pieces = self.buffer, []
+        for name in buffer.names:
+            start, end = buffer.part(name, buffer.sharding.optimizer)
+            parts = {}
+            if buffer.has_own_main_weight(name):
+                parts["main_weight"] = buffer.main_weight_part(name)
+            index = self._arena_index(name)
+            parts |= {moment: buffer.view_part(flats[index], name) for moment, flats in self._moments.items()}
+            for what, part in parts.items():
+                pieces += part_pieces(f"optimizer.{what}", buffer.param_meta[name], part, start, end)
         return pieces
 
     def state(self) -> dict[str, Any]:
@@ -189,16 +203,34 @@ class MixedPrecisionOptimizer(Stepper):
             for name, flats in self._moments.items()
         }
 
-    def _owned(self, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
-        """The regions that this rank answers for, of every parameter's gradient or weight."""
-        return [region.view(tensor_of(name)) for name, region in self._vector.owned]
+    def _owned(self, part_of: Callable[[str, Cut], Tensor]) -> list[list[Tensor]]:
+        """What this rank answers for of the regions that it owns, of every parameter's gradient or weight: all of them
+        where the optimizer is whole, else a part as small as all data parallel ranks together can make it."""
+        cut = Cut.FULL if self._vector.over_world else Cut.WHOLE
+        found = []
+        for name, region in self._vector.owned:
+            start, end = self.buffer.part(name, cut)
+            shape = self.buffer.param_meta[name].local_shape
+            found.append(region_slices(region, shape, part_of(name, cut), start, end))
+        return found
+
+    def _scaled(self, grads: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+        """grads * factor in the dtype of main weights, rounded at most twice."""
+        if factor == 1.0:
+            return grads.to(dtype)
+        if grads.dtype == dtype:
+            return grads.mul_(factor) if self._kept is None else grads * factor
+        if torch.promote_types(grads.dtype, dtype) == dtype:
+            return grads.to(dtype).mul_(factor)
+        return (grads * factor).to(dtype)
 
     def _mutable(self) -> Iterator[Tensor]:
         """Everything that `step` changes."""
         for arena in self.buffer.arenas:
-            yield arena.weights
-            if arena.has_main_weights:
-                yield arena.main_weights
+            if arena.trained:
+                yield arena.weights
+            if arena.own_main_weights is not None:
+                yield arena.own_main_weights
         for flats in self._moments.values():
             yield from flats
         yield from self._steps
@@ -207,14 +239,15 @@ class MixedPrecisionOptimizer(Stepper):
         """Give torch its state before the first step: views of our moments, and a step count a slice."""
         for piece, step in zip(self._slices, self._steps, strict=True):
             state: dict[str, Any] = {"step": step} if self.config.optimizer == "adam" else {}
-            index = self._arena_index(piece.arena)
             for moment, flats in self._moments.items():
-                state[moment] = flats[index][piece.span.start : piece.span.end]
+                state[moment] = flats[piece.bucket.arena][piece.span.start : piece.span.end]
             assert self._torch is not None
             self._torch.state[piece.parameter] = state
 
-    def _arena_index(self, arena: Arena) -> int:
-        return next(index for index, other in enumerate(self.buffer.arenas) if other is arena)
+    def _arena_index(self, name: str) -> int:
+        memory = self.buffer.bucket_of(name)
+        assert memory is not None, f"{name} is frozen"
+        return memory.arena
 
 
 def build_optimizer(
@@ -222,6 +255,11 @@ def build_optimizer(
 ) -> MixedPrecisionOptimizer:
     """The optimizer of the flags over a flat buffer."""
     return MixedPrecisionOptimizer(config, buffer, ps)
+
+
+def _moment(buffer: FlatBuffer, arena: Arena) -> Tensor:
+    numel = buffer.optimizer_numel(arena) if arena.trained else 0
+    return torch.zeros(numel, dtype=arena.main_dtype, device=arena.weights.device)
 
 
 def _torch_optimizer(config: OptimizerConfig, groups: list[ParamGroup]) -> torch.optim.Optimizer:

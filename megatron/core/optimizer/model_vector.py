@@ -5,6 +5,10 @@ one owner, which puts its number into a vector that is zero elsewhere; the sum o
 (only zeros are added), and adding its elements in the model's order gives every rank the same bits. Without tensor
 parallelism these are the bits of one process, however long the pipeline.
 
+Where the optimizer is cut, every data parallel rank has a number for its own part of each region that it owns: inner
+and outer ranks share the work, even where outer ones hold the same. The sum is then over `world`, and every rank knows
+of every number.
+
 Model order: global stage, place in the stage's list of parameters, offset of the region. The owner of a region is on
 the first stage that holds the parameter (tied embeddings are on two), and the first of its copies.
 """
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group, ParallelState
 from megatron.core.param_meta import Region
@@ -47,20 +52,24 @@ class _Facts:
 class ModelVector:
     """Built once, communicating over mp.
 
-    size: regions of the whole model. owned: (name, region) of those that this rank answers for.
+    size: regions of the whole model. owned: (name, region) of those that this rank answers for, or for a part of them.
+    over_world: the optimizer is cut, and data parallel ranks have a part each.
 
     Raises ModelError where stages have different parameters of one name.
     """
 
     def __init__(self, buffer: FlatBuffer, ps: ParallelState) -> None:
-        self._group: Group = ps.mp_group
+        self._mp_group: Group = ps.mp_group
+        self.over_world = buffer.sharding.optimizer is not Cut.WHOLE
+        self._group = ps.world_group if self.over_world else ps.mp_group
+        self._num_parts = buffer.place.dp_size if self.over_world else 1
         self._device = ps.device.torch_device
         mine = [_facts(buffer, name) for name in buffer.names]
-        gathered = host_data.all_gather_json([facts.to_json() for facts in mine], self._group)
+        gathered = host_data.all_gather_json([facts.to_json() for facts in mine], self._mp_group)
         everyone = [[_Facts.from_json(value) for value in facts] for facts in gathered]
         first_stage = _first_stages(everyone)
         place_of = _places(everyone, first_stage)
-        tp_ranks = [ps.grid.coordinates(rank)["tp"] for rank in self._group.ranks]
+        tp_ranks = [ps.grid.coordinates(rank)["tp"] for rank in self._mp_group.ranks]
         self.size = len(place_of)
         _assert_one_owner_each(everyone, tp_ranks, first_stage, place_of)
         self.owned: list[tuple[str, Region]] = []
@@ -83,7 +92,11 @@ class ModelVector:
         return full
 
     def whole(self, full: Tensor) -> list[list[float]]:
-        """The rows of `place` with every rank's numbers, on the host. Communicates over mp."""
+        """The rows of `place` with every rank's numbers, on the host. Communicates over mp, or `over_world`."""
+        expected = self._mp_group.size * self._num_parts
+        assert self._group.size == expected, (
+            f"{expected} ranks have a part each, {self._group.size} are added"
+        )
         collectives.all_reduce(full, self._group)
         values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
         return values

@@ -1,9 +1,9 @@
 """Which parameters decay, and which have a learning rate of their own.
 
 Biases and 1-D parameters never decay (`ParamMeta.decay`); `--decoupled-lr` applies to the embedding and the
-output layer only (`ParamMeta.embedding_or_output`). A group's parameters are long slices of the flat main
-weights, not the model's own tensors: the update is elementwise, so cutting the buffer elsewhere changes no
-value.
+output layer only (`ParamMeta.embedding_or_output`). A group's parameters are long slices of what this rank holds of
+the flat main weights, not the model's own tensors: the update is elementwise, so cutting the buffer elsewhere
+changes no value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TypedDict
 
 from torch import nn
 
-from megatron.core.distributed.flat_buffer import Arena, FlatBuffer, group_of
+from megatron.core.distributed.bucket_memory import BucketMemory
+from megatron.core.distributed.flat_buffer import FlatBuffer, group_of
 from megatron.core.distributed.shard_layout import Span
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
@@ -37,20 +38,31 @@ class ParamGroup(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class FlatSlice:
-    """What torch's optimizer takes for one parameter: a span of an arena's main weights."""
+    """What torch's optimizer takes for one parameter: a span of a bucket's main weights.
 
-    arena: Arena
+    start, end: its elements in the bucket's part. span: the same in the arena's flat buffer at rest (of moments).
+    """
+
+    bucket: BucketMemory
     span: Span
+    start: int
+    end: int
     parameter: nn.Parameter
 
 
 def flat_slices(buffer: FlatBuffer) -> list[FlatSlice]:
-    """The whole buffer without its padding, in its own order."""
-    return [
-        FlatSlice(arena, span, nn.Parameter(arena.main_weights[span.start : span.end]))
-        for arena in buffer.arenas
-        for span in arena.layout.spans
-    ]
+    """What this rank updates, without padding, in the buffer's order; nothing where it has no part of any parameter."""
+    cut = buffer.sharding.optimizer
+    memory_of = {(memory.arena, memory.bucket.index): memory for memory in buffer.buckets}
+    slices = []
+    for index, arena in enumerate(buffer.arenas):
+        for span in arena.layout.spans_at_rest(buffer.place, cut) if arena.trained else ():
+            memory = memory_of[index, span.bucket]
+            assert memory.main_weights is not None
+            first = arena.layout.rest_start(span.bucket, buffer.place, cut)
+            start, end = span.start - first, span.end - first
+            slices.append(FlatSlice(memory, span, start, end, nn.Parameter(memory.main_weights[start:end])))
+    return slices
 
 
 def build_param_groups(

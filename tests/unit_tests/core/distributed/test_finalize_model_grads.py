@@ -11,6 +11,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from tests.harness.ranks import RanksError, run_ranks, share_ranks
 
@@ -24,6 +25,18 @@ class Weights(nn.Module):
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+
+def alone(parameters, meta, config) -> FlatBuffer:
+    """A whole buffer."""
+    return FlatBuffer(
+        parameters,
+        meta,
+        config,
+        sharding=STRATEGIES["no_shard"],
+        place=ShardPlace(),
+        device=torch.device("cpu"),
+    )
 
 
 def values(name: str, shape: tuple[int, ...], rank: int) -> torch.Tensor:
@@ -135,7 +148,7 @@ def test_pieces_of_a_bounded_buffer_have_the_bits_of_one_collective(monkeypatch,
         results = []
         for limit in (MAX_PACKED, 4, 5, 8, 12, 23):
             sizes.clear()
-            buffer = FlatBuffer(parameters, meta, config, dp_size=1, device=torch.device("cpu"))
+            buffer = alone(parameters, meta, config)
             assert buffer.main_grad("qkv").dtype == dtype
             for name, shape in shapes.items():
                 buffer.main_grad(name).copy_(values(name, shape, ctx.rank))
@@ -204,7 +217,7 @@ def one_process_uses(shape, dtype, config) -> torch.Tensor:
     """What a process that holds both uses makes of them."""
     meta = {"tied": ParamMeta("tied", shape, uses=("tied", "tied" + LOOKUP))}
     parameters = {"tied": nn.Parameter(torch.zeros(shape, dtype=dtype))}
-    buffer = FlatBuffer(parameters, meta, config, dp_size=1, device=torch.device("cpu"))
+    buffer = alone(parameters, meta, config)
     buffer.main_grad("tied").copy_(values("output", shape, 0))
     buffer.main_grad("tied" + LOOKUP).copy_(values("lookup", shape, 0))
     buffer.combine_uses("tied")

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed.bucket_memory import grad_comm_dtype, main_grad_dtype, main_weight_dtype, own_storage
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer, main_grad_dtype
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
 
 CPU = torch.device("cpu")
@@ -18,10 +20,13 @@ def plain(dtype=torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)
 
 
-def buffer_of(module, config=None, dp_size=2, meta=None) -> FlatBuffer:
+def buffer_of(
+    module, config=None, meta=None, sharding=STRATEGIES["no_shard"], place=ShardPlace(0, 2), **more
+) -> FlatBuffer:
     config = config or DistributedDataParallelConfig()
     parameters = dict(module.named_parameters())
-    return FlatBuffer(parameters, meta or infer_param_meta(module), config, dp_size=dp_size, device=CPU)
+    meta = meta or infer_param_meta(module)
+    return FlatBuffer(parameters, meta, config, sharding=sharding, place=place, device=CPU, **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

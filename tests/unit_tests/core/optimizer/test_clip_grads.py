@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from megatron.core.optimizer.clip_grads import BLOCK, clip_coefficient, norm_of, squared_sums, zero_counts
+from megatron.core.optimizer.clip_grads import (
+    BLOCK,
+    clip_coefficient,
+    norm_of,
+    squared_sums,
+    squared_sums_of_parts,
+    zero_counts_of_parts,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -35,7 +42,7 @@ def test_sum_is_not_finite_exactly_if_an_element_is_not():
 
 def test_nothing_has_norm_zero():
     assert norm_of(squared_sums([]).tolist()) == 0.0
-    assert zero_counts([]).tolist() == []
+    assert zero_counts_of_parts([]).tolist() == []
 
 
 def test_clip_coefficient():
@@ -54,6 +61,17 @@ def test_clipping_agrees_with_torch():
 
 
 def test_zero_counts():
-    counts = zero_counts([torch.tensor([0.0, 1.0, -0.0]), torch.zeros(2, 3, dtype=torch.bfloat16)])
+    zeros = torch.zeros(2, 3, dtype=torch.bfloat16)
+    counts = zero_counts_of_parts([[torch.tensor([0.0, 1.0, -0.0])], [zeros], [], [zeros, zeros[:, :1]]])
     assert counts.dtype == torch.float64
-    assert counts.tolist() == [2.0, 6.0]
+    assert counts.tolist() == [2.0, 6.0, 0.0, 8.0]
+
+
+def test_parts_of_one_parameter_are_added():
+    torch.manual_seed(2)
+    whole = torch.randn(BLOCK + 77)
+    parts = [[whole[:5], whole[5:1000], whole[1000:]], [], [whole]]
+    sums = squared_sums_of_parts(parts).tolist()
+    assert sums[1] == 0.0
+    assert sums[0] == pytest.approx(sums[2], rel=1e-14)
+    assert sums[2] == squared_sums([whole]).item()

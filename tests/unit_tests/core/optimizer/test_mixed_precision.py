@@ -12,6 +12,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
 from megatron.core.module import ModelError
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -19,6 +20,7 @@ from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from tests.harness.ranks import run_ranks
 
+WHOLE = STRATEGIES["no_shard"]
 PS = single_process(Device("cpu"))
 
 
@@ -27,7 +29,7 @@ def model(dtype=torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
 
 
-def make(module, ps=PS, ddp_config=None, **flags):
+def make(module, ps=PS, ddp_config=None, sharding=WHOLE, place=ShardPlace(), units=None, **flags):
     meta = infer_param_meta(module)
     for name in ("2.weight", "2.bias"):  # the last layer counts as the output layer
         if name in meta:
@@ -35,7 +37,9 @@ def make(module, ps=PS, ddp_config=None, **flags):
             meta[name] = ParamMeta(name, old.global_shape, decay=old.decay, embedding_or_output=True)
     config = ddp_config or DistributedDataParallelConfig(ddp_bucket_size=20)
     parameters = dict(module.named_parameters())
-    buffer = FlatBuffer(parameters, meta, config, dp_size=1, device=torch.device("cpu"))
+    buffer = FlatBuffer(
+        parameters, meta, config, sharding=sharding, place=place, device=torch.device("cpu"), units=units
+    )
     return buffer, build_optimizer(OptimizerConfig(**{"lr": 1e-2, **flags}), buffer, ps)
 
 

@@ -12,6 +12,7 @@ from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
 from megatron.core.optimizer.clip_grads import norm_of, squared_sums
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -163,7 +164,8 @@ def test_two_parameters_of_one_name_and_wrong_copies_are_refused():
             {"w": nn.Parameter(torch.zeros(2))},
             {"w": ParamMeta("w", (2,))},  # held by both, and says nothing of it
             DistributedDataParallelConfig(),
-            dp_size=1,
+            sharding=STRATEGIES["no_shard"],
+            place=ShardPlace(),
             device=CPU,
         )
         build_optimizer(OptimizerConfig(), buffer, ps)
