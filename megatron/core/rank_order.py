@@ -24,15 +24,14 @@ def add_in_rank_order(parts: Sequence[Tensor], output: Tensor, *, accumulate: bo
     shapes = [tuple(part.shape) for part in parts]
     assert shapes == [tuple(flat.shape)] * max(1, len(parts)), f"parts {shapes}, output {tuple(flat.shape)}"
     wide = parts[0].element_size() >= 4
-    same = wide and flat.dtype == parts[0].dtype and not accumulate
-    if same and len(parts) == 2:
-        torch.add(parts[0], parts[1], out=flat)
+    if len(parts) == 2 and flat.dtype == parts[0].dtype and not accumulate:
+        torch.add(parts[0], parts[1], out=flat)  # of 16-bit values too rounded once
         return
-    scratch = torch.empty(
-        min(BLOCK, flat.numel()), dtype=parts[0].dtype if wide else torch.float32, device=flat.device
-    )
+    dtype = parts[0].dtype if wide else torch.float32
+    in_place = not accumulate and flat.dtype == dtype and flat.data_ptr() not in [p.data_ptr() for p in parts]
+    scratch = torch.empty(0 if in_place else min(BLOCK, flat.numel()), dtype=dtype, device=flat.device)
     for into, first, *rest in zip(flat.split(BLOCK), *(part.split(BLOCK) for part in parts), strict=True):
-        total = scratch[: into.numel()]
+        total = into if in_place else scratch[: into.numel()]
         if wide and rest:
             torch.add(first, rest.pop(0), out=total)
         else:
@@ -41,5 +40,5 @@ def add_in_rank_order(parts: Sequence[Tensor], output: Tensor, *, accumulate: bo
             total.add_(part)
         if accumulate:
             into.add_(total)
-        else:
+        elif not in_place:
             into.copy_(total)

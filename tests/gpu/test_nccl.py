@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.device import device_in_use
 from megatron.core.live_peak import LivePeak
-from tests.harness.launch import ok, run
+from tests.harness.launch import ROOT, ok, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -76,7 +76,14 @@ destroy_process_group(ps)
 def test_gradients_and_parameters_have_high_priority_streams(tmp_path):
     script = tmp_path / "streams.py"
     script.write_text(MEET + STREAMS)
-    finished = ok(run([], script=str(script), cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "1"}))
+    finished = ok(
+        run(
+            [],
+            script=str(script),
+            cwd=tmp_path,
+            env={"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)},
+        )
+    )
     found = json.loads(re.findall(r"found: (.*)", finished.output)[0])
     assert {name for name, high in found.items() if high} == {"dp_reduce", "dp_gather"}
     assert "pg_options" not in finished.output, "torch warned about a timeout"
@@ -86,7 +93,7 @@ def test_gradients_and_parameters_have_high_priority_streams(tmp_path):
 def test_units_of_several_types_on_nccl(tmp_path):
     script = tmp_path / "units.py"
     script.write_text(MEET + UNITS)
-    ok(run([], ranks=2, script=str(script), cwd=tmp_path))
+    ok(run([], ranks=2, script=str(script), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}))
 
 
 def test_the_peak_of_live_memory_is_the_allocators():
