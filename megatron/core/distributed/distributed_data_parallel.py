@@ -1,63 +1,117 @@
-"""Data parallelism: every rank holds all weights of its stages, gradients are summed over ranks, bucket by bucket.
+"""Data parallelism: every rank computes with all weights of its stages, gradients are summed over ranks.
 
-The first row (`no_shard`) of the table of sharding strategies over `FlatBuffer`, over all model chunks of a rank.
-One step:
+The engine behind all rows of the table of sharding strategies (`sharding.py`), over all chunks of a rank. One step:
 
     ddp.begin_step(num_microbatches)
     forwards and backwards, in any order       # gradients arrive in the flat buffer
-    ddp.finish()                               # after it: the sum over microbatches and ranks, the same on all ranks
+    ddp.finish()                               # sums over microbatches and ranks, where the optimizer reads them
+    optimizer.step(...)
+    ddp.weights_changed()                      # all ranks compute with the new weights
 
 Sums only: whoever uses the gradients divides once (`GradStats`, `step` of the optimizer), which costs one
-rounding instead of one a microbatch. With `--ddp-average-in-collective` they come out divided by the number
-of ranks, which `FlatBuffer.grads_divided_by` records and the optimizer takes into account.
-
-[Note: complete gradients] A gradient is complete once its key has been reported as often as the step has
-microbatches, in whatever order: pipelines have several microbatches under way at once. What is used on no microbatch
-is completed by `microbatch_done`, where somebody calls it, else by `finish`.
-
-[Note: sums in rank order] Up to two ranks a sum has one order. With more, gloo's ring adds each part of the
-buffer in another order, and 16-bit sums round at every hop; there a bucket is exchanged (all-to-all), added
-in rank order in fp32, and gathered. The result then depends neither on the buckets nor on the run.
+rounding instead of one a microbatch. With `--ddp-average-in-collective` contributions are divided by the number of
+ranks as they are added, which `FlatBuffer.grads_divided_by` records and the optimizer takes into account.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.core import collectives
+from megatron.core.distributed.custom_fsdp.drive import Drive
+from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
+from megatron.core.distributed.custom_fsdp.units import Unit, find_units
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.reduction_queue import ReductionQueue
+from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
+from megatron.core.distributed.step_reduction import StepReduction
+from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.distributed.whole_weights import WholeWeights
+from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
+from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.protocols import GradSync, Work
-from megatron.core.weight_grad import WeightGradAccumulator
+
+
+class Reduction(Protocol):
+    """How gradients become sums over ranks: once a step (`StepReduction`) or once a microbatch."""
+
+    def bind(self, reports: Mapping[str, int]) -> None: ...
+
+    def begin_step(
+        self, num_microbatches: int | None, *, reduce_gradients: bool, accumulate: bool
+    ) -> None: ...
+
+    def expect(self, num_microbatches: int) -> None: ...
+
+    def hold_back(self, held_back: bool) -> None: ...
+
+    def grad_begins(self, key: str) -> bool: ...
+
+    def grad_ready(self, key: str) -> None: ...
+
+    def forward_reached(self, unit: int) -> None: ...
+
+    def passed(self, unit: int) -> None: ...
+
+    def microbatch_done(self, complete: Iterable[str], *, left: int) -> None: ...
+
+    def launch(self, complete: Iterable[str]) -> Work: ...
+
+    def finish(self) -> None: ...
+
+    def nonfinite_keys(self) -> tuple[str, ...]: ...
+
+
+class Weights(Protocol):
+    """How whole weights come to be: gathered after a step (`WholeWeights`), or out of shards unit by unit."""
+
+    def begin(self, *, training: bool, repeats: bool) -> None: ...
+
+    def need(self, unit: int) -> None: ...
+
+    def passed(self, unit: int) -> None: ...
+
+    def leave_forward(self, unit: int, *, training: bool) -> None: ...
+
+    def leave_recompute(self, unit: int) -> None: ...
+
+    def leave_evaluation(self) -> None: ...
+
+    def end_microbatch(self, *, last: bool) -> None: ...
+
+    def weights_changed(self) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 @dataclasses.dataclass
 class _Step:
-    """A step under way. missing: reports still to come, by key. chunks_left: microbatches left, by chunk."""
+    """A step under way. chunks_left: microbatches left, by chunk; None where nobody has said how many."""
 
+    num_microbatches: int | None
     reduce_gradients: bool
-    missing: dict[str, int]
-    chunks_left: list[int]
+    chunks_left: list[int] | None
 
 
 class DistributedDataParallel(GradSync):
-    """Reduces the gradients of any `nn.Module`s over the data parallel ranks.
+    """Reduces the gradients of any `nn.Module`s over the data parallel ranks: rows `no_shard` and `optim`.
 
     chunks: this rank's model chunks, or its only one; their parameters' names are those of the whole model.
     param_meta: facts about the parameters; derived for modules that are not ours. sinks: where each chunk's layers put
     their gradients; None for a plain module, whose gradients are taken from autograd's hooks. A chunk may have both.
-    stages: the global pipeline stage of each chunk, 0, 1, ... by default.
+    stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all chunks, so that gathers
+    overlapped with the forward are waited for unit by unit; without them the forward begins once all are there.
 
-    Communicates over dp_reduce; over tp and embedding where gradients have parts there (`finalize_model_grads`), and
+    Communicates over dp_reduce, and over dp_gather after a step where the optimizer is sharded; over dp_outer where
+    there are several instances; over tp and embedding where gradients have parts there (`finalize_model_grads`), and
     there once when built. In a world of one no communication and no copy.
     """
 
@@ -67,8 +121,10 @@ class DistributedDataParallel(GradSync):
         ps: ParallelState,
         config: DistributedDataParallelConfig,
         param_meta: Mapping[str, ParamMeta] | None = None,
-        sinks: Sequence[WeightGradAccumulator | None] | WeightGradAccumulator | None = None,
+        sinks: Sinks = None,
         stages: Sequence[int] | None = None,
+        *,
+        units: Sequence[ModelUnit] | None = None,
     ) -> None:
         self._chunks = ModelChunks(
             (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks),
@@ -76,23 +132,74 @@ class DistributedDataParallel(GradSync):
         )
         self.ps = ps
         self.config = config
-        self._group = ps.dp_reduce_group
+        self.place = _place(ps)
+        self.sharding = effective_sharding(config, self.place)
+        self.traffic = TrafficCounter()
         if param_meta is None:
             param_meta = {n: fact for chunk in self.chunks for n, fact in infer_param_meta(chunk).items()}
-        self.buffer = FlatBuffer(
+        self._step: _Step | None = None
+        self._weights_are_new = False
+        self.on_gradient: Callable[[], None] | None = None  # told of each contribution, inside backwards
+        self.units = self._find_units(units)
+        self.buffer = self._new_buffer(param_meta)
+        outer = OuterSums(self.buffer, ps.dp_outer_group, self.traffic)
+        self._reduction = self._new_reduction(outer)
+        self._weights = self._new_weights()
+        self._scale = 1.0
+        if config.ddp_average_in_collective:
+            self._scale = 1.0 / self.place.dp_size
+        self._reduction.bind(connect(self._chunks, self.buffer, sinks, self, scale=self._scale))
+        self._install_hooks()
+
+    # What the row of the table decides ----------------------------------------------------------------
+
+    def _find_units(self, declared: Sequence[ModelUnit] | None) -> tuple[Unit, ...]:
+        """Units whose weights are waited for; () where nobody waits."""
+        if not self.config.overlap_param_gather or self.sharding.optimizer is Cut.WHOLE:
+            return ()
+        whole = [ModelUnit(type(chunk).__name__, (chunk,)) for chunk in self.chunks]
+        return find_units(self.chunks, self._chunks.parameters, declared or whole, None)
+
+    def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
+        return FlatBuffer(
             self._chunks.parameters,
             param_meta,
-            config,
-            dp_size=self._group.size,
-            device=ps.device.torch_device,
+            self.config,
+            sharding=self.sharding,
+            place=self.place,
+            device=self.ps.device.torch_device,
             stages=self._chunks.stage_of,
         )
-        self._queue = ReductionQueue(self.buffer, self._group, average=config.ddp_average_in_collective)
-        self._step: _Step | None = None
-        self._partial = PartialSums(self.buffer, ps.tp_group)
-        self._shared = SharedSums(self.buffer, ps.embedding_group)
-        self._reports: dict[str, int] = {}  # key -> reports a microbatch
-        self._listen(self._sink_of_each_chunk(sinks))
+
+    def _new_reduction(self, outer: OuterSums) -> Reduction:
+        assert self.sharding.main_grads is Cut.WHOLE, (
+            f"{self.sharding}: FullyShardedDataParallel cuts gradients"
+        )
+        queue = ReductionQueue(self.buffer, self.ps.dp_reduce_group, self.traffic)
+        groups = self.ps.tp_group, self.ps.embedding_group
+        return StepReduction(self.buffer, queue, outer, *groups, overlap=self.config.overlap_grad_reduce)
+
+    def _new_weights(self) -> Weights:
+        return self._whole_weights()
+
+    def _whole_weights(self) -> WholeWeights:
+        place_of = {name: place for place, one in enumerate(self.buffer.buckets) for name in one.bucket.names}
+        return WholeWeights(
+            self.buffer,
+            self.ps.dp_gather_group,
+            self.traffic,
+            overlap=self.config.overlap_param_gather,
+            buckets_of={
+                unit.index: sorted({place_of[name] for name in unit.names if name in place_of}, reverse=True)
+                for unit in self.units
+            },
+        )
+
+    def _install_hooks(self) -> None:
+        if self.units:
+            UnitHooks(self.chunks, self.units, Drive(self, self._reduction, self._weights), backward=False)
+
+    # The model ------------------------------------------------------------------------------------------
 
     @property
     def chunks(self) -> tuple[nn.Module, ...]:
@@ -103,141 +210,153 @@ class DistributedDataParallel(GradSync):
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
         return self.chunks[0](*args, **kwargs)
 
-    def broadcast_weights(self) -> None:
-        """All ranks take data parallel rank 0's weights: for modules initialised from the rank's own generator."""
-        for arena in self.buffer.arenas:
-            collectives.broadcast(arena.weights, self._group)
-        for name in self.buffer.frozen:
-            collectives.broadcast(self.buffer.weight(name), self._group)
-        self.buffer.copy_weights_to_main()
+    # A step ---------------------------------------------------------------------------------------------
 
-    def begin_step(self, num_microbatches: int, *, reduce_gradients: bool = True) -> None:
-        """Start a step: gradients are zero, no bucket is reduced yet.
+    def begin_step(
+        self, num_microbatches: int | None, *, reduce_gradients: bool = True, accumulate: bool = False
+    ) -> None:
+        """Start a step: what gradients there are is overwritten, no bucket is reduced yet.
 
-        reduce_gradients: without, they stay this rank's own, and `finish` is not called.
+        num_microbatches: None where `expect_last` will say which is the last. reduce_gradients: without, they stay this
+        rank's own, and `finish` is not called. accumulate: add to the sums of the step before.
         """
-        assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
-        self._queue.reset()
-        self.buffer.zero_grads()
-        self._step = _Step(
-            reduce_gradients,
-            {key: num_microbatches * reports for key, reports in self._reports.items()},
-            [num_microbatches] * len(self.chunks),
-        )
+        assert num_microbatches is None or num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
+        self._count_from_here(new_weights=False)
+        self._reduction.begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
+        self.buffer.grads_divided_by = round(1.0 / self._scale)
+        left = None if num_microbatches is None else [num_microbatches] * len(self.chunks)
+        self._step = _Step(num_microbatches, reduce_gradients, left)
+
+    def expect_last(self) -> None:
+        """The microbatch whose backward comes next is the last of a step whose length was not told."""
+        step = self._running("expect_last()")
+        assert step.chunks_left is None, "the step was begun with its number of microbatches"
+        step.chunks_left = [1] * len(self.chunks)
+        self._reduction.expect(1)
+
+    def hold_back(self, held_back: bool) -> None:
+        """From here on, whether nothing is reduced before the step's last microbatch."""
+        self._reduction.hold_back(held_back)
+
+    def grad_begins(self, key: str) -> bool:
+        """A contribution is about to be written; whether it overwrites."""
+        if self.on_gradient is not None:
+            self.on_gradient()
+        self._running(f"a gradient for {key}")
+        return self._reduction.grad_begins(key)
 
     def grad_ready(self, key: str, microbatch: int) -> None:
-        """A contribution under `key` is complete (from the sinks). See [Note: complete gradients]."""
-        self._count(key)
-
-    def unshard(self, chunk: int, unit: int | None = None) -> Work:
-        """Weights are always whole."""
-        return _Done()
-
-    def wait(self, chunk: int, unit: int | None = None) -> None:
-        """Nothing to wait for."""
-
-    def reshard(self, chunk: int, unit: int | None = None) -> None:
-        """Nothing to free."""
+        """A contribution under `key` is complete."""
+        self._reduction.grad_ready(key)
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch; after its last one, all that it will ever have."""
-        assert self._step is not None, (
-            f"microbatch {microbatch} done outside of a step: call begin_step() first"
-        )
-        left = self._step.chunks_left
-        assert left[chunk] > 0, (
+        step = self._running(f"microbatch {microbatch} done")
+        if step.chunks_left is None:
+            self._reduction.microbatch_done((), left=2)  # at least one more
+            return
+        assert step.chunks_left[chunk] > 0, (
             f"chunk {chunk}: more microbatches done than the step has (number {microbatch})"
         )
-        left[chunk] -= 1
-        if left[chunk] == 0:
-            self._complete_chunk(chunk)
-            if self.config.overlap_grad_reduce:
-                self._launch_complete()
+        step.chunks_left[chunk] -= 1
+        left = step.chunks_left[chunk]
+        self._reduction.microbatch_done(self._complete(chunk) if left == 0 else (), left=left)
 
     def reduce(self, chunk: int, unit: int | None = None, *, last: bool) -> Work:
         """Begin to sum what is complete, once a chunk's gradients are (`last`). A bucket that it shares with another
         chunk waits for that one, and all for the buckets before them."""
-        assert self._step is not None, f"reduce of chunk {chunk} outside of a step: call begin_step() first"
+        step = self._running(f"reduce of chunk {chunk}")
         if not last:
             return _Done()  # sums in the middle of a step would be added up again
-        self._step.chunks_left[chunk] = 0
-        self._complete_chunk(chunk)
-        self._launch_complete()
-        return _Reduction(self._queue, self._queue.num_launched)
+        if step.chunks_left is not None:
+            step.chunks_left[chunk] = 0
+        return self._reduction.launch(self._complete(chunk))
 
     def finish(self) -> None:
         """After the last backward: reduce what is left, wait for all, add what other ranks hold parts of.
 
         Raises PeerLostError.
         """
-        assert self._step is not None, "finish() outside of a step: call begin_step() first"
-        assert self._step.reduce_gradients, "finish() of a step begun without reduce_gradients"
-        self._queue.launch_all()  # all without overlap; else those with unused parameters
-        self._queue.wait()
-        self._partial.add()
-        self._shared.add()
+        step = self._running("finish()")
+        assert step.reduce_gradients, "finish() of a step begun without reduce_gradients"
+        self._reduction.finish()
         self._step = None
 
-    def _sink_of_each_chunk(
-        self, sinks: Sequence[WeightGradAccumulator | None] | WeightGradAccumulator | None
-    ) -> tuple[WeightGradAccumulator | None, ...]:
-        if sinks is None or isinstance(sinks, WeightGradAccumulator):
-            return (sinks,) * len(self.chunks)
-        assert len(sinks) == len(self.chunks), f"{len(sinks)} sinks for {len(self.chunks)} chunks"
-        return tuple(sinks)
+    def nonfinite_keys(self) -> tuple[str, ...]:
+        """Of a step without reduction, where gradients are not kept whole: those of this rank that were not finite."""
+        return self._reduction.nonfinite_keys()
 
-    def _listen(self, sinks: tuple[WeightGradAccumulator | None, ...]) -> None:
-        """Bind every sink to the accumulators of its chunks' parameters; hooks for what autograd accumulates."""
-        buffer = self.buffer
-        keys_of: dict[int, tuple[WeightGradAccumulator, dict[str, Tensor]]] = {}
-        for name in buffer.names:
-            meta, holders = buffer.param_meta[name], self._chunks.holders[name]
-            here = [sink for chunk in holders if (sink := sinks[chunk]) is not None]
-            assert len(here) in (0, len(holders)), f"{name}: of chunks {holders} only some have a sink"
-            self._reports |= dict.fromkeys(meta.grad_keys, 1)
-            for sink in here:
-                grads = keys_of.setdefault(id(sink), (sink, {}))[1]
-                grads |= {key: buffer.main_grad(key) for key in meta.grad_keys}
-            if not here or meta.route is GradRoute.AUTOGRAD:
-                self._reports[name] = len(holders)  # each chunk's backward reports what it has accumulated
-                self._chunks.parameters[name].register_post_accumulate_grad_hook(self._autograd_hook(name))
-        for sink, grads in keys_of.values():
-            sink.bind(grads, listener=self)
+    # Weights --------------------------------------------------------------------------------------------
 
-    def _autograd_hook(self, name: str) -> Callable[[Tensor], None]:
-        main_grad = self.buffer.main_grad(name)
+    def weights_changed(self) -> None:
+        """The optimizer, a load or an initialisation has written this rank's weights at rest."""
+        self._count_from_here(new_weights=True)
+        self._weights.weights_changed()
 
-        def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            main_grad.add_(parameter.grad)
-            parameter.grad = None
-            self._count(name)
+    def settle_weights(self) -> None:
+        """On return the weights at rest are up to date: before they are read by anything but the model."""
+        self._weights.settle()
 
-        return take
+    def unshard(self, chunk: int, unit: int | None = None) -> Work:
+        """Weights are whole, perhaps once those of the last step have come."""
+        return _Done()
 
-    def _count(self, key: str) -> None:
-        step = self._step
-        assert step is not None, f"a gradient for {key} outside of a step: call begin_step() first"
-        if not step.reduce_gradients or not self.config.overlap_grad_reduce or self._group.size == 1:
-            return
-        assert not self._queue.is_launched(key), f"a gradient for {key} arrived after its bucket was reduced"
-        step.missing[key] -= 1
-        assert step.missing[key] >= 0, f"more gradients for {key} than the step has microbatches"
-        if step.missing[key] == 0:
-            self._queue.complete([key])
-            self._launch_complete()
+    def wait(self, chunk: int, unit: int | None = None) -> None:
+        """Return once the weights are those of the last step."""
+        self._weights.settle()
 
-    def _complete_chunk(self, chunk: int) -> None:
-        """No gradient of the chunk is still to come; one that another chunk holds too waits for both."""
-        assert self._step is not None
+    def reshard(self, chunk: int, unit: int | None = None) -> None:
+        """Nothing to free."""
+
+    # ---
+
+    def _count_from_here(self, *, new_weights: bool) -> None:
+        """A step's traffic begins with the gathers of its weights, which may begin before it does."""
+        if new_weights or not self._weights_are_new:
+            self.traffic.reset()
+        self._weights_are_new = new_weights
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step was begun and is not finished."""
+        return self._step is not None
+
+    @property
+    def more_microbatches(self) -> bool:
+        """Whether the step has another microbatch after the one under way, as far as is known."""
+        return (
+            self._step is not None and bool(self._step.chunks_left) and max(self._step.chunks_left or ()) > 1
+        )
+
+    def _running(self, what: str) -> _Step:
+        assert self._step is not None, f"{what} outside of a step: call begin_step() first"
+        return self._step
+
+    def _complete(self, chunk: int) -> Iterator[str]:
+        """Parameters of a chunk that no further microbatch contributes to; one of several chunks waits for all."""
+        left = self._running("completion").chunks_left
+        assert left is not None
         for name in self._chunks.names_of[chunk]:
-            left = any(self._step.chunks_left[holder] for holder in self._chunks.holders[name])
-            if name in self._reports and not left:  # frozen parameters report nothing
-                self._queue.complete(self.buffer.param_meta[name].grad_keys)
+            if not any(left[holder] for holder in self._chunks.holders[name]):
+                yield name
 
-    def _launch_complete(self) -> None:
-        if self._step is not None and self._step.reduce_gradients:
-            self._queue.launch_complete()
+
+def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace) -> Sharding:
+    """The row of the table; what is cut into one part is whole. Raises ModelError where instances have one rank each
+    and the optimizer is to be cut over them."""
+    row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
+    if place.inner_size == 1 and row.optimizer is Cut.FULL and place.outer_size > 1:
+        raise ModelError(
+            f"--num-distributed-optimizer-instances {place.outer_size}: an instance of one rank has nothing to shard, "
+            "and --outer-dp-sharding-strategy optim needs something sharded: use fewer instances"
+        )
+    cuts = (row.weights, row.main_grads, row.optimizer)
+    return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
+
+
+def _place(ps: ParallelState) -> ShardPlace:
+    inner, outer = ps.dp_reduce_group, ps.dp_outer_group
+    return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
 
 
 class _Done:
@@ -245,14 +364,3 @@ class _Done:
 
     def wait(self) -> None:
         pass
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reduction:
-    """The reductions of the first `end` buckets."""
-
-    queue: ReductionQueue
-    end: int
-
-    def wait(self) -> None:
-        self.queue.wait(self.end)

@@ -1,4 +1,4 @@
-"""What of weights, gradients and optimizer state is sharded, and how it travels between data parallel ranks (floor 0)."""
+"""What of weights, gradients and optimizer state is sharded, and how it travels between ranks (floor 0)."""
 
 import dataclasses
 from typing import Literal

@@ -11,8 +11,9 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from megatron.core import collectives
-from megatron.core.distributed.flat_buffer import Arena, FlatBuffer
-from megatron.core.distributed.shard_layout import Bucket
+from megatron.core.distributed.flat_buffer import BucketMemory, FlatBuffer
+from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.traffic_counter import TrafficCounter
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import ParamMeta
 
@@ -24,13 +25,15 @@ MAX_TEMPORARIES = (
 class ReductionQueue:
     """Launches the reductions of a buffer's buckets, in the order in which backward completes them.
 
-    average: divide by the number of ranks before the sum (`--ddp-average-in-collective`). Communicates over `group`.
+    A bucket is summed in place; where the optimizer is cut, a rank gets the sum of its part only, and what it has of
+    the other parts is of no more use. Communicates over `group`.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: Group, *, average: bool) -> None:
+    def __init__(self, buffer: FlatBuffer, group: Group, traffic: TrafficCounter) -> None:
         self._buffer = buffer
         self._group = group
-        self._average = average
+        self._traffic = traffic
+        self._scatters = buffer.sharding.optimizer is not Cut.WHOLE
         self._reducers = _in_backward_order(buffer)
         self._reducer_of = {
             key: reducer
@@ -38,17 +41,34 @@ class ReductionQueue:
             for name in reducer.bucket.names
             for key in buffer.param_meta[name].grad_keys
         }
+        self._fresh: set[str] = set()  # keys without a contribution in this step
         self._in_flight: collections.deque[tuple[int, collectives.Pending]] = collections.deque()
         self.num_launched = 0
 
-    def reset(self) -> None:
-        """A new step: nothing is complete, nothing launched."""
+    def reset(self, *, fresh: bool = True) -> None:
+        """A new step: nothing is complete, nothing launched. fresh: what the buffers hold is to be overwritten."""
         assert not self._in_flight, (
             "a step starts while gradients are still being reduced: call finish() first"
         )
         for reducer in self._reducers:
             reducer.reset()
         self.num_launched = 0
+        if fresh:
+            self._fresh = set(self._reducer_of)
+
+    def begins(self, key: str) -> bool:
+        """Whether this is the first contribution to the key in this step."""
+        if key in self._fresh:
+            self._fresh.remove(key)
+            return True
+        return False
+
+    def zero_fresh(self, keys: Iterable[str] | None = None) -> None:
+        """What no contribution came to is zero: of these keys, or of all."""
+        fresh = self._fresh if keys is None else self._fresh.intersection(keys)
+        for key in fresh:
+            self._buffer.main_grad(key).zero_()
+        self._fresh = self._fresh - fresh
 
     def is_launched(self, key: str) -> bool:
         return self._reducer_of[key].launched
@@ -79,15 +99,20 @@ class ReductionQueue:
         reducer = self._reducers[index]
         self.num_launched += 1
         reducer.launched = True
+        self.zero_fresh(reducer.keys)
         for name in reducer.bucket.names:
             self._buffer.combine_uses(name)
         if self._group.size == 1:
             return
-        if self._average:
-            reducer.grads.mul_(1 / self._group.size)
-            self._buffer.grads_divided_by = self._group.size
         self._make_room()
-        self._in_flight.append((index, collectives.sum_gradients(reducer.grads, self._group)))
+        num_bytes = reducer.grads.numel() * reducer.grads.element_size()
+        if self._scatters:
+            self._traffic.count("reduce_scatter", num_bytes)
+            pending = collectives.reduce_scatter(reducer.part, reducer.grads, self._group, async_op=True)
+        else:
+            self._traffic.count("all_reduce", num_bytes)
+            pending = collectives.sum_gradients(reducer.grads, self._group)
+        self._in_flight.append((index, pending))
 
     def _make_room(self) -> None:
         """Wait until one more may hold a temporary. Safe: every rank launches the same buckets in the same order."""
@@ -98,23 +123,21 @@ class ReductionQueue:
 class _Reducer:
     """One bucket in one step: what it still waits for, and whether its reduction was launched."""
 
-    def __init__(self, arena: Arena, bucket: Bucket, param_meta: Mapping[str, ParamMeta]) -> None:
-        self.bucket = bucket
-        self.grads = arena.main_grads[bucket.start : bucket.end]
-        self._keys = frozenset(key for name in bucket.names for key in param_meta[name].grad_keys)
+    def __init__(self, memory: BucketMemory, param_meta: Mapping[str, ParamMeta]) -> None:
+        assert memory.full_grads is not None, "a frozen bucket"
+        assert memory.optimizer_grads is not None, "a frozen bucket"
+        self.bucket = memory.bucket
+        self.grads, self.part = memory.full_grads, memory.optimizer_grads
+        self.keys = frozenset(key for name in memory.bucket.names for key in param_meta[name].grad_keys)
         self.reset()
 
     def reset(self) -> None:
-        self.missing = set(self._keys)
+        self.missing = set(self.keys)
         self.launched = False
 
 
 def _in_backward_order(buffer: FlatBuffer) -> list[_Reducer]:
     """The buckets of all arenas, by when backward reaches their last parameter."""
     registered = {name: index for index, name in enumerate(buffer.names)}
-    reducers = [
-        _Reducer(arena, bucket, buffer.param_meta)
-        for arena in buffer.arenas
-        for bucket in arena.layout.buckets
-    ]
+    reducers = [_Reducer(memory, buffer.param_meta) for memory in buffer.buckets if memory.trained]
     return sorted(reducers, key=lambda reducer: -min(registered[name] for name in reducer.bucket.names))

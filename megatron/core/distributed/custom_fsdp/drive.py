@@ -1,0 +1,71 @@
+"""What the engine does when a unit runs: the hooks' events as gathers, frees and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron.core.distributed.custom_fsdp.units import Unit
+
+
+class _Engine(Protocol):
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def more_microbatches(self) -> bool: ...
+
+
+class _Reduction(Protocol):
+    def forward_reached(self, unit: int) -> None: ...
+
+    def passed(self, unit: int) -> None: ...
+
+
+class _Weights(Protocol):
+    def begin(self, *, training: bool, repeats: bool) -> None: ...
+
+    def need(self, unit: int) -> None: ...
+
+    def passed(self, unit: int) -> None: ...
+
+    def leave_forward(self, unit: int, *, training: bool) -> None: ...
+
+    def leave_recompute(self, unit: int) -> None: ...
+
+    def leave_evaluation(self) -> None: ...
+
+
+class Drive:
+    """The `UnitDriver` of an engine."""
+
+    def __init__(self, engine: _Engine, reduction: _Reduction, weights: _Weights) -> None:
+        self._engine, self._reduction, self._weights = engine, reduction, weights
+        self._training = False
+
+    def begin_forward(self, *, training: bool) -> None:
+        self._training = training
+        self._weights.begin(training=training, repeats=self._engine.more_microbatches)
+
+    def end_forward(self, *, training: bool) -> None:
+        if not training:
+            self._weights.leave_evaluation()
+
+    def enter_forward(self, unit: int, *, recomputing: bool) -> None:
+        if not recomputing:
+            self._reduction.forward_reached(unit)
+        self._weights.need(unit)
+
+    def leave_forward(self, unit: int, *, recomputing: bool) -> None:
+        if recomputing:
+            self._weights.leave_recompute(unit)
+        else:
+            self._weights.leave_forward(unit, training=self._training)
+
+    def enter_backward(self, unit: int) -> None:
+        if self._engine.units[unit].backward_reads:
+            self._weights.need(unit)
+
+    def passed(self, unit: int) -> None:
+        self._reduction.passed(unit)
+        self._weights.passed(unit)

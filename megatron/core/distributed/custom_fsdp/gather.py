@@ -1,0 +1,211 @@
+"""Whole weights out of shards, unit by unit, and only for as long as they are read.
+
+[Note: when weights are freed] Backward may read a unit's weights up to its very last operation, which can come after
+its last gradient was reported. `passed` therefore only marks a unit; its memory goes when the next one is needed, or
+at the end of the microbatch.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives
+from megatron.core.distributed.custom_fsdp.memory import TransientMemory
+from megatron.core.distributed.custom_fsdp.reshard_plan import Keep
+from megatron.core.distributed.custom_fsdp.run_order import RunOrder
+from megatron.core.distributed.custom_fsdp.units import Unit
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.parallel_state import Group
+
+
+class State(Enum):
+    """Who owns a unit's whole weights."""
+
+    SHARDED = "sharded"  # nobody: their storage is empty
+    GATHERING = "gathering"  # a collective writes them
+    WHOLE = "whole"  # the model reads them
+
+
+class Gatherer:
+    """Gathers on demand and ahead of it, in recorded order, within a bound.
+
+    bound: elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the
+    bound, and nothing is gathered ahead that would exceed it. group: the inner ranks; outer: the instances over which
+    the optimizer is cut besides, which gather what it has written first.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        buffer: FlatBuffer,
+        group: Group,
+        outer: Group,
+        memory: TransientMemory,
+        traffic: TrafficCounter,
+        *,
+        bound: int,
+    ) -> None:
+        self._units = tuple(units)
+        self._buckets = [buffer.buckets_of_unit(unit.name) for unit in units]
+        self._full = [[bucket.full_weights for bucket in buckets] for buckets in self._buckets]
+        self._numel = [sum(full.numel() for full in fulls) for fulls in self._full]
+        self._buffer, self._group, self._outer = buffer, group, outer
+        self._memory, self._traffic = memory, traffic
+        self._bound = bound
+        self._keep = (Keep.NOTHING,) * len(units)
+        self._state = [State.SHARDED] * len(units)
+        self._pending: dict[int, collectives.Pending] = {}
+        self._passed: set[int] = set()
+        self._ahead: set[int] = set()  # gathered before anybody needed them
+        self._gathered = 0
+        self.peak_gathered = 0
+        self._orders = {True: RunOrder(), False: RunOrder()}  # training or not
+        self._order = self._orders[True]
+        for order in self._orders.values():
+            order.begin(repeats=False)  # units may be called without the model around them
+        self._outer_stale = False
+
+    def set_keep(self, keep: Sequence[Keep]) -> None:
+        """For how long each unit stays gathered. Between steps."""
+        assert len(keep) == len(self._units), f"{len(keep)} policies for {len(self._units)} units"
+        self._keep = tuple(keep)
+
+    @property
+    def order(self) -> RunOrder:
+        return self._order
+
+    def state(self, unit: int) -> State:
+        return self._state[unit]
+
+    def begin(self, *, training: bool, repeats: bool) -> None:
+        """A microbatch begins, or a forward without backward. repeats: another microbatch follows in this step."""
+        self._order = self._orders[training]
+        self._order.begin(repeats=repeats)
+
+    def need(self, unit: int) -> None:
+        """On return the unit's weights are whole. Begins to gather what is needed next, as far as the bound allows.
+        Communicates over dp_gather (and over dp_outer at the first need after a step that is cut there)."""
+        self._free_passed(but=unit)
+        self._order.need(unit)
+        self._start(unit)
+        for ahead in self._order.upcoming():
+            if self._state[ahead] is State.SHARDED:
+                if self._gathered + self._numel[ahead] > self._bound or self._memory.is_blocked(
+                    "weights", self._units[ahead].name
+                ):
+                    break
+                self._start(ahead)
+                self._ahead.add(ahead)
+        self._ahead.discard(unit)
+        self._finish(unit)
+
+    def begin_unshard(self, unit: int) -> collectives.Pending | None:
+        """Begin to gather one unit without waiting (the caller's own prefetch)."""
+        self._start(unit)
+        return self._pending.get(unit)
+
+    def passed(self, unit: int) -> None:
+        """The microbatch's backward has gone through the unit: see [Note: when weights are freed]."""
+        if self._state[unit] is not State.SHARDED and self._keep[unit] is not Keep.STEP:
+            self._passed.add(unit)
+
+    def leave_forward(self, unit: int, *, training: bool) -> None:
+        """The unit's forward is over; its weights go unless they stay for the backward."""
+        if self._state[unit] is State.SHARDED:
+            return
+        if training and (self._keep[unit] is not Keep.NOTHING or self._backward_is_next(unit)):
+            return
+        self.free(unit)
+
+    def _backward_is_next(self, unit: int) -> bool:
+        """Of the forward's last unit. While nothing is recorded, what is registered last is taken for it."""
+        if self._units[unit].spans:
+            return True
+        if self._order.follows:
+            return self._order.next_is_same(unit)
+        return unit == len(self._units) - 1
+
+    def leave_recompute(self, unit: int) -> None:
+        """As `leave_forward`, inside a backward: the unit's own backward comes soon; one gather serves both, unless
+        that exceeds the bound."""
+        if self._gathered > self._bound and self._keep[unit] is Keep.NOTHING:
+            self.free(unit)
+
+    def leave_evaluation(self) -> None:
+        """A forward without backward is over: nothing stays gathered."""
+        self.end_microbatch(last=True)
+
+    def end_microbatch(self, *, last: bool) -> None:
+        """Free all but what stays for the whole step and what was gathered ahead; with the last one, all."""
+        for unit in range(len(self._units)):
+            stays = self._keep[unit] is Keep.STEP or unit in self._ahead
+            if self._state[unit] is not State.SHARDED and (last or not stays):
+                self.free(unit)
+
+    def free(self, unit: int) -> None:
+        """The storage of the unit's weights is empty on return."""
+        self._finish(unit)  # never takes memory away from a collective under way
+        self._memory.release("weights", self._units[unit].name, self._full[unit])
+        self._state[unit] = State.SHARDED
+        self._gathered -= self._numel[unit]
+        self._passed.discard(unit)
+        self._ahead.discard(unit)
+
+    def weights_changed(self) -> None:
+        """Shards hold new weights: what is gathered is out of date."""
+        for unit, state in enumerate(self._state):
+            if state is not State.SHARDED:
+                self.free(unit)
+        self._outer_stale = self._outer.size > 1 and self._buffer.sharding.optimizer is Cut.FULL
+
+    def settle(self) -> None:
+        """Shards at rest are up to date on return. Communicates over dp_outer where the optimizer is cut there."""
+        if not self._outer_stale:
+            return
+        self._outer_stale = False
+        place, sharding = self._buffer.place, self._buffer.sharding
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
+        for bucket in self._buffer.buckets:
+            if bucket.trained:
+                part = bucket.weights.view(place.outer_size, -1)[place.outer_rank]
+                by_dtype[bucket.weights.dtype].append((bucket.weights, part))
+        assert sharding.weights is Cut.INNER, sharding
+        for pairs in by_dtype.values():
+            self._traffic.count("outer_all_gather", sum(_bytes(full) for full, _ in pairs))
+            collectives.all_gather_units(pairs, self._outer, async_op=True).wait()
+
+    def _start(self, unit: int) -> None:
+        if self._state[unit] is not State.SHARDED:
+            return
+        self.settle()
+        fulls = self._full[unit]
+        self._memory.acquire("weights", self._units[unit].name, fulls)
+        self._gathered += self._numel[unit]
+        self.peak_gathered = max(self.peak_gathered, self._gathered)
+        pairs = [(bucket.full_weights, bucket.weights) for bucket in self._buckets[unit]]
+        if self._group.size > 1:
+            self._traffic.count("all_gather", sum(_bytes(full) for full in fulls))
+        self._pending[unit] = collectives.all_gather_units(pairs, self._group, async_op=True)
+        self._state[unit] = State.GATHERING
+
+    def _finish(self, unit: int) -> None:
+        if self._state[unit] is State.GATHERING:
+            self._pending.pop(unit).wait()
+            self._state[unit] = State.WHOLE
+
+    def _free_passed(self, but: int) -> None:
+        for unit in tuple(self._passed):
+            if unit != but:
+                self.free(unit)
+        self._passed.discard(but)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

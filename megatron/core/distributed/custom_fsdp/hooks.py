@@ -1,0 +1,163 @@
+"""When a model's units are about to run, and when they have run: hooks on its modules and on tensors of its graph.
+
+forward pre-hook of a module      -> `enter_forward`
+forward hook                      -> `leave_forward`
+gradient of an output arrives     -> `enter_backward`
+gradient of every input is there  -> `passed`: backward has gone through the unit
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from megatron.core.distributed.custom_fsdp.units import Unit
+from megatron.core.module import ModelError
+
+
+class UnitDriver(Protocol):
+    """What follows from the hooks. recomputing: inside a backward, whose forward is run again."""
+
+    def begin_forward(self, *, training: bool) -> None:
+        """A chunk's forward begins (not when it is recomputed)."""
+
+    def end_forward(self, *, training: bool) -> None: ...
+
+    def enter_forward(self, unit: int, *, recomputing: bool) -> None: ...
+
+    def leave_forward(self, unit: int, *, recomputing: bool) -> None: ...
+
+    def enter_backward(self, unit: int) -> None: ...
+
+    def passed(self, unit: int) -> None: ...
+
+
+class _Call:
+    """One forward of a unit with a graph; alive as long as the graph is."""
+
+
+@dataclasses.dataclass
+class _Run:
+    """A module's forward under way. versions: of its input tensors when it began."""
+
+    call: _Call
+    inputs: list[Tensor]
+    versions: list[int]
+
+
+class UnitHooks:
+    """Installs the hooks. backward: also those of the graph."""
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], units: Sequence[Unit], driver: UnitDriver, *, backward: bool
+    ) -> None:
+        self._driver = driver
+        self._backward = backward
+        self._runs: list[_Run] = []
+        self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
+        self._calls: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
+        for chunk in chunks:
+            chunk.register_forward_pre_hook(self._begin_forward)
+        for unit in units:
+            for module in unit.modules:
+                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True)
+                module.register_forward_hook(self._leave(unit), with_kwargs=True)
+        for chunk in chunks:
+            chunk.register_forward_hook(self._end_forward)
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self._runs.clear()  # of a forward that ended with an error
+            for ran in self._ran.values():
+                ran.clear()
+            self._driver.begin_forward(training=torch.is_grad_enabled())
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self._driver.end_forward(training=torch.is_grad_enabled())
+
+    def _enter(self, unit: Unit) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._driver.enter_forward(unit.index, recomputing=in_backward())
+            graph = self._backward and torch.is_grad_enabled()
+            inputs = list(tensors_in((args, kwargs))) if graph else []
+            run = _Run(_Call(), inputs, [tensor._version for tensor in inputs])
+            self._runs.append(run)
+            if graph:
+                self._watch_inputs(unit, run)
+
+        return enter
+
+    def _leave(self, unit: Unit) -> Any:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            run = self._runs.pop()
+            if [tensor._version for tensor in run.inputs] != run.versions:
+                raise ModelError(
+                    f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
+                    "new tensors, because its input's gradient tells when its backward is over: use the operation that "
+                    "is not in place"
+                )
+            if self._backward and torch.is_grad_enabled():
+                self._watch_outputs(unit, output)
+            ran = self._ran[unit.index]
+            ran.add(id(module))
+            if len(ran) == len(unit.modules):
+                ran.clear()
+                self._driver.leave_forward(unit.index, recomputing=in_backward())
+
+        return leave
+
+    def _watch_inputs(self, unit: Unit, run: _Run) -> None:
+        """The unit is passed once all of its calls are: a module may run several times."""
+        inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
+        if not inputs:
+            return
+        call, calls = run.call, self._calls[unit.index]
+        calls.add(call)
+
+        def through(_: Any) -> None:
+            calls.discard(call)
+            if not calls:
+                self._driver.passed(unit.index)
+
+        if len(inputs) == 1:
+            inputs[0].register_hook(through)
+        else:
+            register_multi_grad_hook(inputs, through, mode="all")
+
+    def _watch_outputs(self, unit: Unit, output: Any) -> None:
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+        def arrives(_: Tensor) -> None:
+            self._driver.enter_backward(unit.index)
+
+        if len(outputs) == 1:
+            outputs[0].register_hook(arrives)
+        elif outputs:
+            register_multi_grad_hook(outputs, arrives, mode="any")
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (torch keeps no public word for it)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -1,0 +1,87 @@
+"""Every byte that the engine holds: by category and unit, now and at most.
+
+Persistent categories are booked once, when the engine is built; transient ones when their memory is taken and given
+back. Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+
+PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
+TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer")
+
+
+class Ledger:
+    """Live and peak bytes. Categories are those above; a unit is any name, "" for what belongs to none."""
+
+    def __init__(self) -> None:
+        self._live: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._by_category: collections.Counter[str] = collections.Counter()
+        self._peaks: collections.Counter[str] = collections.Counter()
+        self._transient_bytes = 0
+        self.peak_transient_bytes = 0
+        self.overflows = 0  # acquisitions of the double buffer that took memory beside its slots, as planned
+
+    def hold(self, category: str, unit: str, num_bytes: int) -> None:
+        """Memory was taken."""
+        self._live[category, unit] += num_bytes
+        self._by_category[category] += num_bytes
+        self._peaks[category] = max(self._peaks[category], self._by_category[category])
+        if category in TRANSIENT:
+            self._transient_bytes += num_bytes
+            self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
+        else:
+            assert category in PERSISTENT, f"category {category!r}; known: {PERSISTENT + TRANSIENT}"
+
+    def free(self, category: str, unit: str, num_bytes: int) -> None:
+        """Memory was given back."""
+        assert self._live[category, unit] >= num_bytes, (
+            f"{category} of {unit!r}: {num_bytes} bytes given back of {self._live[category, unit]}"
+        )
+        self._live[category, unit] -= num_bytes
+        self._by_category[category] -= num_bytes
+        if category in TRANSIENT:
+            self._transient_bytes -= num_bytes
+
+    def book(self, persistent: Mapping[str, int]) -> None:
+        """Memory held for the whole run, by category."""
+        for category, num_bytes in persistent.items():
+            self.hold(category, "", num_bytes)
+
+    def live(self, category: str, unit: str | None = None) -> int:
+        """Bytes held now, of one unit or of all."""
+        return self._by_category[category] if unit is None else self._live[category, unit]
+
+    def peak(self, category: str) -> int:
+        """The most bytes of a category at once, since the beginning or `reset_peaks`."""
+        return self._peaks[category]
+
+    @property
+    def persistent_bytes(self) -> int:
+        return sum(self._by_category[category] for category in PERSISTENT)
+
+    @property
+    def transient_bytes(self) -> int:
+        return self._transient_bytes
+
+    def reset_peaks(self) -> None:
+        """Peaks count from now on."""
+        self._peaks = collections.Counter(self._by_category)
+        self.peak_transient_bytes = self._transient_bytes
+
+    def lines(self) -> list[str]:
+        """A table for the log: a row a category, then the units that hold something now."""
+        out = [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}"]
+        for category in (*PERSISTENT, *TRANSIENT):
+            if self._peaks[category]:
+                out.append(f"{category:<14}{self._by_category[category]:>16,}{self._peaks[category]:>16,}")
+        out.append(f"{'persistent':<14}{self.persistent_bytes:>16,}")
+        out.append(f"{'transient':<14}{self._transient_bytes:>16,}{self.peak_transient_bytes:>16,}")
+        for (category, unit), num_bytes in sorted(self._live.items()):
+            if unit and num_bytes:
+                out.append(f"  {category} {unit}: {num_bytes:,}")
+        if self.overflows:
+            out.append(f"double buffer: {self.overflows} times memory beside the slots")
+        return out

@@ -1,0 +1,133 @@
+"""Memory of transient tensors: gathered weights, gradients on their way to a shard.
+
+[Note: storages] A parameter is a view of its unit's full tensor, for the whole run. The tensor's storage is empty while
+the weights are cut; `acquire` gives it memory again, `release` takes it away, and no view notices: parameters, and what
+autograd saved of them, keep identity and storage object. A view that somebody reads while the storage is empty reads
+freed memory; `debug.py` finds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
+
+CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the ledger, by role
+
+
+class TransientMemory(Protocol):
+    """Where transient tensors live."""
+
+    def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] without memory. role: "weights", "grads" or "extra"."""
+
+    def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        """Memory for all of a unit's tensors of one role; their values are anything."""
+
+    def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        """Take it away."""
+
+    def is_blocked(self, role: str, unit: str) -> bool:
+        """Whether `acquire` has to wait until another unit has released its memory."""
+
+
+class AllocatedMemory:
+    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return empty_storage(numel, dtype, device)
+
+    def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            num_bytes = tensor.numel() * tensor.element_size()
+            storage = tensor.untyped_storage()
+            assert storage.nbytes() == 0, f"{role} of {unit}: acquired twice"
+            storage.resize_(num_bytes)
+            self._ledger.hold(CATEGORY[role], unit, num_bytes)
+
+    def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._ledger.free(CATEGORY[role], unit, storage.nbytes())
+            storage.resize_(0)
+
+    def is_blocked(self, role: str, unit: str) -> bool:
+        return False
+
+
+class DoubleBuffer:
+    """Two lasting slots a role, shared by all units but those that overflow (`slots.plan_slots`).
+
+    slot_of: unit -> slot, None for a unit with memory of its own. A slot is as large as its largest unit; a unit's
+    tensors of one role lie in it one after the other.
+    """
+
+    def __init__(self, ledger: Ledger, slot_of: Mapping[str, int | None]) -> None:
+        self._ledger = ledger
+        self._slot_of = slot_of
+        self._beside = AllocatedMemory(ledger)
+        self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
+        self._slot_bytes: dict[tuple[str, int], int] = {}
+        self._used_bytes: dict[tuple[str, str], int] = {}  # (role, unit) -> bytes given out
+        self._held_by: dict[tuple[str, int], str] = {}
+
+    def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        slot = self._slot(role, unit)
+        if slot is None:
+            return self._beside.new(role, unit, numel, dtype, device)
+        if slot not in self._storages:
+            self._storages[slot] = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        start = self._used_bytes.get((role, unit), 0)
+        start = -(-start // 256) * 256  # each tensor on a boundary that any kernel is content with
+        end = start + numel * dtype.itemsize
+        self._used_bytes[role, unit] = end
+        self._slot_bytes[slot] = max(self._slot_bytes.get(slot, 0), end)
+        storage = self._storages[slot]
+        if storage.nbytes() < end:
+            storage.resize_(end)
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        tensor.set_(storage, start // dtype.itemsize, (numel,), (1,))
+        storage.resize_(0)  # until it is used for the first time
+        return tensor
+
+    def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        slot = self._slot(role, unit)
+        if slot is None:
+            self._ledger.overflows += 1
+            self._beside.acquire(role, unit, tensors)
+            return
+        other = self._held_by.setdefault(slot, unit)
+        assert other == unit, f"{role}: slot {slot[1]} is asked for by {unit} and held by {other}"
+        storage = self._storages[slot]
+        if storage.nbytes() == 0:
+            storage.resize_(self._slot_bytes[slot])
+            self._ledger.hold("slots", f"{role} {slot[1]}", self._slot_bytes[slot])
+
+    def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        slot = self._slot(role, unit)
+        if slot is None:
+            self._beside.release(role, unit, tensors)
+        else:
+            assert self._held_by.pop(slot) == unit
+
+    def is_blocked(self, role: str, unit: str) -> bool:
+        slot = self._slot(role, unit)
+        return slot is not None and self._held_by.get(slot, unit) != unit
+
+    def _slot(self, role: str, unit: str) -> tuple[str, int] | None:
+        slot = self._slot_of[unit] if role in ("weights", "grads") else None
+        return None if slot is None else (role, slot)
+
+
+def empty_storage(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel] with a storage of its own that has no memory."""
+    tensor = torch.empty(numel, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor

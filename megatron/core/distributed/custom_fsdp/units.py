@@ -1,0 +1,190 @@
+"""What is gathered and reduced together: units of modules, declared by a model or derived from its module classes.
+
+A parameter belongs to the innermost unit around the module that owns it. Where units are derived (`unit_modules`), what
+is outside of every one of them forms units of its own: a run of neighbours in the order of registration (embeddings
+before the layers, norm and head behind them) is one, and what a container or the model itself owns directly is one that
+stays gathered from the model's first operation to its last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from megatron.core.module import ModelError, ModelUnit
+
+# A class, the name of one, or names of modules that form one unit together.
+UnitModule = type[nn.Module] | str | tuple[str, ...]
+
+LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)  # plain modules whose backward does not read their weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """modules: in the order in which they run. names: of its parameters. backward_reads: backward needs the weights.
+    spans: a chunk of the model is one of its modules, so it is in use from the chunk's beginning to its end. lasts: it
+    spans, or other units run between its modules, so that they come and go while it stays."""
+
+    index: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    backward_reads: bool
+    spans: bool
+    lasts: bool
+
+
+def find_units(
+    chunks: Sequence[nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    declared: Iterable[ModelUnit] | None,
+    unit_modules: Sequence[UnitModule] | None,
+) -> tuple[Unit, ...]:
+    """The units of a rank's chunks, in the order of the forward as far as declaration or registration tell it.
+
+    declared: `MegatronModule.units` of all chunks; they cover every parameter. unit_modules: otherwise.
+    Raises ModelError where nothing matches, or where a parameter is in two units.
+    """
+    if declared is None:
+        declared = derive_units(chunks, unit_modules or ())
+        covered = False
+    else:
+        declared = tuple(declared)
+        covered = True
+    owners = _owners(chunks, parameters, declared)
+    missing = [name for name in parameters if name not in owners]
+    assert not (covered and missing), f"parameters in no unit: {missing}"
+    units: list[Unit] = []
+    for place, unit in enumerate(declared):
+        names = tuple(name for name in parameters if owners[name] == place)
+        if names:
+            spans = any(module is chunk for module in unit.modules for chunk in chunks)
+            lasts = spans or _encloses(chunks, declared, unit)
+            units.append(Unit(len(units), unit.name, unit.modules, names, unit.backward_reads, spans, lasts))
+    return tuple(units)
+
+
+def _encloses(chunks: Sequence[nn.Module], declared: Sequence[ModelUnit], unit: ModelUnit) -> bool:
+    """Whether modules of other units are registered between the first and the last of this one's."""
+    unit_of = {id(module): other.name for other in declared for module in other.modules}
+    order = [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
+    first, last = order.index(unit.name), len(order) - order[::-1].index(unit.name)
+    return any(name != unit.name for name in order[first:last])
+
+
+def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]) -> tuple[ModelUnit, ...]:
+    """Units for models that declare none. Raises ModelError where a class or name matches nothing."""
+    units: list[ModelUnit] = []
+    for chunk in chunks:
+        matched = _matched(chunk, unit_modules)
+        units += _with_rest(chunk, matched)
+    found = {word for unit in units for word in _words(unit)}
+    unmatched = [word for word in unit_modules if _spelled(word) not in found]
+    if unmatched:
+        classes = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
+        raise ModelError(
+            f"--fsdp-unit-modules (fsdp_unit_modules) {[_spelled(word) for word in unmatched]}: no module of the model "
+            f"matches; its classes are {classes}"
+        )
+    return tuple(units)
+
+
+def _spelled(word: UnitModule) -> str:
+    if isinstance(word, str):
+        return word
+    return "+".join(word) if isinstance(word, tuple) else word.__name__
+
+
+def _words(unit: ModelUnit) -> tuple[str, ...]:
+    return unit.name, *(cls.__name__ for module in unit.modules for cls in type(module).__mro__)
+
+
+def _matched(
+    chunk: nn.Module, unit_modules: Sequence[UnitModule]
+) -> dict[int, tuple[str, tuple[nn.Module, ...]]]:
+    """id of a module -> (name, modules) of the unit that it belongs to."""
+    by_name = dict(chunk.named_modules())
+    found: dict[int, tuple[str, tuple[nn.Module, ...]]] = {}
+    for words in (word for word in unit_modules if isinstance(word, tuple)):
+        unknown = [name for name in words if name not in by_name]
+        if unknown:
+            raise ModelError(f"fsdp_unit_modules {words}: the model has no modules {unknown}")
+        modules = tuple(by_name[name] for name in words)
+        found |= {id(module): ("+".join(words), modules) for module in modules}
+    classes = tuple(word for word in unit_modules if isinstance(word, type))
+    spelled = {word for word in unit_modules if isinstance(word, str)}
+    for name, module in by_name.items():
+        names = {cls.__name__ for cls in type(module).__mro__}
+        if id(module) not in found and (isinstance(module, classes) or names & spelled):
+            found[id(module)] = (name or type(module).__name__, (module,))
+    return found
+
+
+def _with_rest(
+    chunk: nn.Module, matched: dict[int, tuple[str, tuple[nn.Module, ...]]]
+) -> Iterator[ModelUnit]:
+    """The matched units and those of what is left, in the order of registration."""
+    spanning = ModelUnit(type(chunk).__name__, (chunk,))
+    units: list[ModelUnit] = []
+    run: list[tuple[str, nn.Module]] = []
+    direct = False
+
+    def close() -> None:
+        if run:
+            lookup = all(isinstance(module, LOOKUP_TABLES) for _, module in run)
+            name = "+".join(name for name, _ in run)
+            units.append(ModelUnit(name, tuple(module for _, module in run), backward_reads=not lookup))
+            run.clear()
+
+    inside: set[int] = set()  # below a matched module
+    seen: set[str] = set()
+    for name, module in chunk.named_modules():
+        if id(module) in matched:
+            close()
+            unit_name, modules = matched[id(module)]
+            inside |= {id(child) for member in modules for child in member.modules()}
+            if unit_name not in seen:
+                seen.add(unit_name)
+                lookup = all(isinstance(member, LOOKUP_TABLES) for member in modules)
+                units.append(ModelUnit(unit_name, modules, backward_reads=not lookup))
+        elif id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        elif next(module.children(), None) is None and module is not chunk:
+            run.append((name, module))
+        else:
+            direct = True  # a container's own: only the whole model's forward is known to enclose their use
+    close()
+    if direct and id(chunk) not in matched:
+        units.insert(0, spanning)
+    yield from units
+
+
+def _owners(
+    chunks: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], declared: Sequence[ModelUnit]
+) -> dict[str, int]:
+    """Parameter name -> place of its unit. Raises ModelError where it has two."""
+    unit_of = {id(module): place for place, unit in enumerate(declared) for module in unit.modules}
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    owners: dict[str, int] = {}
+
+    def visit(module: nn.Module, unit: int | None) -> None:
+        unit = unit_of.get(id(module), unit)
+        for parameter in module.parameters(recurse=False):
+            name = name_of[id(parameter)]
+            if unit is None:
+                continue
+            other = owners.setdefault(name, unit)
+            if other != unit:
+                first, second = declared[other].name, declared[unit].name
+                raise ModelError(
+                    f"parameter {name!r} is shared by the units {first!r} and {second!r}: declare them as one, with a "
+                    f"tuple of the modules' names in fsdp_unit_modules"
+                )
+        for child in module.children():
+            visit(child, unit)
+
+    for chunk in chunks:
+        visit(chunk, None)
+    return owners

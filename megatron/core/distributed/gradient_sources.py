@@ -1,0 +1,62 @@
+"""Where gradients come from: the sinks of our layers, and autograd's hooks for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.param_meta import GradRoute
+from megatron.core.protocols import GradListener
+from megatron.core.weight_grad import WeightGradAccumulator, add_gradient
+
+Sinks = Sequence[WeightGradAccumulator | None] | WeightGradAccumulator | None
+
+
+def connect(
+    chunks: ModelChunks, buffer: FlatBuffer, sinks: Sinks, listener: GradListener, *, scale: float = 1.0
+) -> dict[str, int]:
+    """Bind every sink to the accumulators of its chunks' parameters, and hook what autograd accumulates.
+
+    scale: of every contribution. Returns how often each key is reported in a microbatch.
+    """
+    sink_of = _sink_of_each_chunk(chunks, sinks)
+    reports: dict[str, int] = {}
+    keys_of: dict[int, tuple[WeightGradAccumulator, dict[str, Tensor]]] = {}
+    for name in buffer.names:
+        meta, holders = buffer.param_meta[name], chunks.holders[name]
+        here = [sink for chunk in holders if (sink := sink_of[chunk]) is not None]
+        assert len(here) in (0, len(holders)), f"{name}: of chunks {holders} only some have a sink"
+        reports |= dict.fromkeys(meta.grad_keys, 1)
+        for sink in here:
+            grads = keys_of.setdefault(id(sink), (sink, {}))[1]
+            grads |= {key: buffer.main_grad(key) for key in meta.grad_keys}
+        if not here or meta.route is GradRoute.AUTOGRAD:
+            reports[name] = len(holders)  # each chunk's backward reports what it has accumulated
+            hook = _autograd_hook(name, buffer.main_grad(name), listener, scale)
+            chunks.parameters[name].register_post_accumulate_grad_hook(hook)
+    for sink, grads in keys_of.values():
+        sink.bind(grads, listener, scale=scale)
+    return reports
+
+
+def _sink_of_each_chunk(chunks: ModelChunks, sinks: Sinks) -> tuple[WeightGradAccumulator | None, ...]:
+    if sinks is None or isinstance(sinks, WeightGradAccumulator):
+        return (sinks,) * len(chunks.modules)
+    assert len(sinks) == len(chunks.modules), f"{len(sinks)} sinks for {len(chunks.modules)} chunks"
+    return tuple(sinks)
+
+
+def _autograd_hook(
+    name: str, main_grad: Tensor, listener: GradListener, scale: float
+) -> Callable[[Tensor], None]:
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        overwrite = listener.grad_begins(name)
+        add_gradient(main_grad, parameter.grad, overwrite=overwrite, scale=scale)
+        parameter.grad = None
+        listener.grad_ready(name, 0)
+
+    return take

@@ -1,0 +1,19 @@
+"""All ranks begin with the same weights: for modules that are initialised from the rank's own generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron.core import collectives
+from megatron.core.parallel_state import ParallelState
+
+
+def broadcast_weights(modules: Iterable[nn.Module], ps: ParallelState) -> None:
+    """Every rank takes data parallel rank 0's parameters and buffers: before an engine cuts them. Communicates over
+    dp."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                collectives.broadcast(tensor.detach(), ps.dp_group)
