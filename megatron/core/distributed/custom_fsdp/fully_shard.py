@@ -202,7 +202,8 @@ class FullyShardedModule(nn.Module):
                 strategy = self.engine.config.data_parallel_sharding_strategy
                 raise ModelError(
                     f"--data-parallel-sharding-strategy {strategy}: gradients of an earlier backward are there, "
-                    "reduced: call zero_grad() before the next forward, or run all backwards of a step but its last inside no_sync()"
+                    "reduced: call zero_grad() before the next forward, or run all backwards of a step but its last "
+                    "inside no_sync()"
                 )
             self._zero_where_asked(held)
             self.engine.begin_step(None, accumulate=held)
