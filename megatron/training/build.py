@@ -13,11 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.module import MegatronModule, ModelContext, ModelError, ModelUnit
@@ -84,12 +86,7 @@ class Engine:
         Communicates over data parallel ranks where those of the last step are not gathered yet.
         """
         self.model.settle_weights()
-        buffer = self.model.buffer
-        return [
-            piece
-            for name, meta in self.param_meta.items()
-            for piece in pieces_of("model", meta, buffer.weight(name))
-        ]
+        return weight_pieces(self.model.buffer)
 
 
 def build_gpt_model(
@@ -150,10 +147,10 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
     )
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
-    model = _data_parallel(config, ps, chunks, meta)
     if not ours:
-        model.broadcast_weights()
-    elif config.model.init_model_with_meta_device:
+        broadcast_weights([chunk.module for chunk in chunks], ps)
+    model = _data_parallel(config, ps, chunks, meta)
+    if config.model.init_model_with_meta_device:
         _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
         model.weights_changed()
     optimizer = build_optimizer(config.optimizer, model.buffer, ps)
