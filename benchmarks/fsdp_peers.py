@@ -11,6 +11,7 @@ main weights.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +30,8 @@ class PlainLoop:
     """Forward and backward of each microbatch, then Adam. `last_only`: a context for all but the last backward."""
 
     def __init__(self, work: Work, model: nn.Module, batches: Batches, *, autocast: bool) -> None:
-        self.model, self.batches = model, batches
+        self.model: Any = model  # some have methods of their own
+        self.batches = batches
         self.optimizer = plain_adam(model)
         self.kind = work.device.kind
         self.autocast = autocast and work.dtype != torch.float32
@@ -105,6 +107,7 @@ class DeepSpeedLoop:
     def __init__(self, work: Work, stage: int) -> None:
         deepspeed = require("deepspeed", "benchmarks")
         self.batches = work.mine
+        os.environ["LOCAL_RANK"] = str(work.ps.rank)  # it insists on having been launched by a launcher
         deepspeed.init_distributed(dist_backend=work.device.backend, auto_mpi_discovery=False, verbose=False)
         bf16 = work.dtype == torch.bfloat16
         model = plain_model(work)

@@ -22,8 +22,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,7 @@ from megatron.core.rank_grid import RankGrid
 from tests.harness.ranks import RankContext, run_ranks
 
 OURS = tuple(name for name in PARTNERS if name.startswith("ours-"))
-# What is compared by default, so arranged that each part has its own peers: a run of 100 million parameters holds one
-# part at a time (--in-parts).
+# What is compared by default, so arranged that each part has its own peers (--in-parts).
 PARTS = (
     ("single", "ddp", "deepspeed-z1", "ours-no_shard", "ours-optim"),
     (
@@ -62,6 +63,7 @@ PARTS = (
 DEFAULT = tuple(dict.fromkeys(name for part in PARTS for name in part))
 WARM_UP = 2  # the first step records the order of gathers, the second replays it
 MEMORY_STEPS = 3
+STATE_BYTES = 16  # a parameter, unsharded: weights, gradients, two moments
 
 
 def builders(names: Sequence[str]) -> dict[str, Callable[[Work], Trainer]]:
@@ -177,13 +179,16 @@ def contestants(dtype: str, args: argparse.Namespace, told: set[str]) -> tuple[s
     return tuple(names)
 
 
-def parts_of(names: Sequence[str], in_parts: bool) -> list[tuple[str, ...]]:
+def parts_of(names: Sequence[str], size: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
     """What is held at once: everything, or part by part, what belongs to no part in the last."""
-    if not in_parts:
+    held = STATE_BYTES * SIZES[size].num_params * args.ranks * len(names)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    auto = args.device == "cpu" and held > memory / 2
+    if args.in_parts == "no" or (args.in_parts == "auto" and not auto):
         return [tuple(names)]
     parts = [tuple(name for name in names if name in part) for part in PARTS]
     parts[-1] += tuple(name for name in names if name not in DEFAULT)
-    return [part for part in parts if part and part != ("single",)]
+    return [part for part in parts if part and part != ("single",)] or [tuple(names)]
 
 
 def parse() -> argparse.Namespace:
@@ -207,7 +212,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
-    parser.add_argument("--in-parts", action="store_true", help="hold fewer contestants in memory at once")
+    parser.add_argument(
+        "--in-parts",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="hold fewer contestants in memory at once, each part with a `single` of its own (auto: where all would "
+        "take more than half of the machine's)",
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one case")
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args()
@@ -223,13 +234,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
+    # DeepSpeed calls collectives by names that torch has replaced, and would print that at each call
+    warnings.filterwarnings(
+        "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
+    )
     told: set[str] = set()
     cases = []
     for size in args.sizes:
         for dtype in args.dtypes:
             for microbatches in args.microbatches:
                 names = contestants(dtype, args, told)
-                for part in [names] if args.memory else parts_of(names, args.in_parts):
+                for part in [names] if args.memory else parts_of(names, size, args):
                     run = run_memory if args.memory else run_timing
                     case = run(part, size, dtype, microbatches, args)
                     cases.append(case)
