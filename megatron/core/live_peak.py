@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from types import TracebackType
 
 from megatron.core.device import Device, heap_bytes
+
+
+_SWITCH_S = 2e-4  # the thread waits no longer than this for Python's lock while it looks
 
 
 class LivePeak:
@@ -30,6 +35,7 @@ class LivePeak:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._switch_s = 0.0
 
     @property
     def above_baseline(self) -> int:
@@ -37,10 +43,14 @@ class LivePeak:
 
     def __enter__(self) -> LivePeak:
         assert self._thread is None and not self._over.is_set(), "a LivePeak is used once"  # noqa: PT018
+        gc.collect()  # what is garbage already belongs to neither
+        self._device.synchronize()
         self._device.reset_peak()
         self.baseline = self.peak_bytes = self._in_use()
         self.num_looks = 1
         if self._device.kind == "cpu":
+            self._switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._look_again_and_again, name="live-peak", daemon=True)
             self._thread.start()
         return self
@@ -49,8 +59,10 @@ class LivePeak:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        self._device.synchronize()
         if self._thread is not None:
             self._thread.join()
+            sys.setswitchinterval(self._switch_s)
         self.look()
 
     def look(self) -> int:

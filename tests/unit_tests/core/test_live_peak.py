@@ -1,5 +1,6 @@
 """The peak of memory in use, against tensors whose sizes are known."""
 
+import sys
 import time
 
 import pytest
@@ -48,9 +49,10 @@ def test_memory_that_lives_from_before_belongs_to_the_baseline():
 
 
 def test_the_thread_ends_with_the_block_whatever_happens():
-    live = LivePeak(CPU)
+    live, before = LivePeak(CPU), sys.getswitchinterval()
     with pytest.raises(KeyError), live:
         raise KeyError("of the block")
+    assert sys.getswitchinterval() == before
     assert not live._thread.is_alive()
     with pytest.raises(AssertionError, match="used once"), live:
         pass
