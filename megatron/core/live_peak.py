@@ -9,7 +9,6 @@ from types import TracebackType
 
 from megatron.core.device import Device, heap_bytes
 
-
 _SWITCH_S = 2e-4  # the thread waits no longer than this for Python's lock while it looks
 
 
