@@ -79,6 +79,9 @@ def test_sink_accumulates_and_tells_its_listener():
     heard = []
 
     class Listener:
+        def grad_begins(self, key):
+            return False
+
         def grad_ready(self, key, microbatch):
             heard.append((key, microbatch))
 
@@ -124,6 +127,9 @@ class Part:
 
 def split_sink(log):
     class Listener:
+        def grad_begins(self, key):
+            return False
+
         def grad_ready(self, key, microbatch):
             log.append((key, microbatch))
 

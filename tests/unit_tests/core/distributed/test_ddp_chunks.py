@@ -15,7 +15,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import LOOKUP, GradRoute, ParamMeta
-from megatron.core.weight_grad import WeightGradAccumulator
+from megatron.core.weight_grad import WeightGradAccumulator, add_gradient
 from tests.harness.ranks import run_ranks
 
 CPU = Device("cpu")
@@ -62,7 +62,7 @@ def put(ddp, chunks, key, microbatch, rank):
     name = ddp.buffer.param_of_key(key)
     sink = chunks[int(name.split(".")[1]) // LAYERS].sink
     sink.microbatch = microbatch
-    sink.main_grads[key].add_(contribution(key, microbatch, rank))
+    add_gradient(sink.main_grads[key], contribution(key, microbatch, rank), overwrite=ddp.grad_begins(key))
     sink.done(key, microbatch)
 
 

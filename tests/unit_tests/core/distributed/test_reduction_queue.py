@@ -10,6 +10,8 @@ from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.reduction_queue import MAX_TEMPORARIES, ReductionQueue
+from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.distributed.traffic_counter import TrafficCounter
 from megatron.core.param_meta import ParamMeta
 from tests.harness.ranks import run_ranks
 
@@ -20,7 +22,14 @@ def a_bucket_each(dp_size: int) -> FlatBuffer:
     config = DistributedDataParallelConfig(ddp_bucket_size=1)
     meta = {name: ParamMeta(name, (8,)) for name in NAMES}
     parameters = {name: nn.Parameter(torch.zeros(8)) for name in NAMES}
-    return FlatBuffer(parameters, meta, config, dp_size=dp_size, device=torch.device("cpu"))
+    return FlatBuffer(
+        parameters,
+        meta,
+        config,
+        sharding=sharding_of("no_shard"),
+        place=ShardPlace(inner_size=dp_size),
+        device=torch.device("cpu"),
+    )
 
 
 def launch(ctx):
@@ -28,7 +37,7 @@ def launch(ctx):
     buffer = a_bucket_each(ctx.world_size)
     for name in NAMES:
         buffer.main_grad(name).fill_(10.0**ctx.rank)
-    queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, average=False)
+    queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, TrafficCounter())
     assert len(queue._reducers) == len(NAMES)
     counts = []
     for name in reversed(NAMES):
@@ -64,7 +73,7 @@ def test_in_place_sums_between_exchanges(monkeypatch):
     def body(ctx):
         numbers = iter(range(6))
         monkeypatch.setattr(collectives, "sum_gradients", lambda bucket, group: Fake(next(numbers)))
-        queue = ReductionQueue(a_bucket_each(2), ctx.ps.dp_reduce_group, average=False)
+        queue = ReductionQueue(a_bucket_each(2), ctx.ps.dp_reduce_group, TrafficCounter())
         queue.launch_all()
         in_flight = list(waited)
         queue.wait()
