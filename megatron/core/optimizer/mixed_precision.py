@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
@@ -29,7 +29,8 @@ from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, squared_sums_of_parts, zero_counts_of_parts
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup, build_param_groups, flat_slices
+from megatron.core.optimizer.param_groups import FlatSlice, ParamGroup, build_param_groups, flat_slices
+from megatron.core.optimizer.ragged_ends import RaggedEnds, vector_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.protocols import Stepper
 
@@ -73,20 +74,24 @@ class MixedPrecisionOptimizer(Stepper):
         self._vector = ModelVector(buffer, ps)
         if not self._vector.size:
             raise ModelError("nothing to train: all parameters are frozen; leave requires_grad on for some")
-        self._slices = flat_slices(buffer)
-        self._torch: torch.optim.Optimizer | None = None  # of a stage without parameters
-        self.param_groups: list[ParamGroup] = []
-        if self._slices:
-            self._torch = _torch_optimizer(config, build_param_groups(config, buffer, self._slices))
-            # torch keeps these very dicts; the scheduler writes lr and weight_decay into them.
-            self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
         # moment -> one flat tensor an arena, of the optimizer's part; empty for frozen parameters
         self._moments = {
             moment: tuple(_moment(buffer, arena) for arena in buffer.arenas)
             for moment in _moment_names(config)
         }
+        bodies, ends = flat_slices(buffer, vector_of(ps.device.torch_device))
+        self._slices = [(piece, nn.Parameter(piece.main_weights)) for piece in bodies]
+        self._ends = self._ends_of_groups(ends)
+        parameters = [(piece.span.group, parameter) for piece, parameter in self._slices]
+        parameters += [(group.group, group.parameter) for group, _ in self._ends]
+        self._torch: torch.optim.Optimizer | None = None  # where this rank has no part of any parameter
+        self.param_groups: list[ParamGroup] = []
+        if parameters:
+            self._torch = _torch_optimizer(config, build_param_groups(config, buffer, parameters))
+            # torch keeps these very dicts; the scheduler writes lr and weight_decay into them.
+            self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
         self._steps = [
-            torch.zeros((), dtype=torch.float32, device=ps.device.torch_device) for _ in self._slices
+            torch.zeros((), dtype=torch.float32, device=ps.device.torch_device) for _ in parameters
         ]
         self._bind()
 
@@ -134,13 +139,7 @@ class MixedPrecisionOptimizer(Stepper):
             for memory in self.buffer.buckets
             if memory.optimizer_grads is not None
         }
-        for piece in self._slices:
-            piece.parameter.grad = grads_of[id(piece.bucket)][piece.start : piece.end]
-        grads_of.clear()
-        if self._torch is not None:
-            self._torch.step()
-        for piece in self._slices:
-            piece.parameter.grad = None  # frees the temporary
+        self._step_torch(grads_of)
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
 
@@ -224,6 +223,40 @@ class MixedPrecisionOptimizer(Stepper):
             return grads.to(dtype).mul_(factor)
         return (grads * factor).to(dtype)
 
+    def _step_torch(self, grads_of: dict[int, Tensor]) -> None:
+        """grads_of: scaled gradients of each bucket, by its identity."""
+        if self._torch is None:
+            return
+
+        def grad(piece: FlatSlice) -> Tensor:
+            return grads_of[id(piece.bucket)][piece.start : piece.end]
+
+        for piece, parameter in self._slices:
+            parameter.grad = grad(piece)
+        for ends, pieces in self._ends:
+            self._torch.state[ends.parameter].update(ends.gather([grad(piece) for piece in pieces]))
+        self._torch.step()
+        for _, parameter in self._slices:
+            parameter.grad = None  # frees the temporary
+        for ends, _ in self._ends:
+            state = self._torch.state[ends.parameter]
+            ends.scatter({moment: state.pop(moment) for moment in self._moments})
+
+    def _ends_of_groups(self, slices: list[FlatSlice]) -> list[tuple[RaggedEnds, list[FlatSlice]]]:
+        pieces_of: dict[tuple[int, str], list[FlatSlice]] = {}
+        for piece in slices:
+            pieces_of.setdefault((piece.bucket.arena, piece.span.group), []).append(piece)
+        made = []
+        for (_, group), pieces in pieces_of.items():
+            moments = {
+                moment: [self._moment_of(moment, piece) for piece in pieces] for moment in self._moments
+            }
+            made.append((RaggedEnds(group, [piece.main_weights for piece in pieces], moments), pieces))
+        return made
+
+    def _moment_of(self, moment: str, piece: FlatSlice) -> Tensor:
+        return self._moments[moment][piece.bucket.arena][piece.span.start : piece.span.end]
+
     def _mutable(self) -> Iterator[Tensor]:
         """Everything that `step` changes."""
         for arena in self.buffer.arenas:
@@ -236,13 +269,17 @@ class MixedPrecisionOptimizer(Stepper):
         yield from self._steps
 
     def _bind(self) -> None:
-        """Give torch its state before the first step: views of our moments, and a step count a slice."""
-        for piece, step in zip(self._slices, self._steps, strict=True):
-            state: dict[str, Any] = {"step": step} if self.config.optimizer == "adam" else {}
-            for moment, flats in self._moments.items():
-                state[moment] = flats[piece.bucket.arena][piece.span.start : piece.span.end]
-            assert self._torch is not None
-            self._torch.state[piece.parameter] = state
+        """Give torch its state before the first step: views of our moments (but of ragged ends, which get theirs in a
+        step), and a step count a parameter."""
+        if self._torch is None:
+            return
+        of_ends = [ends.parameter for ends, _ in self._ends]
+        parameters = [*(parameter for _, parameter in self._slices), *of_ends]
+        for parameter, step in zip(parameters, self._steps, strict=True):
+            self._torch.state[parameter] = {"step": step} if self.config.optimizer == "adam" else {}
+        for piece, parameter in self._slices:
+            moments = {moment: self._moment_of(moment, piece) for moment in self._moments}
+            self._torch.state[parameter].update(moments)
 
     def _arena_index(self, name: str) -> int:
         memory = self.buffer.bucket_of(name)

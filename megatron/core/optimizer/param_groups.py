@@ -3,16 +3,16 @@
 Biases and 1-D parameters never decay (`ParamMeta.decay`); `--decoupled-lr` applies to the embedding and the
 output layer only (`ParamMeta.embedding_or_output`). A group's parameters are long slices of what this rank holds of
 the flat main weights, not the model's own tensors: the update is elementwise, so cutting the buffer elsewhere
-changes no value.
+changes no value (see [Note: whole vectors] in ragged_ends).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TypedDict
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.flat_buffer import FlatBuffer, group_of
@@ -38,7 +38,7 @@ class ParamGroup(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class FlatSlice:
-    """What torch's optimizer takes for one parameter: a span of a bucket's main weights.
+    """A span of a bucket's main weights.
 
     start, end: its elements in the bucket's part. span: the same in the arena's flat buffer at rest (of moments).
     """
@@ -47,28 +47,45 @@ class FlatSlice:
     span: Span
     start: int
     end: int
-    parameter: nn.Parameter
+
+    @property
+    def main_weights(self) -> Tensor:
+        assert self.bucket.main_weights is not None
+        return self.bucket.main_weights[self.start : self.end]
+
+    def narrowed(self, start: int, end: int) -> FlatSlice:
+        """Elements [start, end) of the slice."""
+        first = self.span.start
+        span = dataclasses.replace(self.span, start=first + start, end=first + end)
+        return FlatSlice(self.bucket, span, self.start + start, self.start + end)
 
 
-def flat_slices(buffer: FlatBuffer) -> list[FlatSlice]:
-    """What this rank updates, without padding, in the buffer's order; nothing where it has no part of any parameter."""
+def flat_slices(buffer: FlatBuffer, vector: int = 1) -> tuple[list[FlatSlice], list[FlatSlice]]:
+    """What this rank updates, without padding, in the buffer's order; nothing where it has no part of any parameter.
+
+    First slices of multiples of `vector` elements, then what is left at their ends.
+    """
     cut = buffer.sharding.optimizer
     memory_of = {(memory.arena, memory.bucket.index): memory for memory in buffer.buckets}
-    slices = []
+    bodies, ends = [], []
     for index, arena in enumerate(buffer.arenas):
         for span in arena.layout.spans_at_rest(buffer.place, cut) if arena.trained else ():
-            memory = memory_of[index, span.bucket]
-            assert memory.main_weights is not None
             first = arena.layout.rest_start(span.bucket, buffer.place, cut)
-            start, end = span.start - first, span.end - first
-            slices.append(FlatSlice(memory, span, start, end, nn.Parameter(memory.main_weights[start:end])))
-    return slices
+            whole = FlatSlice(memory_of[index, span.bucket], span, span.start - first, span.end - first)
+            numel = span.end - span.start
+            body = numel // vector * vector
+            if body:
+                bodies.append(whole.narrowed(0, body))
+            if body < numel:
+                ends.append(whole.narrowed(body, numel))
+    return bodies, ends
 
 
 def build_param_groups(
-    config: OptimizerConfig, buffer: FlatBuffer, slices: Sequence[FlatSlice]
+    config: OptimizerConfig, buffer: FlatBuffer, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[ParamGroup]:
-    """One group for each kind of parameter that the buffer holds, in order of first use in the model."""
+    """One group for each kind of parameter that the buffer holds, in order of first use in the model. parameters: of
+    torch's optimizer, by the layout's group."""
     groups: dict[str, ParamGroup] = {}
     for name in buffer.names:
         meta = buffer.param_meta[name]
@@ -76,8 +93,8 @@ def build_param_groups(
         key = group_of(meta)
         if key not in groups:
             groups[key] = _empty_group(config, key, decays=meta.decay, decoupled=decoupled)
-    for piece in slices:
-        groups[piece.span.group]["params"].append(piece.parameter)
+    for key, parameter in parameters:
+        groups[key]["params"].append(parameter)
     return list(groups.values())
 
 
