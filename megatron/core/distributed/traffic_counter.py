@@ -6,10 +6,14 @@ The payload of a collective is its full buffer: what is gathered, or reduced, co
 from __future__ import annotations
 
 import collections
+import dataclasses
+
+from megatron.core.distributed.custom_fsdp.traffic import Moved, Traffic
 
 
 class TrafficCounter:
-    """kinds: all_gather, reduce_scatter, all_reduce over the inner ranks; outer_... over the outer ones."""
+    """kinds: all_gather, reduce_scatter, all_reduce over the inner ranks; outer_... over the outer ones;
+    evaluation_all_gather: for forwards without backward, which no step's plan knows of."""
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
@@ -22,6 +26,11 @@ class TrafficCounter:
     def reset(self) -> None:
         self.calls.clear()
         self.payload_bytes.clear()
+
+    def as_traffic(self) -> Traffic:
+        """As plans are written."""
+        kinds = [field.name for field in dataclasses.fields(Traffic)]
+        return Traffic(**{kind: Moved(self.calls[kind], self.payload_bytes[kind]) for kind in kinds})
 
     def as_dict(self) -> dict[str, tuple[int, int]]:
         """kind -> (calls, payload bytes)."""

@@ -7,10 +7,15 @@ by unit as backward leaves them. Source of the rows: ZeRO (Rajbhandari et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
@@ -19,8 +24,16 @@ from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, Double
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.reshard_plan import UnitFacts, UnitPolicy, policies
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
-from megatron.core.distributed.custom_fsdp.traffic import UnitSize, default_bound
-from megatron.core.distributed.custom_fsdp.units import Unit, UnitModule, find_units
+from megatron.core.distributed.custom_fsdp.traffic import (
+    Traffic,
+    UnitSize,
+    default_bound,
+    demand_order,
+    gathers_of,
+    peak_gathered,
+    predict_step,
+)
+from megatron.core.distributed.custom_fsdp.units import Unit, UnitModule, find_units, forward_order
 from megatron.core.distributed.distributed_data_parallel import (
     DistributedDataParallel,
     Reduction,
@@ -136,13 +149,14 @@ class FullyShardedDataParallel(DistributedDataParallel):
 
     # Sizes and policies ---------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def bound(self) -> int:
         """Elements gathered, and elements of gradients under way, at any time: --suggested-communication-unit-size."""
         given = self.config.suggested_communication_unit_size
-        return default_bound(self.unit_sizes()) if given is None else given
+        return default_bound(self.unit_sizes) if given is None else given
 
-    def unit_sizes(self) -> list[UnitSize]:
+    @functools.cached_property
+    def unit_sizes(self) -> tuple[UnitSize, ...]:
         """What the plans need to know of each unit's buckets."""
         sizes = []
         for unit in self.units:
@@ -159,7 +173,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
                     frozen_bytes=sum(_bytes(one.full_weights) for one in frozen),
                 )
             )
-        return sizes
+        return tuple(sizes)
 
     def begin_step(
         self, num_microbatches: int | None, *, reduce_gradients: bool = True, accumulate: bool = False
@@ -174,15 +188,10 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def policies_for(self, num_microbatches: int) -> tuple[UnitPolicy, ...]:
         """--fsdp-reshard-policy for steps of so many microbatches."""
         if num_microbatches not in self._policies:
-            last = len(self.units) - 1
+            gathers = gathers_of(self.unit_sizes, self._order, kept_to_last_use=self._lasting)
             facts = [
-                UnitFacts(
-                    size.name,
-                    size.weight_bytes,
-                    size.wire_bytes,
-                    gathers=1 if not size.backward_reads or unit.lasts or unit.index == last else 2,
-                )
-                for size, unit in zip(self.unit_sizes(), self.units, strict=True)
+                UnitFacts(size.name, size.weight_bytes, size.wire_bytes, gathers=max(1, times))
+                for size, times in zip(self.unit_sizes, gathers, strict=True)
             ]
             self._policies[num_microbatches] = policies(
                 facts,
@@ -195,7 +204,73 @@ class FullyShardedDataParallel(DistributedDataParallel):
             )
         return self._policies[num_microbatches]
 
+    def predicted_traffic(self, num_microbatches: int) -> Traffic:
+        """What the collectives of a step move, if units run in the order in which they are registered."""
+        cut = self.sharding.main_grads is not Cut.WHOLE
+        return predict_step(
+            self.unit_sizes,
+            self.sharding,
+            inner_size=self.place.inner_size,
+            outer_size=self.place.outer_size,
+            num_microbatches=num_microbatches,
+            policies=self.policies_for(num_microbatches) if cut else None,
+            kept_to_last_use=self._lasting,
+            forward_order=self._order,
+            outer_grad_bytes=self._outer_bytes(lambda one: one.optimizer_grads, lambda one: one.main_grads),
+            outer_weight_bytes=self._outer_bytes(lambda one: one.weights, lambda one: one.weights),
+        )
+
+    def predicted_peak_gathered(self, num_microbatches: int) -> int:
+        """The most elements gathered at once, under the same condition; 0 where weights are whole."""
+        if self.sharding.weights is Cut.WHOLE:
+            return 0
+        order = demand_order(self.unit_sizes, self._order)
+        chosen = self.policies_for(num_microbatches)
+        return peak_gathered(
+            self.unit_sizes, order, self.bound, kept_to_last_use=self._lasting, policies=chosen
+        )
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return forward_order(self.chunks, self.units)
+
+    @property
+    def _lasting(self) -> frozenset[int]:
+        return frozenset(unit.index for unit in self.units if unit.lasts)
+
+    def _outer_bytes(
+        self, part: Callable[[BucketMemory], Tensor | None], cut: Callable[[BucketMemory], Tensor | None]
+    ) -> list[int]:
+        """Bytes by dtype of what outer ranks sum (`part`, HSDP) or cut among them (`cut`, HFSDP)."""
+        sizes: dict[torch.dtype, int] = {}
+        for bucket in self.buffer.buckets:
+            tensor = (cut if self.sharding.optimizer is Cut.FULL else part)(bucket)
+            if bucket.trained and tensor is not None:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + _bytes(tensor)
+        return list(sizes.values())
+
+    def _check_traffic(self, num_microbatches: int) -> None:
+        """The step has moved what its plan says: all of it, or its reductions where units ran in another order."""
+        expected = self.predicted_traffic(num_microbatches)
+        counted = self.traffic.as_traffic()
+        if self.sharding.weights is not Cut.WHOLE:
+            uses = itertools.groupby(demand_order(self.unit_sizes, self._order))
+            as_planned = tuple(unit for unit, _ in uses) == self._gatherer.order.demanded
+            if not as_planned:
+                counted = dataclasses.replace(counted, all_gather=expected.all_gather)
+            else:
+                peak = self.predicted_peak_gathered(num_microbatches)
+                assert self._gatherer.peak_gathered <= peak, (self._gatherer.peak_gathered, peak)
+        assert counted == expected, f"the step moved {counted}, its plan says {expected}"
+
     # GradSync -------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """After the last backward: gradients are complete where the optimizer reads them. Raises PeerLostError."""
+        told = self._running("finish()").num_microbatches
+        super().finish()
+        if told is not None:
+            self._check_traffic(told)
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""

@@ -126,7 +126,7 @@ class Gatherer:
 
     def _backward_is_next(self, unit: int) -> bool:
         """Of the forward's last unit. While nothing is recorded, what is registered last is taken for it."""
-        if self._units[unit].spans:
+        if self._units[unit].lasts:
             return True
         if self._order.follows:
             return self._order.next_is_same(unit)
@@ -191,7 +191,8 @@ class Gatherer:
         self.peak_gathered = max(self.peak_gathered, self._gathered)
         pairs = [(bucket.full_weights, bucket.weights) for bucket in self._buckets[unit]]
         if self._group.size > 1:
-            self._traffic.count("all_gather", sum(_bytes(full) for full in fulls))
+            kind = "all_gather" if self._order is self._orders[True] else "evaluation_all_gather"
+            self._traffic.count(kind, sum(_bytes(full) for full in fulls))
         self._pending[unit] = collectives.all_gather_units(pairs, self._group, async_op=True)
         self._state[unit] = State.GATHERING
 

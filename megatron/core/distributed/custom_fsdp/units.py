@@ -9,6 +9,7 @@ stays gathered from the model's first operation to its last.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
@@ -64,6 +65,14 @@ def find_units(
             lasts = spans or _encloses(chunks, declared, unit)
             units.append(Unit(len(units), unit.name, unit.modules, names, unit.backward_reads, spans, lasts))
     return tuple(units)
+
+
+def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[int, ...]:
+    """The units in the order in which their modules are registered: the order of the forward, as far as that tells."""
+    unit_of = {id(module): unit.index for unit in units for module in unit.modules}
+    order = [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
+    order += [unit.index for unit in units if unit.spans]  # to the very end
+    return tuple(unit for unit, _ in itertools.groupby(order))
 
 
 def _encloses(chunks: Sequence[nn.Module], declared: Sequence[ModelUnit], unit: ModelUnit) -> bool:
