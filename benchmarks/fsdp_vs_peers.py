@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.fsdp_peers import PEERS, why_not
+from benchmarks.fsdp_peers import PEERS, import_packages, why_not
 from benchmarks.fsdp_report import PARTNERS, Step, check_losses, memory_case, text_of, timing_case
 from benchmarks.fsdp_workload import DTYPES, SIZES, Trainer, Work, make_work
 from benchmarks.machine_load import LivePeak, busy_s, live_bytes
@@ -130,6 +130,7 @@ def memory_ranks(
     """On each rank: peak bytes of a contestant alone, and its steps."""
     work = make_work(size, dtype, microbatches, parallel_state(ctx, args.device))
     build = builders([name])[name]
+    import_packages(name)
     gc.collect()
     before = live_bytes(work.device)
     trainer = build(work)
