@@ -18,6 +18,7 @@ from megatron.core.distributed.shard_layout import (
     layout_of_buckets,
     plan_layouts,
 )
+from megatron.core.distributed.sharding import Cut, ShardPlace
 
 specs_lists = st.lists(
     st.tuples(
@@ -54,7 +55,7 @@ def test_layout_properties(specs, dp_size, bucket_size, num_buckets):
             position = bucket.end
             # Cuts evenly, wastes little, and holds no more than it needs to reach the size asked for.
             assert bucket.numel % (ALIGNMENT * dp_size) == 0
-            assert bucket.end - bucket.used_end < ALIGNMENT * dp_size
+            assert bucket.end - bucket.used_end == bucket.padding < ALIGNMENT * dp_size
             *others, _last = bucket.names
             assert sum(by_name[name].numel for name in others) < limit
         assert layout.numel == position
@@ -63,30 +64,176 @@ def test_layout_properties(specs, dp_size, bucket_size, num_buckets):
         assert order == sorted(order, key=lambda name: -int(name[1:]))
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
-@given(specs_lists, st.sampled_from([1, 2, 3, 8, 64]), sizes)
-def test_shards_partition_every_bucket_and_every_parameter(specs, dp_size, bucket_size):
-    for layout in plan_layouts(specs, dp_size, bucket_size=bucket_size):
+def places(inner: int, outer: int) -> list[ShardPlace]:
+    """All ranks, inner by inner and of each its outer ones: the order in which FULL parts lie."""
+    return [ShardPlace(i, inner, o, outer) for i in range(inner) for o in range(outer)]
+
+
+def holders(cut: Cut, inner: int, outer: int) -> list[ShardPlace]:
+    """One rank for each part, in order."""
+    of_index = {place.index(cut): place for place in reversed(places(inner, outer))}
+    return [of_index[index] for index in sorted(of_index)]
+
+
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(
+    specs_lists,
+    st.sampled_from([(1, 1), (2, 1), (3, 1), (8, 1), (2, 2), (4, 3), (1, 2)]),
+    sizes,
+    st.sampled_from(["flat", "tensor_atomic"]),
+    st.sampled_from(list(Cut)),
+)
+def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, bucket_size, placement, cut):
+    inner, outer = ranks
+    for layout in plan_layouts(specs, inner * outer, bucket_size=bucket_size, placement=placement):
+        ranks_of = holders(cut, inner, outer)
+        assert len(ranks_of) == ranks_of[0].ways(cut)
         for bucket in layout.buckets:
-            cuts = [layout.shard(bucket.index, rank) for rank in range(dp_size)]
+            cuts = [layout.shard(bucket.index, place, cut) for place in ranks_of]
             assert cuts[0][0] == bucket.start
             assert cuts[-1][1] == bucket.end
             assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
             assert len({end - start for start, end in cuts}) == 1
+            assert all(start % ALIGNMENT == 0 for start, _ in cuts)
         for slot in layout.slots:
-            covered = (
-                [i for rank in range(dp_size) for i in range(*layout.part_in_shard(slot.name, rank))]
-                if slot.numel <= 5000
-                else None
-            )
-            if covered is not None:
-                assert covered == list(range(slot.numel))
-            for rank in range(dp_size):  # parameter-relative and buffer-relative views agree
-                low, high = layout.part_in_shard(slot.name, rank)
-                start, end = layout.shard(slot.bucket, rank)
-                if high > low:
+            parts = [layout.part_of(slot.name, place, cut) for place in ranks_of]
+            held = [part for part in parts if part[0] < part[1]]
+            assert [0, *(end for _, end in held)] == [*(start for start, _ in held), slot.numel]
+            for place, (low, high) in zip(ranks_of, parts, strict=True):
+                start, end = layout.shard(slot.bucket, place, cut)
+                if high > low:  # parameter-relative and buffer-relative views agree
                     assert start <= slot.start + low
                     assert slot.start + high <= end
+                rest = layout.part_at_rest(slot.name, place, cut)
+                assert rest[1] - rest[0] == high - low
+        for place in ranks_of:  # a buffer at rest is its buckets' parts, one behind the other
+            position = 0
+            for bucket in layout.buckets:
+                assert layout.rest_start(bucket.index, place, cut) == position
+                start, end = layout.shard(bucket.index, place, cut)
+                position += end - start
+            assert position == layout.numel_at_rest(place, cut)
+
+
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(
+    specs_lists,
+    st.sampled_from([(1, 1), (4, 1), (2, 2), (2, 3)]),
+    sizes,
+    st.sampled_from(["flat", "tensor_atomic"]),
+    st.sampled_from(list(Cut)),
+)
+def test_spans_at_rest_are_the_parts_of_parameters_group_by_group(specs, ranks, bucket_size, placement, cut):
+    """Every element of the buffer at rest has the group of the parameter it belongs to, or none."""
+    for layout in plan_layouts(specs, math.prod(ranks), bucket_size=bucket_size, placement=placement):
+        for place in places(*ranks):
+            owner: dict[tuple[int, int], str] = {}
+            for slot in layout.slots:
+                start, end = layout.part_at_rest(slot.name, place, cut)
+                if start < end:
+                    owner[start, end] = slot.group
+            spans = layout.spans_at_rest(place, cut)
+            assert sum(s.end - s.start for s in spans) == sum(end - start for start, end in owner)
+            assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+            for (start, end), group in owner.items():
+                assert sum(s.start <= start and end <= s.end and s.group == group for s in spans) == 1
+            if placement == "flat":
+                assert all((a.group, a.bucket) != (b.group, b.bucket) for a, b in itertools.pairwise(spans))
+
+
+def test_outer_parts_lie_inside_inner_ones_and_a_whole_buffer_is_at_rest_as_it_is():
+    (layout,) = plan_layouts([ParamSpec("a", 5000, "float32"), ParamSpec("b", 100, "float32")], 6)
+    for place in places(2, 3):
+        inner = layout.shard(0, place, Cut.INNER)
+        full = layout.shard(0, place, Cut.FULL)
+        assert inner[0] <= full[0]
+        assert full[1] <= inner[1]
+        assert layout.spans_at_rest(place, Cut.WHOLE) == layout.spans
+        assert layout.part_at_rest("a", place, Cut.WHOLE) == (
+            layout.by_name["a"].start,
+            layout.by_name["a"].end,
+        )
+    with pytest.raises(AssertionError, match="of a layout over 6 ranks"):
+        layout.shard(0, ShardPlace(0, 2), Cut.INNER)
+
+
+unit_specs = st.lists(
+    st.tuples(
+        st.integers(0, 3000),
+        st.sampled_from(["float32", "bfloat16"]),
+        st.sampled_from(["decay", "no_decay"]),
+        st.sampled_from(["embedding", "l0", "l1", "head"]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=30,
+).map(lambda rows: [ParamSpec(f"p{i}", *row) for i, row in enumerate(rows)])
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(unit_specs, st.sampled_from([1, 2, 6]), sizes, st.none() | st.integers(1, 5))
+def test_units_are_never_split_and_follow_backward_order(specs, dp_size, bucket_size, num_buckets):
+    first = list(dict.fromkeys(spec.unit for spec in specs))
+    by_name = {spec.name: spec for spec in specs}
+    asked = bucket_size is not None or num_buckets is not None
+    limit = bucket_size_of(sum(s.numel for s in specs), dp_size, bucket_size, num_buckets)
+    layouts = plan_layouts(specs, dp_size, bucket_size=bucket_size, num_buckets=num_buckets, by_unit=True)
+    assert len({(layout.dtype, layout.trained) for layout in layouts}) == len(layouts)
+    assert sorted(slot.name for layout in layouts for slot in layout.slots) == sorted(by_name)
+    for layout in layouts:
+        in_order = [unit for bucket in layout.buckets for unit in bucket.units]
+        assert in_order == sorted(set(in_order), key=lambda unit: -first.index(unit))  # each once
+        for bucket in layout.buckets:
+            members = [by_name[name] for name in bucket.names]
+            assert {(m.dtype, m.trained) for m in members} == {(layout.dtype, layout.trained)}
+            assert tuple(dict.fromkeys(m.unit for m in members)) == bucket.units
+            assert bucket.padding == bucket.numel - sum(m.numel for m in members)
+            assert bucket.padding < ALIGNMENT * dp_size
+            before_last = [m for m in members if m.unit != bucket.units[-1]]
+            if asked:  # it was not full before the last unit came
+                assert not before_last or sum(m.numel for m in before_last) < limit
+            else:
+                assert len(bucket.units) == 1
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(specs_lists, st.sampled_from([1, 2, 3, 8, 64]), sizes)
+def test_tensor_atomic_placement_keeps_every_parameter_on_one_rank(specs, dp_size, bucket_size):
+    for layout in plan_layouts(specs, dp_size, bucket_size=bucket_size, placement="tensor_atomic"):
+        for bucket in layout.buckets:
+            slots = [slot for slot in layout.slots if slot.bucket == bucket.index]
+            assert sorted(slot.name for slot in slots) == sorted(bucket.names)
+            assert [slot.start for slot in slots] == sorted(slot.start for slot in slots)
+            assert all(a.end <= b.start for a, b in itertools.pairwise(slots))
+            assert bucket.numel % (ALIGNMENT * dp_size) == 0
+            loads = [0] * dp_size
+            for slot in slots:
+                held = [
+                    place.index(Cut.INNER)
+                    for place in places(dp_size, 1)
+                    if layout.part_of(slot.name, place, Cut.INNER) == (0, slot.numel)
+                ]
+                assert slot.numel == 0 or len(held) == 1
+                loads[held[0]] += slot.numel
+            # Largest first is never worse than 4/3 of the best, which has at least the mean and the largest.
+            best = max(sum(loads) / dp_size, max(slot.numel for slot in slots))
+            part = bucket.numel // dp_size
+            assert part - ALIGNMENT < max(loads) <= part
+            if len(slots) <= dp_size:
+                assert max(loads) == max(slot.numel for slot in slots)
+            assert max(loads) <= 2 * best
+            assert bucket.padding == bucket.numel - sum(loads)
+        assert layout.padding == layout.numel - sum(slot.numel for slot in layout.slots)
+
+
+def test_tensor_atomic_parts_are_balanced():
+    specs = [ParamSpec(f"p{i}", numel, "float32") for i, numel in enumerate([700, 500, 400, 300, 128])]
+    (layout,) = plan_layouts(specs, 2, placement="tensor_atomic")
+    (bucket,) = layout.buckets
+    held = [layout.part_of(f"p{i}", ShardPlace(0, 2), Cut.INNER)[1] > 0 for i in range(5)]
+    assert held == [True, False, False, True, False]  # 700 + 300 here, 500 + 400 + 128 there
+    assert bucket.numel == 2 * 1152  # 1028 of the fuller rank, rounded up
+    assert bucket.padding == 2 * 1152 - 2028
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
