@@ -94,10 +94,12 @@ class Weights(Protocol):
 
 @dataclasses.dataclass
 class _Step:
-    """A step under way. chunks_left: microbatches left, by chunk; None where nobody has said how many."""
+    """A step under way. new_weights: the first one with them. chunks_left: microbatches left, by chunk; None where nobody
+    has said how many."""
 
     num_microbatches: int | None
     reduce_gradients: bool
+    new_weights: bool
     chunks_left: list[int] | None
 
 
@@ -221,11 +223,12 @@ class DistributedDataParallel(GradSync):
         rank's own, and `finish` is not called. accumulate: add to the sums of the step before.
         """
         assert num_microbatches is None or num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
+        new_weights = self._weights_are_new
         self._count_from_here(new_weights=False)
         self._reduction.begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
         self.buffer.grads_divided_by = round(1.0 / self._scale)
         left = None if num_microbatches is None else [num_microbatches] * len(self.chunks)
-        self._step = _Step(num_microbatches, reduce_gradients, left)
+        self._step = _Step(num_microbatches, reduce_gradients, new_weights, left)
 
     def expect_last(self) -> None:
         """The microbatch whose backward comes next is the last of a step whose length was not told."""

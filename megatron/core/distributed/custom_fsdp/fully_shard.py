@@ -7,7 +7,8 @@
     optimizer.step()
     optimizer.zero_grad()
 
-`model.parameters()` are this rank's shards: 1-D, one a parameter that the rank has a part of, fp32 for 16-bit models.
+`model.parameters()` are this rank's shards: 1-D, one a parameter (empty where the rank has no part of it, so that every
+rank builds the same optimizer), fp32 for 16-bit models.
 The wrapped module's own parameters stay what they were, whole while they are in use.
 """
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -96,12 +99,13 @@ class FullyShardedModule(nn.Module):
         engine.weights_changed()
         self._names: dict[str, str] = {}  # name of the registered shard -> of the parameter
         for name in engine.buffer.names:
-            shard = engine.buffer.main_weight_part(name)
-            if shard.numel():
-                self._names[name.replace(".", "/")] = name
-                self.register_parameter(name.replace(".", "/"), nn.Parameter(shard))
+            self._names[name.replace(".", "/")] = name
+            shard = nn.Parameter(engine.buffer.main_weight_part(name))
+            self.register_parameter(name.replace(".", "/"), shard)
         engine.on_gradient = self._arm
         self._versions = self._current_versions()
+        self._stepped = False
+        self._watch_optimizers()
         self._sync = True
         self._armed = False
         self._holds_sum = False  # the gradients are sums that a next backward adds to
@@ -129,13 +133,36 @@ class FullyShardedModule(nn.Module):
         self.module.train(mode)
         return super().train(mode)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedModule:
+        for name, shard in self.named_parameters():
+            new = fn(shard.data)
+            if (new.dtype, new.device) != (shard.dtype, shard.device):
+                raise ModelError(
+                    f"{self._names[name]} would become {new.dtype} on {new.device}: a sharded module keeps dtype and "
+                    "device; convert the module before fully_shard"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedModule:
+        raise ModelError(
+            "a sharded module cannot be copied: its memory and groups are its own; copy the module before fully_shard, "
+            "or load full_state_dict() into another one"
+        )
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside do not reduce; the first one after it reduces the sum.
 
         What it costs: gradients stay whole on every rank until then, as many bytes as all of the model's gradients (4
         an element in fp32). Without it, a backward costs one more reduction and no memory.
+
+        Raises ModelError where gradients share the double buffer's slots, which cannot keep them.
         """
+        if self.engine.config.fsdp_double_buffer and self.engine.sharding.main_grads is not Cut.WHOLE:
+            raise ModelError(
+                "--fsdp-double-buffer: no_sync() keeps the gradients of all units, and two slots hold those of two; "
+                "leave out one of them"
+            )
         before, self._sync = self._sync, False
         try:
             yield
@@ -195,38 +222,64 @@ class FullyShardedModule(nn.Module):
         if in_backward():
             return
         self._write_back()
+        if self._armed:
+            self._abandon_step()
         if torch.is_grad_enabled() and not self.engine.is_stepping:
-            held = self._holds_sum and any(parameter.grad is not None for parameter in self.parameters())
-            whole = self.engine.sharding.main_grads is Cut.WHOLE
-            if held and whole and self.engine.place.dp_size > 1:
-                strategy = self.engine.config.data_parallel_sharding_strategy
-                raise ModelError(
-                    f"--data-parallel-sharding-strategy {strategy}: gradients of an earlier backward are there, "
-                    "reduced: call zero_grad() before the next forward, or run all backwards of a step but its last "
-                    "inside no_sync()"
-                )
-            self._zero_where_asked(held)
-            self.engine.begin_step(None, accumulate=held)
+            self._begin_step()
 
-    def _zero_where_asked(self, held: bool) -> None:
-        """Gradients of some parameters only were set to None: these start at zero."""
-        if not held:
-            return
+    def _begin_step(self) -> None:
+        engine = self.engine
+        whole = engine.sharding.main_grads is Cut.WHOLE and engine.place.dp_size > 1
+        held = self._holds_sum and any(parameter.grad is not None for parameter in self.parameters())
+        if held and whole:
+            # sync, on this path only: zero_grad(set_to_none=False) leaves zeros, which may be overwritten
+            held = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters())
+            if held:
+                raise ModelError(
+                    f"--data-parallel-sharding-strategy {engine.config.data_parallel_sharding_strategy}: gradients of "
+                    "an earlier backward are there, reduced: call zero_grad() before the next forward, or run all "
+                    "backwards of a step but its last inside no_sync()"
+                )
+        if held:
+            self._take_held()
+        engine.begin_step(None, accumulate=held)
+
+    def _take_held(self) -> None:
+        """What is added to is what `.grad` holds now: nothing, or something else than what was reduced."""
         for parameter, name in self._shards():
+            grad = self.engine.buffer.main_grad_part(name)
             if parameter.grad is None:
-                self.engine.buffer.main_grad_part(name).zero_()
+                grad.zero_()
+            elif parameter.grad.data_ptr() != grad.data_ptr():
+                grad.copy_(parameter.grad)
+
+    def _abandon_step(self) -> None:
+        """The last backward ended with an error: what it has started ends, and what it has added is not kept."""
+        self._armed = False
+        if self.engine.is_stepping:
+            self.engine.reduce(0, last=True).wait()
+            self._begin_step()
 
     def _arm(self) -> None:
         """Called inside each backward: when it ends, the microbatch is over."""
         if self._armed:
             return
         self._armed = True
+        if not self.engine.is_stepping:  # several forwards ran before their backwards
+            self._begin_step()
         self.engine.hold_back(not self._sync)
         if self._sync:
             self.engine.expect_last()
+        self._call_after_backward()
+
+    def _call_after_backward(self, *_: Any) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
+        outside = torch._C._current_autograd_node()
+        if outside is not None:  # a backward inside a backward (reentrant checkpointing): that one has to end
+            handle = outside.register_hook(lambda *_: (handle.remove(), self._call_after_backward())[-1])
+            return
         self._armed = False
         self.engine.microbatch_done(0, 0)
         if not self._sync:
@@ -241,10 +294,24 @@ class FullyShardedModule(nn.Module):
     def _write_back(self) -> None:
         """After a step of the optimizer: its weights are the model's."""
         versions = self._current_versions()
-        if versions != self._versions:
+        if self._stepped or versions != self._versions:
             self.engine.buffer.copy_main_to_weights()
             self.engine.weights_changed()
-            self._versions = versions
+            self._versions, self._stepped = versions, False
+
+    def _watch_optimizers(self) -> None:
+        """Fused optimizers write weights without a word to autograd: every step of an optimizer that has one of ours is
+        heard of."""
+        ours, me = {id(parameter) for parameter in self.parameters()}, weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            module = me()
+            if module is not None and any(
+                id(p) in ours for group in optimizer.param_groups for p in group["params"]
+            ):
+                module._stepped = True
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters()]

@@ -25,6 +25,7 @@ from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.reshard_plan import UnitFacts, UnitPolicy, policies
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.custom_fsdp.traffic import (
+    Moved,
     Traffic,
     UnitSize,
     default_bound,
@@ -249,9 +250,13 @@ class FullyShardedDataParallel(DistributedDataParallel):
                 sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + _bytes(tensor)
         return list(sizes.values())
 
-    def _check_traffic(self, num_microbatches: int) -> None:
-        """The step has moved what its plan says: all of it, or its reductions where units ran in another order."""
+    def _check_traffic(self, num_microbatches: int, *, new_weights: bool) -> None:
+        """The step has moved what its plan says: all of it, or its reductions where units ran in another order.
+        new_weights: without, what is gathered once after a step was not (the first step, one after a skipped one)."""
         expected = self.predicted_traffic(num_microbatches)
+        if not new_weights:
+            once = {"all_gather"} if self.sharding.weights is Cut.WHOLE else {"outer_all_gather"}
+            expected = dataclasses.replace(expected, **dict.fromkeys(once, Moved()))
         counted = self.traffic.as_traffic()
         if self.sharding.weights is not Cut.WHOLE:
             uses = itertools.groupby(demand_order(self.unit_sizes, self._order))
@@ -267,10 +272,10 @@ class FullyShardedDataParallel(DistributedDataParallel):
 
     def finish(self) -> None:
         """After the last backward: gradients are complete where the optimizer reads them. Raises PeerLostError."""
-        told = self._running("finish()").num_microbatches
+        step = self._running("finish()")
         super().finish()
-        if told is not None:
-            self._check_traffic(told)
+        if step.num_microbatches is not None:
+            self._check_traffic(step.num_microbatches, new_weights=step.new_weights)
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""

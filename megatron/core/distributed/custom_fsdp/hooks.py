@@ -44,9 +44,9 @@ class _Call:
 
 @dataclasses.dataclass
 class _Run:
-    """A module's forward under way. versions: of its input tensors when it began."""
+    """A module's forward under way, that is no recomputation: those may be left in the middle, and what they held would
+    stay. versions: of its input tensors when it began."""
 
-    call: _Call
     inputs: list[Tensor]
     versions: list[int]
 
@@ -62,6 +62,7 @@ class UnitHooks:
         self._runs: list[_Run] = []
         self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
         self._calls: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
+        self._sources: set[int] = set()  # units with calls that have no differentiable input
         for chunk in chunks:
             chunk.register_forward_pre_hook(self._begin_forward)
         for unit in units:
@@ -84,20 +85,22 @@ class UnitHooks:
 
     def _enter(self, unit: Unit) -> Any:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._driver.enter_forward(unit.index, recomputing=in_backward())
+            recomputing = in_backward()
+            self._driver.enter_forward(unit.index, recomputing=recomputing)
             graph = self._backward and torch.is_grad_enabled()
             inputs = list(tensors_in((args, kwargs))) if graph else []
-            run = _Run(_Call(), inputs, [tensor._version for tensor in inputs])
-            self._runs.append(run)
-            if graph:
-                self._watch_inputs(unit, run)
+            if not recomputing:
+                self._note_source(unit, inputs, graph=graph)
+                tracked = [tensor for tensor in inputs if not tensor.is_inference()]
+                self._runs.append(_Run(tracked, [tensor._version for tensor in tracked]))
+            self._watch_inputs(unit, inputs)
 
         return enter
 
     def _leave(self, unit: Unit) -> Any:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            run = self._runs.pop()
-            if [tensor._version for tensor in run.inputs] != run.versions:
+            run = None if in_backward() else self._runs.pop()
+            if run is not None and [tensor._version for tensor in run.inputs] != run.versions:
                 raise ModelError(
                     f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
                     "new tensors, because its input's gradient tells when its backward is over: use the operation that "
@@ -113,17 +116,22 @@ class UnitHooks:
 
         return leave
 
-    def _watch_inputs(self, unit: Unit, run: _Run) -> None:
+    def _note_source(self, unit: Unit, inputs: Sequence[Tensor], *, graph: bool) -> None:
+        """No gradient of an input tells of the end of a call without differentiable inputs (lookups)."""
+        if graph and not any(tensor.requires_grad for tensor in inputs):
+            self._sources.add(unit.index)
+
+    def _watch_inputs(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
         """The unit is passed once all of its calls are: a module may run several times."""
-        inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
+        inputs = [tensor for tensor in inputs if tensor.requires_grad]
         if not inputs:
             return
-        call, calls = run.call, self._calls[unit.index]
+        call, calls = _Call(), self._calls[unit.index]
         calls.add(call)
 
         def through(_: Any) -> None:
             calls.discard(call)
-            if not calls:
+            if not calls and unit.index not in self._sources:
                 self._driver.passed(unit.index)
 
         if len(inputs) == 1:
