@@ -195,10 +195,10 @@ class StepRunner:
     def _digest(self, attempt: _Attempt) -> bytes:
         """Bits of the losses and of this rank's part of every reduced gradient."""
         digest = hashlib.blake2b(repr(sorted(attempt.totals.losses.items())).encode())
-        for bucket in self._engine.model.buffer.buckets:
-            if bucket.optimizer_grads is not None:
-                grads = bucket.optimizer_grads.detach().cpu().contiguous()  # sync: a failed step
-                digest.update(grads.view(torch.uint8).numpy().data)
+        buffer = self._engine.model.buffer
+        for grad in map(buffer.main_grad_part, buffer.names):  # not the buckets: their padding means nothing
+            bits = grad.detach().cpu().contiguous().view(torch.uint8)  # sync: a failed step
+            digest.update(bits.numpy().data)
         return digest.digest()
 
     def _find_site(self, batches: StepBatches, iteration: int, num_microbatches: int) -> NonFiniteSite:
@@ -232,14 +232,14 @@ class StepRunner:
         return (name for name in buffer.names if not _is_finite(buffer.main_weight_part(name)))
 
     def _nonfinite_gradients(self) -> Iterator[str]:
-        """Parameters whose own gradient of this rank is not finite, after a step without reduction."""
-        buffer = self._engine.model.buffer
-        if (
-            buffer.sharding.main_grads is not Cut.WHOLE
-        ):  # they were looked at before their memory was given back
-            return map(buffer.param_of_key, self._engine.model.nonfinite_keys())
-        grads = buffer.main_grads_by_key()
-        return (buffer.param_of_key(key) for key, grad in grads.items() if not _is_finite(grad))
+        """Parameters whose own gradient of this rank is not finite, after a step without reduction, in model order."""
+        model = self._engine.model
+        whole = model.buffer.sharding.main_grads is Cut.WHOLE
+        found = frozenset(model.nonfinite_keys())  # of gradients that are gone: where they are not whole
+        for name in model.buffer.names:
+            for key in model.buffer.param_meta[name].grad_keys:
+                if not _is_finite(model.buffer.main_grad(key)) if whole else key in found:
+                    yield name
 
 
 def _is_finite(tensor: Tensor) -> bool:
