@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
+from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.module import ModelError
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -323,3 +324,221 @@ def test_local_state_is_what_the_norm_is_made_of():
     expected = [float(buffer.main_grad(name).double().square().sum()) for name in buffer.names]
     assert sums.tolist() == pytest.approx(expected, rel=1e-14)
     assert math.sqrt(sum(sums.tolist())) / 2 == ours.prepare(2.0).norm
+
+
+# Every strategy, and ranks by inner and outer size, each emulated in this process: nothing communicates in `step`.
+CUTS = [
+    ("no_shard", sharding_of("no_shard"), 2, 1),
+    ("optim", sharding_of("optim"), 2, 1),
+    ("optim", sharding_of("optim"), 3, 2),
+    ("optim_grads", sharding_of("optim_grads"), 2, 1),
+    ("optim_grads_params", sharding_of("optim_grads_params"), 1, 1),
+    ("optim_grads_params", sharding_of("optim_grads_params"), 2, 1),
+    ("optim_grads_params", sharding_of("optim_grads_params"), 5, 1),
+    ("hybrid", sharding_of("optim_grads_params"), 2, 2),
+    ("fully_hybrid", sharding_of("optim_grads_params", "optim"), 2, 2),
+]
+cuts = pytest.mark.parametrize(
+    ("sharding", "inner", "outer"), [row[1:] for row in CUTS], ids=[f"{r[0]}-{r[2]}x{r[3]}" for r in CUTS]
+)
+
+
+def larger(dtype) -> nn.Module:
+    """Parts of its parameters begin and end in the middle of vectors."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(37, 23), nn.LayerNorm(23), nn.Linear(23, 31)).to(dtype)
+
+
+def all_ranks(sharding, inner, outer, dtype=torch.float32, **flags):
+    return [
+        make(
+            larger(dtype),
+            ddp_config=DistributedDataParallelConfig(),
+            sharding=sharding,
+            place=ShardPlace(i, inner, o, outer),
+            units={name: name[0] for name, _ in larger(dtype).named_parameters()},
+            **flags,
+        )
+        for i in range(inner)
+        for o in range(outer)
+    ]
+
+
+def gradient(name, shape, step):
+    generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def set_part_grads(buffer, step):
+    """The optimizer's part of the same gradients; all else that is at rest must not matter."""
+    for flat in buffer.main_grads_flat.values():
+        flat.fill_(float("nan"))
+    for name in buffer.names:
+        start, end = buffer.part(name, buffer.sharding.optimizer)
+        whole = gradient(name, buffer.param_meta[name].global_shape, step).view(-1)
+        buffer.main_grad_part(name).copy_(whole[start:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adam", "sgd", "sgd_plain"])
+@cuts
+def test_every_cut_updates_with_the_bits_of_torch_over_whole_tensors(sharding, inner, outer, dtype, name):
+    flags = {"weight_decay": 0.1, "decoupled_lr": 3e-3}
+    if name != "adam":
+        flags.update(optimizer="sgd", sgd_momentum=0.9 if name == "sgd" else 0.0)
+    reference = WholeVectors(larger(dtype).float())
+    groups = reference_groups(reference, 0.1, 1e-2, 3e-3)
+    if name == "adam":
+        theirs = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    else:
+        theirs = torch.optim.SGD(groups, momentum=flags["sgd_momentum"], fused=True)
+    ranks = all_ranks(sharding, inner, outer, dtype, **flags)
+    for step in range(5):
+        for parameter, shape in reference.shapes.items():
+            reference.set_grad(parameter, gradient(parameter, shape, step) * 0.25)
+        theirs.step()
+        for buffer, ours in ranks:
+            set_part_grads(buffer, step)
+            ours.step(divisor=2.0, clip_coefficient=0.5)
+    for buffer, _ in ranks:
+        for parameter in buffer.names:
+            expected = reference.value(parameter).view(-1)
+            start, end = buffer.part(parameter, sharding.optimizer)
+            assert torch.equal(buffer.main_weight_part(parameter), expected[start:end]), parameter
+            first, _ = buffer.part(parameter, sharding.weights)
+            held = buffer.weight_part(parameter)[start - first : end - first] if end > start else None
+            assert held is None or torch.equal(held, expected[start:end].to(dtype)), parameter
+
+
+def checkpoint_of(ranks) -> dict[str, torch.Tensor]:
+    """All ranks' pieces put together; what no rank has stays NaN, and replicas agree."""
+    whole: dict[str, torch.Tensor] = {}
+    for buffer, ours in ranks:
+        for piece in [*weight_pieces(buffer), *ours.pieces()]:
+            tensor = whole.setdefault(
+                piece.name, torch.full(piece.global_shape, float("nan"), dtype=piece.tensor.dtype)
+            )
+            view = tensor[
+                tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+            ]
+            assert view.isnan().all() or torch.equal(view, piece.tensor), piece.name
+            view.copy_(piece.tensor)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def load(ranks, whole: dict[str, torch.Tensor], state) -> None:
+    for buffer, ours in ranks:
+        for piece in [*weight_pieces(buffer), *ours.pieces()]:
+            slot = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+            piece.tensor.copy_(whole[piece.name][slot])
+        ours.load_state(state)
+
+
+def gather(ranks) -> None:
+    """What the engine does after a step: whole weights take what each rank has updated."""
+    for buffer, _ in ranks:
+        if buffer.sharding.weights is Cut.INNER and buffer.sharding.optimizer is Cut.INNER:
+            continue
+        for other, _ in ranks:
+            for name in buffer.names:
+                low, high = buffer.part(name, buffer.sharding.weights)
+                start, end = other.part(name, other.sharding.optimizer)
+                first, _ = other.part(name, other.sharding.weights)
+                if low <= start < end <= high:
+                    held = other.weight_part(name)[start - first : end - first]
+                    buffer.weight_part(name)[start - low : end - low].copy_(held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cuts
+def test_any_cut_goes_on_from_any_other(sharding, inner, outer, dtype):
+    """Three steps under one strategy, its pieces into another, three more: weights and moments bit by bit those of six
+    steps of one process."""
+    straight = all_ranks(WHOLE, 1, 1, dtype)
+    for before, after in (((WHOLE, 1, 1), (sharding, inner, outer)), ((sharding, inner, outer), CUTS[3][1:])):
+        first, second = all_ranks(*before, dtype), all_ranks(*after, dtype)
+        for step in range(3):
+            run_step(first, step)
+        load(second, checkpoint_of(first), first[0][1].state())
+        for step in range(3, 6):
+            run_step(second, step)
+        if not straight[0][1].num_steps:
+            for step in range(6):
+                run_step(straight, step)
+        expected, found = checkpoint_of(straight), checkpoint_of(second)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def run_step(ranks, step) -> None:
+    for buffer, ours in ranks:
+        set_part_grads(buffer, step)
+        ours.step(2.0, 0.5)
+    gather(ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cuts
+def test_rollback_puts_back_every_bit_of_a_shard(sharding, inner, outer, dtype):
+    for buffer, ours in all_ranks(sharding, inner, outer, dtype):
+        set_part_grads(buffer, 0)
+        ours.step(2.0)
+        set_part_grads(buffer, 1)
+        before = shard_bits(buffer, ours)
+        ours.snapshot()
+        ours.step(4.0, 0.5)
+        after = shard_bits(buffer, ours)
+        assert not before or not all(map(torch.equal, before, after))  # a rank may have nothing but padding
+        ours.rollback()
+        assert all(map(torch.equal, before, shard_bits(buffer, ours)))
+        assert ours.num_steps == 1
+        ours.step(4.0, 0.5)  # gradients are still there
+        assert all(map(torch.equal, after, shard_bits(buffer, ours)))
+        ours.commit()
+
+
+def shard_bits(buffer, ours) -> list[torch.Tensor]:
+    pieces = [*weight_pieces(buffer), *ours.pieces()]
+    return [tensor.clone() for tensor in (*(piece.tensor for piece in pieces), *ours._steps)]
+
+
+@cuts
+def test_moments_are_as_large_as_the_optimizers_part(sharding, inner, outer):
+    for buffer, ours in all_ranks(sharding, inner, outer, torch.bfloat16):
+        numel = sum(arena.layout.numel for arena in buffer.arenas) // buffer.place.ways(sharding.optimizer)
+        assert ours.persistent_bytes() == {"exp_avg": 4 * numel, "exp_avg_sq": 4 * numel}
+
+
+def test_a_rank_without_any_part_steps_too():
+    module = nn.Linear(2, 2)
+    meta_units = dict.fromkeys(("weight", "bias"), "all")
+    place = ShardPlace(1, 2)
+    buffer, ours = make(
+        module, ddp_config=DistributedDataParallelConfig(), sharding=STRATEGIES["optim_grads_params"],
+        place=place, units=meta_units,
+    )  # fmt: skip
+    assert [buffer.main_weight_part(name).numel() for name in buffer.names] == [0, 0]
+    ours.snapshot()
+    ours.step(1.0)
+    ours.rollback()
+    ours.commit()
+    assert (ours.num_steps, ours.pieces(), ours.param_groups) == (0, [], [])
+
+
+def test_main_weights_of_the_models_own_dtype():
+    """--megatron-fsdp-main-params-dtype auto: nothing but the weights themselves is updated."""
+    config = DistributedDataParallelConfig(megatron_fsdp_main_params_dtype="auto")
+    buffer, ours = make(model(torch.bfloat16), ddp_config=config)
+    reference = WholeVectors(model(torch.bfloat16))
+    theirs = torch.optim.AdamW(reference_groups(reference, 0.01, 1e-2), fused=True)
+    for step in range(3):
+        set_grads(buffer, step)
+        for name in buffer.names:
+            reference.set_grad(name, (buffer.main_grad(name) * 0.5).bfloat16())
+        theirs.step()
+        ours.step(2.0)
+    assert buffer.persistent_bytes()["main_weights"] == 0
+    for name in buffer.names:
+        assert buffer.main_weight(name).dtype == torch.bfloat16
+        assert torch.equal(buffer.weight(name), reference.value(name))

@@ -12,7 +12,7 @@ from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
+from megatron.core.distributed.sharding import STRATEGIES, ShardPlace, sharding_of
 from megatron.core.optimizer.clip_grads import norm_of, squared_sums
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -34,15 +34,17 @@ def gradient(name: str) -> torch.Tensor:
     return grad
 
 
-def optimizer_of(ps, stages: dict[int, list[str]], *, tied_on: int | None = None):
+def optimizer_of(ps, stages: dict[int, list[str]], *, tied_on: int | None = None, **cut):
     """This rank's optimizer, with gradients and weights in place."""
-    buffer = cut_buffer(ps, stages, tied_on=tied_on)
+    buffer = cut_buffer(ps, stages, tied_on=tied_on, **cut)
     optimizer = build_optimizer(OptimizerConfig(lr=1e-2), buffer, ps)
     for name in buffer.names:
+        local = torch.zeros(buffer.param_meta[name].local_shape)
         for region in buffer.param_meta[name].parts:
-            part = global_part(region, gradient(name))
-            region.view(buffer.main_grad(name)).copy_(part)
-            region.view(buffer.main_weight(name)).copy_(part * 3)
+            region.view(local).copy_(global_part(region, gradient(name)))
+        start, end = buffer.part(name, buffer.sharding.optimizer)
+        buffer.main_grad_part(name).copy_(local.view(-1)[start:end])
+        buffer.main_weight_part(name).copy_(3 * local.view(-1)[start:end])
     return optimizer
 
 
@@ -172,3 +174,72 @@ def test_two_parameters_of_one_name_and_wrong_copies_are_refused():
 
     with pytest.raises(RanksError, match=r"number of owners.*\('w', \(0,\)\): 2"):
         run_ranks(copies, 2)
+
+
+ROWS = {
+    "optim": (sharding_of("optim"), 1),
+    "optim_grads": (sharding_of("optim_grads"), 1),
+    "optim_grads_params": (sharding_of("optim_grads_params"), 1),
+    "hybrid": (sharding_of("optim_grads_params"), 2),
+    "hybrid optim": (sharding_of("optim"), 2),
+    "fully hybrid": (sharding_of("optim_grads_params", "optim"), 2),
+}
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
+def test_cut_optimizers_count_every_element_once(monkeypatch, tp, pp, dp):
+    """Every strategy: one sum over all ranks, the same bits on each, and nobody squares another's part."""
+    stages = cut_stages([5, 6] if pp == 2 else [11])
+
+    def body(ctx):
+        calls = []
+        real = collectives.all_reduce
+        monkeypatch.setattr(
+            collectives, "all_reduce", lambda t, g, *a, **k: (calls.append(g.purpose), real(t, g, *a, **k))[1]
+        )
+        figures = {}
+        for row, (sharding, instances) in ROWS.items():
+            ps = ctx.make_ps(tp=tp, pp=pp, dp=dp, instances=instances)
+            optimizer = optimizer_of(ps, {ps.pp_rank: stages[ps.pp_rank]}, sharding=sharding, units=True)
+            calls.clear()
+            stats = optimizer.prepare(3.0, count_zero_grads=True)
+            assert calls == ["world"]
+            squared = sum(
+                t.numel() for held in optimizer._owned(optimizer.buffer.main_grad_part) for t in held
+            )
+            local = optimizer.local_state().clone()
+            collectives.all_reduce(local, ps.world_group)
+            assert norm_of(local.tolist()) / 3.0 == stats.norm
+            figures[row] = (stats.norm, stats.num_zeros, optimizer.params_norm()), squared
+            optimizer.step(3.0, 0.5)
+        return figures
+
+    norm, zeros, weights = one_process(3.0)
+    by_rank = run_ranks(body, tp * pp * dp)
+    for row in ROWS:
+        for figures, _ in (of_rank[row] for of_rank in by_rank):
+            assert figures[0] == pytest.approx(norm, rel=1e-14)
+            assert figures[1] == zeros
+            assert figures[2] == pytest.approx(weights, rel=1e-14)
+            assert figures == by_rank[0][row][0]
+        assert sum(of_rank[row][1] for of_rank in by_rank) == sum(
+            math.prod(shape) for shape in MODEL.values()
+        )
+
+
+def test_a_cut_optimizer_hears_of_other_ranks_nonfinite_gradients():
+    def body(ctx):
+        ps = ctx.make_ps(dp=2)
+        found = []
+        for bad in (math.nan, math.inf):
+            optimizer = optimizer_of(ps, {0: list(MODEL)}, sharding=sharding_of("optim_grads_params"))
+            part = optimizer.buffer.main_grad_part("embedding")
+            if ps.dp_rank == 1:
+                assert part.numel() == 0  # lies on the other rank: the norm of this one is finite
+            else:
+                part[-1] = bad
+            stats = optimizer.prepare(1.0)
+            found.append((stats.nonfinite, stats.nonfinite_names, math.isfinite(stats.norm)))
+        return found
+
+    assert run_ranks(body, 2) == [[(True, ("embedding",), False)] * 2] * 2
