@@ -94,8 +94,8 @@ class Weights(Protocol):
 
 @dataclasses.dataclass
 class _Step:
-    """A step under way. new_weights: the first one with them. chunks_left: microbatches left, by chunk; None where nobody
-    has said how many."""
+    """A step under way. new_weights: the first one with them. chunks_left: microbatches left, by chunk; None where
+    nobody has said how many."""
 
     num_microbatches: int | None
     reduce_gradients: bool

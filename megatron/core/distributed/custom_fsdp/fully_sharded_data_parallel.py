@@ -138,7 +138,13 @@ class FullyShardedDataParallel(DistributedDataParallel):
             return self._whole_weights()
         groups = self.ps.dp_gather_group, self.ps.dp_outer_group
         self._gatherer = Gatherer(
-            self.units, self.buffer, *groups, self._memory, self.traffic, bound=self.bound
+            self.units,
+            self.buffer,
+            *groups,
+            self._memory,
+            self.traffic,
+            bound=self.bound,
+            last=self._order[-1],
         )
         return self._gatherer
 

@@ -37,7 +37,8 @@ class Gatherer:
     """Gathers on demand and ahead of it, in recorded order, within a bound.
 
     bound: elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the
-    bound, and nothing is gathered ahead that would exceed it. group: the inner ranks; outer: the instances over which
+    bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last as long
+    as nothing is recorded. group: the inner ranks; outer: the instances over which
     the optimizer is cut besides, which gather what it has written first.
     """
 
@@ -51,6 +52,7 @@ class Gatherer:
         traffic: TrafficCounter,
         *,
         bound: int,
+        last: int,
     ) -> None:
         self._units = tuple(units)
         self._buckets = [buffer.buckets_of_unit(unit.name) for unit in units]
@@ -58,7 +60,7 @@ class Gatherer:
         self._numel = [sum(full.numel() for full in fulls) for fulls in self._full]
         self._buffer, self._group, self._outer = buffer, group, outer
         self._memory, self._traffic = memory, traffic
-        self._bound = bound
+        self._bound, self._last = bound, last
         self._keep = (Keep.NOTHING,) * len(units)
         self._state = [State.SHARDED] * len(units)
         self._pending: dict[int, collectives.Pending] = {}
@@ -125,12 +127,12 @@ class Gatherer:
         self.free(unit)
 
     def _backward_is_next(self, unit: int) -> bool:
-        """Of the forward's last unit. While nothing is recorded, what is registered last is taken for it."""
+        """Whether it stays for a backward that follows at once, or to its last use."""
         if self._units[unit].lasts:
             return True
         if self._order.follows:
             return self._order.next_is_same(unit)
-        return unit == len(self._units) - 1
+        return unit == self._last
 
     def leave_recompute(self, unit: int) -> None:
         """As `leave_forward`, inside a backward: the unit's own backward comes soon; one gather serves both, unless

@@ -101,8 +101,8 @@ class MicrobatchReduction:
         assert unit.index not in self._reduced, f"a gradient for {key} arrived after its unit was reduced"
         if key not in unit.fresh:
             return False
+        self._hold(unit)  # waits for the microbatch before, whose end makes all keys fresh
         unit.fresh.discard(key)
-        self._hold(unit)
         if key in unit.extra_keys:
             self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
         return True
@@ -170,7 +170,7 @@ class MicrobatchReduction:
         for unit in self._units:
             unit.missing = {key: self._reports[key] for key in unit.keys}
             unit.open_keys = len(unit.keys)
-            if not unit.holds:
+            if unit.in_flight or not unit.holds:
                 unit.fresh = set(unit.keys)
 
     def _complete(self, unit: _UnitGrads) -> None:
