@@ -9,10 +9,11 @@ from torch import nn
 from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
+from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, SharedSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
+from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
+from tests.harness.cut_models import shard_place
 from tests.harness.ranks import RanksError, run_ranks, share_ranks
 
 CONFIG = DistributedDataParallelConfig()
@@ -44,6 +45,13 @@ def values(name: str, shape: tuple[int, ...], rank: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def contribute(ddp: DistributedDataParallel, key: str, value: torch.Tensor | float) -> None:
+    """As a sink does: announce, write, report."""
+    assert ddp.grad_begins(key), f"{key} was written to before"
+    ddp.buffer.main_grad(key).copy_(torch.as_tensor(value))
+    ddp.grad_ready(key, 0)
+
+
 def tp_meta(tp: int, tp_rank: int, copies: int) -> dict[str, ParamMeta]:
     """norm: whole, everywhere, partial. qkv: own query rows, then key rows that `copies` ranks hold. head: replicated,
     not partial. column: only rows of its own."""
@@ -71,7 +79,7 @@ def run_tp(ctx, tp, copies, dtype=torch.float64):
     for _ in range(2):
         ddp.begin_step(1)
         for name, shape in SHAPES.items():
-            ddp.buffer.main_grad(name).copy_(values(name, shape, ctx.rank))
+            contribute(ddp, name, values(name, shape, ctx.rank))
         ddp.finish()
         results.append({name: ddp.buffer.main_grad(name).clone() for name in SHAPES})
     assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
@@ -203,7 +211,7 @@ def test_bf16_parts_are_added_in_fp32_and_rounded_once():
         }
         ddp = DistributedDataParallel(Weights({"norm": (64,)}, torch.bfloat16), ps, config, meta)
         ddp.begin_step(1)
-        ddp.buffer.main_grad("norm").copy_(values("norm", (64,), ctx.rank))
+        contribute(ddp, "norm", values("norm", (64,), ctx.rank))
         ddp.finish()
         return ddp.buffer.main_grad("norm").clone()
 
@@ -239,7 +247,7 @@ def test_tied_embeddings_get_the_bits_of_one_process(shape, dtype):
             ddp.begin_step(1)
             for name in names:
                 use = {"tied": "lookup" if ps.pp_rank == 0 else "output"}.get(name, name)
-                ddp.buffer.main_grad(name).copy_(values(use, shape, 0))
+                contribute(ddp, name, values(use, shape, 0))
             ddp.finish()
             return {name: ddp.buffer.main_grad(name).clone() for name in names}
 
@@ -271,7 +279,8 @@ def test_shared_and_partial_after_the_sum_over_data_parallel_ranks():
         ddp = DistributedDataParallel(model, ps, config, meta, stages=[ps.pp_rank])
         ddp.begin_step(1)
         for name in ddp.buffer.names:
-            ddp.buffer.main_grad(name).fill_(10.0**ctx.rank)
+            contribute(ddp, name, 10.0**ctx.rank / ddp.buffer.grads_divided_by)  # as sinks scale them
+        assert ddp.buffer.grads_divided_by == 2
         ddp.finish()
         coordinates = (ps.tp_rank, ps.pp_rank, ps.dp_rank)
         return coordinates, {name: ddp.buffer.main_grad(name).unique().tolist() for name in ddp.buffer.names}
@@ -308,3 +317,75 @@ def test_ranks_that_mean_different_parts_are_found_when_built():
 
     with pytest.raises(RanksError, match=r"group 'embedding' has one rank"):
         run_ranks(alone, 1)
+
+
+ROWS = {name: (sharding_of(name), 1) for name in STRATEGIES} | {
+    "hybrid": (sharding_of("optim_grads_params"), 2),
+    "fully_hybrid": (sharding_of("optim_grads_params", "optim"), 2),
+}
+
+
+@pytest.mark.parametrize(("tp", "copies", "dp"), [(2, 2, 2), (4, 2, 2), (2, 2, 4)])
+def test_every_strategy_adds_what_its_ranks_hold_of_partial_regions(tp, copies, dp):
+    """After the sum over data parallel ranks each has a part of it; all parts together are the whole, to the bit."""
+
+    def body(ctx):
+        own = {
+            n: values(n, s, ctx.rank % tp) for n, s in SHAPES.items()
+        }  # as data parallel ranks have summed it
+        found, calls = {}, {}
+        for row, (sharding, instances) in ROWS.items():
+            ps = ctx.make_ps(tp=tp, dp=dp, instances=instances)
+            place = shard_place(ps)
+            for limit in (MAX_PACKED, 8):
+                parameters = {n: nn.Parameter(torch.zeros(s, dtype=torch.float64)) for n, s in SHAPES.items()}
+                buffer = FlatBuffer(
+                    parameters,
+                    tp_meta(tp, ps.tp_rank, copies),
+                    DistributedDataParallelConfig(ddp_bucket_size=6),
+                    sharding=sharding,
+                    place=place,
+                    device=torch.device("cpu"),
+                )
+                for name in SHAPES:
+                    start, end = buffer.part(name, sharding.optimizer)
+                    buffer.main_grad_part(name).copy_(own[name].view(-1)[start:end])
+                PartialSums(buffer, ps.tp_group, max_packed=limit).add()
+                held = {
+                    name: (buffer.part(name, sharding.optimizer), buffer.main_grad_part(name).clone())
+                    for name in SHAPES
+                }
+                found[row, limit] = held
+            calls[row] = (ps.tp_rank, place.index(Cut.FULL))
+        return found, calls
+
+    by_rank = run_ranks(body, tp * dp)
+    whole = {}
+    for found, calls in by_rank:
+        for name, ((start, end), grad) in found["no_shard", MAX_PACKED].items():
+            assert (start, end) == (0, grad.numel())
+            other = whole.setdefault((calls["no_shard"][0], name), grad)
+            assert torch.equal(other, grad)
+    for found, calls in by_rank:
+        for (row, _), held in found.items():
+            for name, ((start, end), grad) in held.items():
+                assert torch.equal(grad, whole[calls[row][0], name][start:end]), (row, name)
+    own = [values("norm", (5,), rank) for rank in range(tp)]
+    torch.testing.assert_close(whole[0, "norm"], sum(own), rtol=1e-14, atol=1e-14)
+
+
+def test_shared_parameters_need_whole_gradients():
+    def body(ctx):
+        ps = ctx.make_ps(pp=2)
+        buffer = FlatBuffer(
+            {"tied": nn.Parameter(torch.zeros(4))},
+            {"tied": ParamMeta("tied", (4,), shared=True)},
+            CONFIG,
+            sharding=sharding_of("optim_grads"),
+            place=ShardPlace(),
+            device=torch.device("cpu"),
+        )
+        SharedSums(buffer, ps.embedding_group)
+
+    with pytest.raises(RanksError, match=r"\('tied',\) are shared with another stage, and gradients are cut"):
+        run_ranks(body, 2)
