@@ -37,9 +37,9 @@ class Gatherer:
     """Gathers on demand and ahead of it, in recorded order, within a bound.
 
     bound: elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the
-    bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last as long
-    as nothing is recorded. group: the inner ranks; outer: the instances over which
-    the optimizer is cut besides, which gather what it has written first.
+    bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last
+    as long as nothing is recorded. group: the inner ranks; outer: the instances over which the optimizer is cut
+    besides, which gather what it has written first.
     """
 
     def __init__(
