@@ -14,23 +14,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
-from megatron.core.distributed.bucket_memory import Arena
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.param_parts import region_slices
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, squared_sums_of_parts, zero_counts_of_parts
+from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import FlatSlice, ParamGroup, build_param_groups, flat_slices
-from megatron.core.optimizer.ragged_ends import RaggedEnds, vector_of
+from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel_state import ParallelState
 from megatron.core.protocols import Stepper
 
@@ -74,35 +73,22 @@ class MixedPrecisionOptimizer(Stepper):
         self._vector = ModelVector(buffer, ps)
         if not self._vector.size:
             raise ModelError("nothing to train: all parameters are frozen; leave requires_grad on for some")
-        # moment -> one flat tensor an arena, of the optimizer's part; empty for frozen parameters
-        self._moments = {
-            moment: tuple(_moment(buffer, arena) for arena in buffer.arenas)
-            for moment in _moment_names(config)
-        }
-        bodies, ends = flat_slices(buffer, vector_of(ps.device.torch_device))
-        self._slices = [(piece, nn.Parameter(piece.main_weights)) for piece in bodies]
-        self._ends = self._ends_of_groups(ends)
-        parameters = [(piece.span.group, parameter) for piece, parameter in self._slices]
-        parameters += [(group.group, group.parameter) for group, _ in self._ends]
-        self._torch: torch.optim.Optimizer | None = None  # where this rank has no part of any parameter
-        self.param_groups: list[ParamGroup] = []
-        if parameters:
-            self._torch = _torch_optimizer(config, build_param_groups(config, buffer, parameters))
-            # torch keeps these very dicts; the scheduler writes lr and weight_decay into them.
-            self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
-        self._steps = [
-            torch.zeros((), dtype=torch.float32, device=ps.device.torch_device) for _ in parameters
-        ]
-        self._bind()
+        self._update = FlatUpdate(config, buffer, ps.device.torch_device)
+        # Of memory that lasts, so found once.
+        self._grads = self._owned(buffer.main_grad_part)
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """torch's: the scheduler writes lr and weight_decay into them. None where this rank has nothing to update."""
+        return self._update.param_groups
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
         """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over world only
         where the optimizer is cut; changes nothing. See [Note: the norm's bits] in clip_grads."""
         divisor /= self.buffer.grads_divided_by
-        grads = self._owned(self.buffer.main_grad_part)
-        figures = [squared_sums_of_parts(grads)]
+        figures = [squared_sums_of_parts(self._grads)]
         if count_zero_grads:
-            figures.append(zero_counts_of_parts(grads))
+            figures.append(zero_counts_of_parts(self._grads))
         sums, *zeros = self._vector.whole(self._vector.place(figures))
         names = self._vector.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
         nonfinite = not all(map(math.isfinite, sums))
@@ -123,7 +109,7 @@ class MixedPrecisionOptimizer(Stepper):
         Summed over mp (over world where the optimizer is cut) they are the squared norm; one that is not finite belongs
         to a gradient that is not.
         """
-        return self._vector.place([squared_sums_of_parts(self._owned(self.buffer.main_grad_part))])[0]
+        return self._vector.place([squared_sums_of_parts(self._grads)])[0]
 
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update with gradients * clip_coefficient / divisor, then round main weights into the model's.
@@ -139,7 +125,7 @@ class MixedPrecisionOptimizer(Stepper):
             for memory in self.buffer.buckets
             if memory.optimizer_grads is not None
         }
-        self._step_torch(grads_of)
+        self._update.step(grads_of)
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
 
@@ -175,7 +161,9 @@ class MixedPrecisionOptimizer(Stepper):
             if buffer.has_own_main_weight(name):
                 parts["main_weight"] = buffer.main_weight_part(name)
             index = self._arena_index(name)
-            parts |= {moment: buffer.view_part(flats[index], name) for moment, flats in self._moments.items()}
+            parts |= {
+                moment: buffer.view_part(flats[index], name) for moment, flats in self._update.moments.items()
+            }
             for what, part in parts.items():
                 pieces += part_pieces(f"optimizer.{what}", buffer.param_meta[name], part, start, end)
         return pieces
@@ -192,15 +180,11 @@ class MixedPrecisionOptimizer(Stepper):
                 f"{self.config.optimizer}: use the same, or --no-load-optim"
             )
         self.num_steps = int(state["num_steps"])
-        for step in self._steps:
-            step.fill_(self.num_steps)
+        self._update.set_num_steps(self.num_steps)
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by moment."""
-        return {
-            name: sum(flat.numel() * flat.element_size() for flat in flats)
-            for name, flats in self._moments.items()
-        }
+        return self._update.persistent_bytes()
 
     def _owned(self, part_of: Callable[[str, Cut], Tensor]) -> list[list[Tensor]]:
         """What this rank answers for of the regions that it owns, of every parameter's gradient or weight: all of them
@@ -223,40 +207,6 @@ class MixedPrecisionOptimizer(Stepper):
             return grads.to(dtype).mul_(factor)
         return (grads * factor).to(dtype)
 
-    def _step_torch(self, grads_of: dict[int, Tensor]) -> None:
-        """grads_of: scaled gradients of each bucket, by its identity."""
-        if self._torch is None:
-            return
-
-        def grad(piece: FlatSlice) -> Tensor:
-            return grads_of[id(piece.bucket)][piece.start : piece.end]
-
-        for piece, parameter in self._slices:
-            parameter.grad = grad(piece)
-        for ends, pieces in self._ends:
-            self._torch.state[ends.parameter].update(ends.gather([grad(piece) for piece in pieces]))
-        self._torch.step()
-        for _, parameter in self._slices:
-            parameter.grad = None  # frees the temporary
-        for ends, _ in self._ends:
-            state = self._torch.state[ends.parameter]
-            ends.scatter({moment: state.pop(moment) for moment in self._moments})
-
-    def _ends_of_groups(self, slices: list[FlatSlice]) -> list[tuple[RaggedEnds, list[FlatSlice]]]:
-        pieces_of: dict[tuple[int, str], list[FlatSlice]] = {}
-        for piece in slices:
-            pieces_of.setdefault((piece.bucket.arena, piece.span.group), []).append(piece)
-        made = []
-        for (_, group), pieces in pieces_of.items():
-            moments = {
-                moment: [self._moment_of(moment, piece) for piece in pieces] for moment in self._moments
-            }
-            made.append((RaggedEnds(group, [piece.main_weights for piece in pieces], moments), pieces))
-        return made
-
-    def _moment_of(self, moment: str, piece: FlatSlice) -> Tensor:
-        return self._moments[moment][piece.bucket.arena][piece.span.start : piece.span.end]
-
     def _mutable(self) -> Iterator[Tensor]:
         """Everything that `step` changes."""
         for arena in self.buffer.arenas:
@@ -264,22 +214,7 @@ class MixedPrecisionOptimizer(Stepper):
                 yield arena.weights
             if arena.own_main_weights is not None:
                 yield arena.own_main_weights
-        for flats in self._moments.values():
-            yield from flats
-        yield from self._steps
-
-    def _bind(self) -> None:
-        """Give torch its state before the first step: views of our moments (but of ragged ends, which get theirs in a
-        step), and a step count a parameter."""
-        if self._torch is None:
-            return
-        of_ends = [ends.parameter for ends, _ in self._ends]
-        parameters = [*(parameter for _, parameter in self._slices), *of_ends]
-        for parameter, step in zip(parameters, self._steps, strict=True):
-            self._torch.state[parameter] = {"step": step} if self.config.optimizer == "adam" else {}
-        for piece, parameter in self._slices:
-            moments = {moment: self._moment_of(moment, piece) for moment in self._moments}
-            self._torch.state[parameter].update(moments)
+        yield from self._update.mutable()
 
     def _arena_index(self, name: str) -> int:
         memory = self.buffer.bucket_of(name)
@@ -292,24 +227,3 @@ def build_optimizer(
 ) -> MixedPrecisionOptimizer:
     """The optimizer of the flags over a flat buffer."""
     return MixedPrecisionOptimizer(config, buffer, ps)
-
-
-def _moment(buffer: FlatBuffer, arena: Arena) -> Tensor:
-    numel = buffer.optimizer_numel(arena) if arena.trained else 0
-    return torch.zeros(numel, dtype=arena.main_dtype, device=arena.weights.device)
-
-
-def _torch_optimizer(config: OptimizerConfig, groups: list[ParamGroup]) -> torch.optim.Optimizer:
-    """Adam decays decoupled (AdamW); SGD adds the decay to the gradient. The groups hold lr and decay."""
-    params = cast(list[dict[str, Any]], groups)
-    if config.optimizer == "adam":
-        betas = (config.adam_beta1, config.adam_beta2)
-        return torch.optim.AdamW(params, betas=betas, eps=config.adam_eps, fused=True)
-    return torch.optim.SGD(params, momentum=config.sgd_momentum, fused=True)
-
-
-def _moment_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """torch's names for the state it keeps, one tensor each as large as the weights."""
-    if config.optimizer == "adam":
-        return "exp_avg", "exp_avg_sq"
-    return ("momentum_buffer",) if config.sgd_momentum else ()

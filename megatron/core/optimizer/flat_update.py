@@ -1,0 +1,125 @@
+"""torch's fused AdamW or SGD over this rank's parts of flat main weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.bucket_memory import Arena
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import FlatSlice, ParamGroup, build_param_groups, flat_slices
+from megatron.core.optimizer.ragged_ends import RaggedEnds, vector_of
+
+
+class FlatUpdate:
+    """Moments and torch's optimizer, both from the start.
+
+    moments: name -> one flat tensor an arena, of the optimizer's part at rest; empty for frozen parameters.
+    param_groups: torch's own, into which the scheduler writes; none where this rank has no part of any parameter.
+    """
+
+    def __init__(self, config: OptimizerConfig, buffer: FlatBuffer, device: torch.device) -> None:
+        self.moments = {
+            moment: tuple(_moment(buffer, arena) for arena in buffer.arenas)
+            for moment in _moment_names(config)
+        }
+        bodies, ends = flat_slices(buffer, vector_of(device))
+        self._slices = [(piece, nn.Parameter(piece.main_weights)) for piece in bodies]
+        self._ends = self._ends_of_groups(ends)
+        parameters = [(piece.span.group, parameter) for piece, parameter in self._slices]
+        parameters += [(group.group, group.parameter) for group, _ in self._ends]
+        self._torch: torch.optim.Optimizer | None = None
+        self.param_groups: list[ParamGroup] = []
+        self._steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in parameters]
+        if parameters:
+            self._torch = _torch_optimizer(config, build_param_groups(config, buffer, parameters))
+            self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
+            self._bind(self._torch, config)
+
+    def step(self, grads_of: Mapping[int, Tensor]) -> None:
+        """One update. grads_of: each bucket's gradients, in the dtype of its main weights, by the bucket's identity."""
+        if self._torch is None:
+            return
+
+        def grad(piece: FlatSlice) -> Tensor:
+            return grads_of[id(piece.bucket)][piece.start : piece.end]
+
+        for piece, parameter in self._slices:
+            parameter.grad = grad(piece)
+        for ends, pieces in self._ends:
+            self._torch.state[ends.parameter].update(ends.gather([grad(piece) for piece in pieces]))
+        self._torch.step()
+        for _, parameter in self._slices:
+            parameter.grad = None  # a temporary may be freed
+        for ends, _ in self._ends:
+            state = self._torch.state[ends.parameter]
+            ends.scatter({moment: state.pop(moment) for moment in self.moments})
+
+    def mutable(self) -> Iterator[Tensor]:
+        """What `step` changes besides main weights."""
+        for flats in self.moments.values():
+            yield from flats
+        yield from self._steps
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """So many updates lie behind."""
+        for step in self._steps:
+            step.fill_(num_steps)
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes held for the whole run, by moment."""
+        return {
+            name: sum(flat.numel() * flat.element_size() for flat in flats)
+            for name, flats in self.moments.items()
+        }
+
+    def _ends_of_groups(self, slices: list[FlatSlice]) -> list[tuple[RaggedEnds, list[FlatSlice]]]:
+        pieces_of: dict[tuple[int, str], list[FlatSlice]] = {}
+        for piece in slices:
+            pieces_of.setdefault((piece.bucket.arena, piece.span.group), []).append(piece)
+        made = []
+        for (_, group), pieces in pieces_of.items():
+            moments = {
+                moment: [self._moment_of(moment, piece) for piece in pieces] for moment in self.moments
+            }
+            made.append((RaggedEnds(group, [piece.main_weights for piece in pieces], moments), pieces))
+        return made
+
+    def _moment_of(self, moment: str, piece: FlatSlice) -> Tensor:
+        return self.moments[moment][piece.bucket.arena][piece.span.start : piece.span.end]
+
+    def _bind(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+        """Give torch its state before the first step: views of our moments (but of ragged ends, which get theirs in a
+        step), and a step count a parameter."""
+        of_ends = [ends.parameter for ends, _ in self._ends]
+        parameters = [*(parameter for _, parameter in self._slices), *of_ends]
+        for parameter, step in zip(parameters, self._steps, strict=True):
+            optimizer.state[parameter] = {"step": step} if config.optimizer == "adam" else {}
+        for piece, parameter in self._slices:
+            moments = {moment: self._moment_of(moment, piece) for moment in self.moments}
+            optimizer.state[parameter].update(moments)
+
+
+def _moment(buffer: FlatBuffer, arena: Arena) -> Tensor:
+    numel = buffer.optimizer_numel(arena) if arena.trained else 0
+    return torch.zeros(numel, dtype=arena.main_dtype, device=arena.weights.device)
+
+
+def _torch_optimizer(config: OptimizerConfig, groups: list[ParamGroup]) -> torch.optim.Optimizer:
+    """Adam decays decoupled (AdamW); SGD adds the decay to the gradient. The groups hold lr and decay."""
+    params = cast(list[dict[str, Any]], groups)
+    if config.optimizer == "adam":
+        betas = (config.adam_beta1, config.adam_beta2)
+        return torch.optim.AdamW(params, betas=betas, eps=config.adam_eps, fused=True)
+    return torch.optim.SGD(params, momentum=config.sgd_momentum, fused=True)
+
+
+def _moment_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """torch's names for the state it keeps, one tensor each as large as the weights."""
+    if config.optimizer == "adam":
+        return "exp_avg", "exp_avg_sq"
+    return ("momentum_buffer",) if config.sgd_momentum else ()
