@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.optional import available
 from megatron.core.rank_grid import AXES, RankGrid, RankGridError
@@ -173,6 +174,26 @@ def _is_number(word: str) -> bool:
     return True
 
 
+def _sharding(report: Report) -> dict[str, Any] | None:
+    """The row of the sharding table, and into how many parts data parallel ranks cut what; None where flags or ranks do
+    not fit (see the problems)."""
+    ddp, grid = report.config.ddp, report.grid
+    instances = ddp.num_distributed_optimizer_instances
+    try:
+        row = sharding_of(ddp.data_parallel_sharding_strategy, ddp.outer_dp_sharding_strategy)
+    except ValueError:
+        return None
+    if grid is None or instances < 1 or grid.dp % instances:
+        return None
+    place = ShardPlace(inner_size=grid.dp // instances, outer_size=instances)
+    cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
+    return {
+        "strategy": ddp.data_parallel_sharding_strategy,
+        "instances": instances,
+        "ways": {what: place.ways(cut) for what, cut in cuts.items()},
+    }
+
+
 def _grid_facts(grid: RankGrid | None) -> dict[str, Any] | None:
     if grid is None:
         return None
@@ -185,7 +206,7 @@ def _grid_facts(grid: RankGrid | None) -> dict[str, Any] | None:
 
 
 def render_json(report: Report) -> str:
-    """One JSON object: config, origin, grid, pipeline, parameters, problems, warnings, notes, not_found."""
+    """One JSON object: config, origin, grid, sharding, pipeline, parameters, problems, warnings, notes, not_found."""
     config = report.config
     values = {**config.flat(), **{name: _plain(value) for name, value in config.extra.items()}}
     grid = _grid_facts(report.grid)
@@ -195,6 +216,7 @@ def render_json(report: Report) -> str:
         "config": values,
         "origin": {name: config.origin.get(name, "default") for name in values},
         "grid": grid,
+        "sharding": _sharding(report),
         "pipeline": None if report.pipeline is None else report.pipeline.as_json(),
         "parameters": {
             "total": report.parameters.total,
@@ -234,6 +256,9 @@ def _summary(report: Report) -> list[str]:
             lines += [_groups_line(grid, axis) for axis in AXES if grid.size(axis) > 1]
         elif title == "rank grid":
             lines.append("rank grid: the ranks do not divide")
+    if (sharding := _sharding(report)) is not None:
+        held = ", ".join(f"1/{ways} of {what}" for what, ways in sharding["ways"].items())
+        lines.append(f"sharding: {sharding['strategy']}: a rank holds {held}")
     if report.pipeline is not None:
         lines += report.pipeline.lines()
     parameters = report.parameters

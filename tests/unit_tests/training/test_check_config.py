@@ -218,3 +218,19 @@ def test_a_model_that_does_not_divide_over_tensor_ranks_has_no_count_per_rank(ca
     assert status == 2
     assert report["parameters"]["per_rank"] is None
     assert "tensor ranks" in report["parameters"]["why"]
+
+
+def test_the_sharding_is_told_by_what_a_rank_holds(capsys):
+    words = [*SMALL, "--world-size", "8", "--use-custom-fsdp", "--num-distributed-optimizer-instances", "2"]
+    words.append("--enable-full-sharding-in-hsdp")
+    _, report = check_json(capsys, *words)
+    assert report["sharding"] == {
+        "strategy": "optim_grads_params",
+        "instances": 2,
+        "ways": {"weights": 4, "gradients": 4, "the optimizer's state": 8},
+    }
+    _, printed = check(capsys, *words)
+    told = "# sharding: optim_grads_params: a rank holds 1/4 of weights, 1/4 of gradients, 1/8 of the optimizer's state"
+    assert told in printed.out.splitlines()
+    _, report = check_json(capsys, *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "3")
+    assert report["sharding"] is None  # the ranks do not divide

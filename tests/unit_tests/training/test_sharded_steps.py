@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -23,7 +24,8 @@ from megatron.training.step import StepRunner
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import RanksError, run_ranks
+from tests.harness.tiny_models import VOCAB
 
 FSDP, STRATEGY = "--use-custom-fsdp", "--data-parallel-sharding-strategy"
 ROWS = {
@@ -44,7 +46,7 @@ class NoWatchdog:
 class Trainer:
     """One rank's trainer without its loop."""
 
-    def __init__(self, ctx, words, policy="abort", num_microbatches=2, ps=None):
+    def __init__(self, ctx, words, policy="abort", num_microbatches=2, ps=None, provider=None):
         torch.set_num_threads(1)
         self.num_microbatches = num_microbatches
         batch = num_microbatches * ctx.world_size
@@ -62,7 +64,7 @@ class Trainer:
         self.ps = ps or ctx.ps
         plans = Plans(self.config)
         self.engine = build_engine(
-            self.config, self.ps, plans, partial(build_gpt_model, self.config, self.ps)
+            self.config, self.ps, plans, provider or partial(build_gpt_model, self.config, self.ps)
         )
         self.runner = PipelineRunner(
             plans, self.ps, self.engine, forward_step, Timers(0), per_token_loss=False
@@ -236,3 +238,48 @@ def kinds(ctx):
 def test_the_flag_chooses_the_engine():
     for row, (sharded, ledger) in run_ranks(kinds, 1)[0].items():
         assert sharded == ledger == (FSDP in ROWS[row]), row
+
+
+class Plain(nn.Module):
+    """A model of a user's own: nothing declared, gradients from autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, tokens, positions, mask, labels=None):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels, reduction="none")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def plain(ctx, words):
+    torch.manual_seed(5 + ctx.rank)  # each rank its own: rank 0's count
+    trainer = Trainer(ctx, words, provider=lambda pre_process=True, post_process=True: Plain())
+    names = [unit.name for unit in trainer.engine.model.units]
+    return names, trainer.run(3)
+
+
+def test_a_model_of_the_users_own_is_cut_by_the_classes_that_the_flag_names():
+    whole = run_ranks(plain, 2, "")[0][1]
+    for names, numbers in run_ranks(plain, 2, f"{FSDP} --fsdp-unit-modules Block"):
+        assert names == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
+        for mine, other in zip(numbers, whole, strict=True):
+            assert mine == pytest.approx(other, rel=1e-6)
+
+
+def test_a_class_that_the_model_does_not_have_is_told():
+    with pytest.raises(RanksError, match=r"--fsdp-unit-modules .*'Blok'.*no module of the model matches"):
+        run_ranks(plain, 1, f"{FSDP} --fsdp-unit-modules Blok")
