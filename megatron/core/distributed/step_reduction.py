@@ -117,8 +117,8 @@ class StepReduction:
         self._shared.add()
         self._queue.launch_all()  # all without overlap; else those with unused parameters
         self._queue.wait()
-        self._partial.add()
         self._outer.add()
+        self._partial.add()
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Gradients are there to be looked at."""

@@ -41,6 +41,7 @@ from megatron.core.distributed.distributed_data_parallel import (
     Weights,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.outer_sums import OuterSums
@@ -125,6 +126,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self.buffer,
             self.ps.dp_reduce_group,
             outer,
+            PartialSums(self.buffer, self.ps.tp_group),
             self._memory,
             self.ledger,
             self.traffic,

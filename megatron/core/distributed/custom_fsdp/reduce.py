@@ -20,6 +20,7 @@ from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.units import Unit
+from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.traffic_counter import TrafficCounter
@@ -32,7 +33,7 @@ class MicrobatchReduction:
 
     bound: elements of whole gradients under way, the unit that is accumulating included; one unit in any case.
     on_complete: is told of every unit with all its gradients of a microbatch. Communicates over dp_reduce (`group`),
-    and once a step over dp_outer.
+    and once a step over dp_outer, and over tp where gradients have parts there.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MicrobatchReduction:
         buffer: FlatBuffer,
         group: Group,
         outer: OuterSums,
+        partial: PartialSums,
         memory: TransientMemory,
         ledger: Ledger,
         traffic: TrafficCounter,
@@ -49,7 +51,8 @@ class MicrobatchReduction:
         on_complete: Callable[[int], None],
     ) -> None:
         self._on_complete = on_complete
-        self._buffer, self._group, self._outer = buffer, group, outer
+        self._buffer, self._group = buffer, group
+        self._outer, self._partial = outer, partial
         self._memory, self._ledger, self._traffic = memory, ledger, traffic
         self._bound = bound
         self._units = [_UnitGrads(unit, buffer) for unit in units]
@@ -154,6 +157,7 @@ class MicrobatchReduction:
                 unit.zero_shard()
         if self._reduce:
             self._outer.add()
+            self._partial.add()
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Of a step begun without reduction: keys of this rank's gradients that were not finite."""
