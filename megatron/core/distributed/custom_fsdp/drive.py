@@ -66,6 +66,9 @@ class Drive:
         if self._engine.units[unit].backward_reads:
             self._weights.need(unit)
 
-    def passed(self, unit: int) -> None:
-        self._reduction.passed(unit)
-        self._weights.passed(unit)
+    def passed(self, unit: int, *, last: bool) -> None:
+        """Autograd runs the calls of a forward one after the other: between two of them weights need not be whole."""
+        if last:
+            self._reduction.passed(unit)
+        if last or not self._engine.units[unit].lasts:
+            self._weights.passed(unit)

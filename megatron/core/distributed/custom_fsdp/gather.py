@@ -73,6 +73,8 @@ class Gatherer:
         for order in self._orders.values():
             order.begin(repeats=False)  # units may be called without the model around them
         self._outer_stale = False
+        self._open = False  # a microbatch has begun and not ended
+        self._waiting: set[int] = set()  # for their backward, gathered in the forward
 
     def set_keep(self, keep: Sequence[Keep]) -> None:
         """For how long each unit stays gathered. Between steps."""
@@ -87,7 +89,15 @@ class Gatherer:
         return self._state[unit]
 
     def begin(self, *, training: bool, repeats: bool) -> None:
-        """A microbatch begins, or a forward without backward. repeats: another microbatch follows in this step."""
+        """A microbatch begins, or a forward without backward. repeats: another microbatch follows in this step.
+
+        Its units may find their slots of a double buffer taken: by an earlier forward that waits for its backward, or
+        that ended with an error. They take these.
+        """
+        if self._open and any(self._memory.is_blocked("weights", unit.name) for unit in self._units):
+            self._ahead.clear()
+            self.end_microbatch(last=False)
+        self._open = True
         self._order = self._orders[training]
         self._order.begin(repeats=repeats)
 
@@ -96,6 +106,10 @@ class Gatherer:
         Communicates over dp_gather (and over dp_outer at the first need after a step that is cut there)."""
         self._free_passed(but=unit)
         self._order.need(unit)
+        self._waiting.discard(unit)
+        if self._memory.is_blocked("weights", self._units[unit].name):
+            for other in self._waiting | self._ahead:  # what only waits can be gathered again
+                self.free(other)
         self._start(unit)
         for ahead in self._order.upcoming():
             if self._state[ahead] is State.SHARDED:
@@ -123,6 +137,7 @@ class Gatherer:
         if self._state[unit] is State.SHARDED:
             return
         if training and (self._keep[unit] is not Keep.NOTHING or self._backward_is_next(unit)):
+            self._waiting.add(unit)
             return
         self.free(unit)
 
@@ -146,6 +161,7 @@ class Gatherer:
 
     def end_microbatch(self, *, last: bool) -> None:
         """Free all but what stays for the whole step and what was gathered ahead; with the last one, all."""
+        self._open = False
         for unit in range(len(self._units)):
             stays = self._keep[unit] is Keep.STEP or unit in self._ahead
             if self._state[unit] is not State.SHARDED and (last or not stays):
@@ -159,6 +175,7 @@ class Gatherer:
         self._gathered -= self._numel[unit]
         self._passed.discard(unit)
         self._ahead.discard(unit)
+        self._waiting.discard(unit)
 
     def weights_changed(self) -> None:
         """Shards hold new weights: what is gathered is out of date."""

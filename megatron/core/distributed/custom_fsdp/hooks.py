@@ -4,6 +4,10 @@ forward pre-hook of a module      -> `enter_forward`
 forward hook                      -> `leave_forward`
 gradient of an output arrives     -> `enter_backward`
 gradient of every input is there  -> `passed`: backward has gone through the unit
+
+[Note: sources] Nothing tells when a call is passed that has no differentiable input (lookups), or one that is a leaf (of
+a reentrant checkpoint; a parameter): a leaf's gradient and the last ones of the unit's parameters only wait to be
+accumulated, in any order. Units with such calls are complete with their last gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class UnitDriver(Protocol):
 
     def enter_backward(self, unit: int) -> None: ...
 
-    def passed(self, unit: int) -> None: ...
+    def passed(self, unit: int, *, last: bool) -> None:
+        """Backward has gone through one call of the unit; last: through all of them."""
 
 
 class _Call:
@@ -90,10 +95,10 @@ class UnitHooks:
             graph = self._backward and torch.is_grad_enabled()
             inputs = list(tensors_in((args, kwargs))) if graph else []
             if not recomputing:
-                self._note_source(unit, inputs, graph=graph)
                 tracked = [tensor for tensor in inputs if not tensor.is_inference()]
                 self._runs.append(_Run(tracked, [tensor._version for tensor in tracked]))
-            self._watch_inputs(unit, inputs)
+            if graph:
+                self._watch_inputs(unit, inputs)
 
         return enter
 
@@ -116,23 +121,18 @@ class UnitHooks:
 
         return leave
 
-    def _note_source(self, unit: Unit, inputs: Sequence[Tensor], *, graph: bool) -> None:
-        """No gradient of an input tells of the end of a call without differentiable inputs (lookups)."""
-        if graph and not any(tensor.requires_grad for tensor in inputs):
-            self._sources.add(unit.index)
-
     def _watch_inputs(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
-        """The unit is passed once all of its calls are: a module may run several times."""
+        """A module may run several times: the unit is passed once all of its calls are. See [Note: sources]."""
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        if not inputs:
+        if not inputs or any(tensor.is_leaf for tensor in inputs):
+            self._sources.add(unit.index)
             return
         call, calls = _Call(), self._calls[unit.index]
         calls.add(call)
 
         def through(_: Any) -> None:
             calls.discard(call)
-            if not calls and unit.index not in self._sources:
-                self._driver.passed(unit.index)
+            self._driver.passed(unit.index, last=not calls and unit.index not in self._sources)
 
         if len(inputs) == 1:
             inputs[0].register_hook(through)

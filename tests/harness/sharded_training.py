@@ -1,0 +1,203 @@
+"""Plain models trained sharded on every rank, and the same models trained whole on one rank over everybody's data."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+VOCAB = 40
+WIDTH = 16
+
+Loss = Callable[[nn.Module, int], Tensor]  # (model, number of the sample) -> mean loss
+
+
+class Block(nn.Module):
+    """A residual block with a norm and two layers."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head: units "embed", "blocks.0", ..., "norm+head"."""
+
+    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def tokens(sample: int) -> Tensor:
+    """[2, 6]"""
+    return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(sample))
+
+
+def token_loss(model: nn.Module, sample: int) -> Tensor:
+    batch = tokens(sample)
+    logits = model(batch).flatten(0, 1)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, batch.roll(1, 1).flatten())
+
+
+def vectors(sample: int, width: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[4, width]"""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(sample), dtype=dtype)
+
+
+def square_loss(width: int, dtype: torch.dtype = torch.float64) -> Loss:
+    """Of models of [4, width]."""
+    return lambda model, sample: model(vectors(sample, width, dtype)).square().mean()
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The same weights on every call."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@dataclasses.dataclass
+class Trained:
+    """losses: of each step, this rank's share of the mean. weights: whole. traffic: calls and bytes of the last step, by
+    collective. model: None for the reference."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    traffic: dict[str, tuple[int, int]]
+    model: FullyShardedModule | None = None
+
+
+def train_whole(
+    make: Callable[[], nn.Module],
+    loss: Loss,
+    ranks: int,
+    *,
+    steps: int = 3,
+    ga: int = 1,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    clip: float | None = None,
+) -> Trained:
+    """One process over the samples of all ranks and microbatches."""
+    model = seeded(make)
+    updates = optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(steps):
+        updates.zero_grad()
+        total = 0.0
+        for sample in range(ga * ranks):
+            one = loss(model, 1000 * step + sample) / (ga * ranks)
+            one.backward()
+            total += one.item()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        updates.step()
+        losses.append(total)
+    return Trained(losses, {name: p.detach().clone() for name, p in model.named_parameters()}, {})
+
+
+def sharded(
+    ctx: Any, make: Callable[[], nn.Module], units: Any = (Block,), ps: Any = None, **config: Any
+) -> Any:
+    """The seeded model under `fully_shard`, optim_grads_params unless said otherwise."""
+    config = {"data_parallel_sharding_strategy": "optim_grads_params", **config}
+    return fully_shard(
+        seeded(make), ps or ctx.ps, DistributedDataParallelConfig(**config), fsdp_unit_modules=list(units)
+    )
+
+
+def train_sharded(
+    ctx: Any,
+    make: Callable[[], nn.Module],
+    loss: Loss,
+    *,
+    units: Any = (Block,),
+    ps: Any = None,
+    steps: int = 3,
+    ga: int = 1,
+    no_sync: bool | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    clip: float | None = None,
+    set_to_none: bool = True,
+    **config: Any,
+) -> Trained:
+    """This rank's samples. no_sync: all microbatches but the last inside it; where None, only if the strategy needs
+    it."""
+    model = sharded(ctx, make, units, ps, **config)
+    strategy = model.engine.config.data_parallel_sharding_strategy
+    deferred = strategy in ("no_shard", "optim") if no_sync is None else no_sync
+    updates = optimizer(model.parameters())
+    losses, traffic = [], collections.Counter()
+    for step in range(steps):
+        updates.zero_grad(set_to_none=set_to_none)
+        total, traffic = 0.0, collections.Counter()
+        for index in range(ga):
+            with model.no_sync() if deferred and index < ga - 1 else contextlib.nullcontext():
+                one = loss(model, 1000 * step + index * ctx.world_size + ctx.rank) / ga
+                one.backward()
+            total += one.item() / ctx.world_size
+            if not deferred or index == ga - 1:  # what is counted begins afresh with the next forward
+                for op, (calls, num_bytes) in model.engine.traffic.as_dict().items():
+                    traffic[op, "calls"] += calls
+                    traffic[op, "bytes"] += num_bytes
+        if clip is not None:
+            model.clip_grad_norm_(clip)
+        updates.step()
+        losses.append(total)
+    moved = {op: (traffic[op, "calls"], traffic[op, "bytes"]) for op, _ in traffic}
+    return Trained(losses, model.full_state_dict(), moved, model)
+
+
+def assert_same_weights(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10
+) -> None:
+    """The largest difference of any weight is within the tolerance; names in the same order."""
+    assert list(found) == list(expected)
+    for name, weight in expected.items():
+        off = (found[name].double() - weight.double()).abs().max().item() if weight.numel() else 0.0
+        assert off <= tolerance, f"{name}: off by {off:.3g}"
+
+
+def assert_at_rest(model: FullyShardedModule) -> None:
+    """After a step nothing transient is held."""
+    assert model.engine.ledger.transient_bytes == 0, model.engine.ledger.lines()
+
+
+def check_parity(
+    ctx: Any, make: Callable[[], nn.Module], loss: Loss, *, tolerance: float = 1e-10, **how: Any
+) -> Trained:
+    """Sharded training ends with the weights of training whole; what it holds between steps is at rest."""
+    common = {key: how[key] for key in ("steps", "ga", "optimizer", "clip") if key in how}
+    expected = train_whole(make, loss, ctx.world_size, **common)
+    found = train_sharded(ctx, make, loss, **how)
+    assert_same_weights(found.weights, expected.weights, tolerance)
+    assert found.model is not None
+    assert_at_rest(found.model)
+    return found

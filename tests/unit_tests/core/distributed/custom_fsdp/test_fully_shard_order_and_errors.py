@@ -1,0 +1,533 @@
+"""`fully_shard`: what moves, in which order, what is held; unused, frozen and shared parameters; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed.custom_fsdp.traffic import peak_gathered, persistent_bytes
+from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.module import ModelError
+from tests.harness.ranks import share_ranks
+from tests.harness.sharded_training import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    Net,
+    assert_at_rest,
+    assert_same_weights,
+    check_parity,
+    seeded,
+    sharded,
+    square_loss,
+    token_loss,
+    train_sharded,
+    train_whole,
+    vectors,
+)
+
+UNITS = 5  # of Net: embed, three blocks, norm+head
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def net() -> nn.Module:
+    return Net().double()
+
+
+def calls(traffic) -> dict[str, int]:
+    return {name: count for name, (count, _) in traffic.items()}
+
+
+# What moves --------------------------------------------------------------------------------------------
+
+
+def counts_of_every_strategy_and_accumulation(ctx) -> None:
+    """AG, RS and AR of a step: per microbatch where gradients are cut, once where they are whole or inside no_sync."""
+    a_microbatch = (
+        2 * UNITS - 2
+    )  # zero3: none for the embedding's backward, none between head's forward and backward
+    for microbatches in (1, 2, 3):
+        for no_sync in (False, True):
+            expected = {
+                "no_shard": {"all_reduce": UNITS},
+                "optim": {"all_gather": UNITS, "reduce_scatter": UNITS},
+                "optim_grads": {
+                    "all_gather": UNITS,
+                    "reduce_scatter": UNITS * (1 if no_sync else microbatches),
+                },
+                "optim_grads_params": {
+                    "all_gather": a_microbatch * microbatches,
+                    "reduce_scatter": UNITS * (1 if no_sync else microbatches),
+                },
+            }
+            for strategy in STRATEGIES:
+                if strategy in ("no_shard", "optim") and not no_sync:
+                    continue
+                found = check_parity(
+                    ctx,
+                    net,
+                    token_loss,
+                    ga=microbatches,
+                    no_sync=no_sync,
+                    data_parallel_sharding_strategy=strategy,
+                )
+                assert calls(found.traffic) == expected[strategy], (
+                    strategy,
+                    microbatches,
+                    no_sync,
+                    found.traffic,
+                )
+                full = sum(size.weight_bytes for size in found.model.engine.unit_sizes)
+                if strategy == "optim":
+                    assert found.traffic["all_gather"][1] == full == found.traffic["reduce_scatter"][1]
+
+
+def kept_units_are_gathered_once(ctx) -> None:
+    backward = check_parity(ctx, net, token_loss, ga=2, fsdp_reshard_policy="backward")
+    assert calls(backward.traffic) == {"all_gather": 2 * UNITS, "reduce_scatter": 2 * UNITS}, backward.traffic
+
+
+def a_small_bound_moves_the_same_and_holds_one_unit(ctx) -> None:
+    plain = train_sharded(ctx, net, token_loss)
+    sizes = plain.model.engine.unit_sizes
+    small = check_parity(ctx, net, token_loss, suggested_communication_unit_size=1)
+    large = check_parity(ctx, net, token_loss, suggested_communication_unit_size=10**9)
+    assert small.traffic == plain.traffic == large.traffic
+    largest = max(size.numel for size in sizes)
+    assert small.model.engine._gatherer.peak_gathered == largest
+    assert large.model.engine._gatherer.peak_gathered > largest
+    order = [0, 1, 2, 3, 4, 4, 3, 2, 1]
+    assert plain.model.engine._gatherer.peak_gathered == peak_gathered(sizes, order)
+    held = small.model.engine.ledger.peak("gathered")
+    assert held == largest * 8, (held, largest)
+    assert_same_weights(small.weights, plain.weights, 0.0)
+
+
+def the_double_buffer_changes_no_bit(ctx) -> None:
+    for strategy in ("optim_grads", "optim_grads_params"):
+        for bound in (None, 1, 10**9):
+            common = {"data_parallel_sharding_strategy": strategy, "suggested_communication_unit_size": bound}
+            for microbatches in (1, 2):
+                plain = train_sharded(ctx, net, token_loss, ga=microbatches, **common)
+                buffered = train_sharded(
+                    ctx, net, token_loss, ga=microbatches, fsdp_double_buffer=True, **common
+                )
+                assert_same_weights(buffered.weights, plain.weights, 0.0)
+                assert buffered.traffic == plain.traffic
+                assert buffered.model.engine.ledger.live("slots") > 0
+
+
+# In which order ----------------------------------------------------------------------------------------
+
+
+class Ordered(nn.Module):
+    """Runs its blocks in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.order = [2, 0, 3, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def an_order_other_than_that_of_registration(ctx) -> None:
+    for double_buffer in (False, True):
+        for strategy in STRATEGIES:
+            check_parity(
+                ctx,
+                lambda: Ordered().double(),
+                square_loss(WIDTH),
+                ga=2,
+                data_parallel_sharding_strategy=strategy,
+                fsdp_double_buffer=double_buffer and strategy in ("optim_grads", "optim_grads_params"),
+                no_sync=strategy in ("no_shard", "optim"),
+            )
+
+
+def an_order_that_changes_is_recorded_again(ctx) -> None:
+    orders = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0, 2], [3, 1, 0, 2], [1, 3], [0, 1, 2, 3])
+
+    def reordered(model, sample):
+        inner = getattr(model, "module", model)
+        inner.order = orders[sample // 1000]
+        return square_loss(WIDTH)(model, sample)
+
+    for strategy in STRATEGIES:
+        check_parity(
+            ctx,
+            lambda: Ordered().double(),
+            reordered,
+            steps=len(orders),
+            optimizer=SGD,
+            data_parallel_sharding_strategy=strategy,
+        )
+    model = sharded(ctx, lambda: Ordered().double())
+    for step, order in enumerate(orders):
+        model.module.order = order
+        square_loss(WIDTH)(model, step).backward()
+        model.zero_grad()
+    square_loss(WIDTH)(model, 0).backward()
+    model.engine._gatherer.begin(training=True, repeats=False)
+    assert model.engine._gatherer.order.recorded == (0, 1, 2, 3, 2, 1, 0)
+    assert_at_rest(model)
+
+
+# What is held ------------------------------------------------------------------------------------------
+
+
+def persistent_bytes_are_those_of_the_formula(ctx) -> None:
+    for strategy in STRATEGIES:
+        for dtype, main in ((torch.float64, 0), (torch.bfloat16, 4)):
+            model = sharded(
+                ctx, lambda dtype=dtype: Net().to(dtype), data_parallel_sharding_strategy=strategy
+            )
+            numel = sum(size.numel for size in model.engine.unit_sizes)
+            predicted = persistent_bytes(
+                numel,
+                sharding_of(strategy, "no_shard"),
+                ShardPlace(ctx.rank, ctx.world_size, 0, 1),
+                weight_itemsize=dtype.itemsize,
+                main_itemsize=main,
+                grad_itemsize=main or dtype.itemsize,
+            )
+            held = {
+                name: model.engine.ledger.live(name) for name in ("weights", "main_weights", "main_grads")
+            }
+            assert held == {name: predicted[name] for name in held}, (strategy, dtype, held, predicted)
+            padding = numel - sum(parameter.numel() for parameter in seeded(net).parameters())
+            assert 0 <= padding < UNITS * 128 * ctx.world_size, padding
+            token_loss(model, 0).backward()
+            assert_at_rest(model)
+            assert sum(held.values()) == model.engine.ledger.persistent_bytes
+
+
+# Unused, frozen, shared --------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two outputs of which one is never used, a module that never runs, a parameter that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = TwoOutputs()
+        self.never = Block()
+        self.second = Sometimes()
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        used, _ = self.first(x)
+        return self.second(used, extra)
+
+
+class TwoOutputs(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), self.side(x)
+
+
+class Sometimes(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        y = super().forward(x)
+        return self.extra(y) if extra else y
+
+
+def unused_outputs_modules_and_parameters_on_one_rank(ctx) -> None:
+    for strategy in STRATEGIES:
+        for microbatches in (1, 2):
+            check_parity(
+                ctx,
+                lambda: Branches().double(),
+                lambda model, sample: model(vectors(sample, WIDTH), sample % 2 == 0).square().mean(),
+                ga=microbatches,
+                optimizer=SGD,  # a plain Adam would skip what has no gradient at all
+                units=[TwoOutputs, Sometimes, Block],
+                data_parallel_sharding_strategy=strategy,
+            )
+
+
+def whole_units_unused_on_one_rank_where_weights_and_gradients_are_whole(ctx) -> None:
+    def loss(model, sample):
+        inner = getattr(model, "module", model)
+        inner.order = [0, 2] if sample % 2 else [0, 1, 2, 3]
+        return square_loss(WIDTH)(model, sample)
+
+    for strategy in ("no_shard", "optim"):
+        check_parity(
+            ctx, lambda: Ordered().double(), loss, optimizer=SGD, data_parallel_sharding_strategy=strategy
+        )
+
+
+def frozen(which: str) -> nn.Module:
+    model = Net().double()
+    for name, parameter in model.named_parameters():
+        within = name.endswith(".bias") or name.endswith("up.weight")
+        keep = {
+            "within": not within,
+            "units": not name.startswith(("embed", "blocks.1")),
+            "last": not name.startswith(("norm", "head")),
+            "all but one": name == "blocks.1.down.weight",
+        }[which]
+        parameter.requires_grad_(keep)
+    return model
+
+
+def frozen_parameters(ctx) -> None:
+    for which in ("within", "units", "last", "all but one"):
+        for strategy in STRATEGIES:
+            for microbatches in (1, 2):
+                found = check_parity(
+                    ctx,
+                    functools.partial(frozen, which),
+                    token_loss,
+                    ga=microbatches,
+                    data_parallel_sharding_strategy=strategy,
+                )
+        trained = [name for name, p in frozen(which).named_parameters() if p.requires_grad]
+        assert [name.replace("/", ".") for name, _ in found.model.named_parameters()] == trained
+        if which == "all but one":
+            assert calls(found.traffic)["reduce_scatter"] == 2, found.traffic  # one unit, two microbatches
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.head.weight = self.embed.weight
+
+
+def shared_parameters_declared_as_one_unit(ctx) -> None:
+    for strategy in STRATEGIES:
+        for microbatches in (1, 2):
+            for double_buffer in (False, True):
+                found = check_parity(
+                    ctx,
+                    lambda: Tied().double(),
+                    token_loss,
+                    units=[Block, ("embed", "head")],
+                    ga=microbatches,
+                    data_parallel_sharding_strategy=strategy,
+                    fsdp_double_buffer=double_buffer,
+                )
+    assert calls(found.traffic)["all_gather"] == 2 * (1 + 2 + 2 + 2), found.traffic  # tied: once a microbatch
+    names = [unit.name for unit in found.model.engine.units]
+    assert "embed+head" in names, names
+
+
+class SharedLayer(nn.Module):
+    """One linear layer in two blocks, of a width that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.c = nn.Linear(7, 7)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x).tanh()).tanh())
+
+
+def shared_parameters_of_uneven_shape(ctx) -> None:
+    for units in ([SharedLayer], [("a", "c"), "b"]):
+        check_parity(
+            ctx, lambda: SharedLayer().double(), square_loss(7), units=[u for u in units if u != "b"]
+        )
+
+
+class Odd(nn.Module):
+    """A scalar, a transposed and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(WIDTH, 9).t())
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x * self.scale) @ self.turned.t() + self.empty.sum()
+
+
+def scalar_empty_and_noncontiguous_parameters(ctx) -> None:
+    for strategy in STRATEGIES:
+        check_parity(
+            ctx, lambda: Odd().double(), square_loss(WIDTH), data_parallel_sharding_strategy=strategy
+        )
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    nested: dict[str, list[torch.Tensor]]
+    label: str
+
+
+class Structured(nn.Module):
+    """A dataclass in, a dict of tuples out; keyword arguments, None and strings between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Opening(), _Closing()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        out = self.first(batch, scale=2.0, nothing=None)
+        return self.second(**out)
+
+
+class _Opening(Block):
+    def forward(self, batch: Batch, *, scale: float, nothing: None) -> dict[str, object]:
+        x = super().forward(batch.x * scale + batch.nested["more"][0])
+        return {"pair": (x, x.detach()), "label": batch.label, "count": x.shape[0]}
+
+
+class _Closing(Block):
+    def forward(self, *, pair: tuple[torch.Tensor, torch.Tensor], label: str, count: int) -> torch.Tensor:
+        assert label == "kept", label
+        return super().forward(pair[0] + pair[1] / count)
+
+
+def nested_and_keyword_inputs_and_outputs(ctx) -> None:
+    def loss(model, sample):
+        x = vectors(sample, WIDTH)
+        return model(Batch(x, {"more": [x.cos()]}, "kept")).square().mean()
+
+    for strategy in STRATEGIES:
+        found = check_parity(
+            ctx,
+            lambda: Structured().double(),
+            loss,
+            units=[_Opening, _Closing],
+            data_parallel_sharding_strategy=strategy,
+        )
+    assert calls(found.traffic) == {"all_gather": 3, "reduce_scatter": 2}, found.traffic
+
+
+# Errors ------------------------------------------------------------------------------------------------
+
+
+class Failing(Net):
+    fails = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if self.fails == ("forward", index):
+                raise RuntimeError("on purpose")
+            if self.fails == ("backward", index):
+                x.register_hook(_fail)
+        return self.head(self.norm(x))
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def training_goes_on_after_an_exception(ctx) -> None:
+    expected = train_whole(net, token_loss, ctx.world_size, steps=4)
+    for strategy in STRATEGIES:
+        for double_buffer in (False, True):
+            model = sharded(
+                ctx,
+                lambda: Failing().double(),
+                data_parallel_sharding_strategy=strategy,
+                fsdp_double_buffer=double_buffer,
+            )
+            updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(4):
+                updates.zero_grad()
+                for fails in ((), (("forward", 1), ("backward", 1)), (("backward", 2), ("forward", 0)))[
+                    step % 3
+                ]:
+                    model.module.fails = fails
+                    with pytest.raises(RuntimeError, match="on purpose"):
+                        token_loss(model, 5).backward()
+                    updates.zero_grad()
+                model.module.fails = None
+                token_loss(model, 1000 * step + ctx.rank).backward()
+                updates.step()
+            assert_same_weights(model.full_state_dict(), expected.weights)
+            assert_at_rest(model)
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return super().forward(x)
+
+
+def refusals(ctx) -> None:
+    model = sharded(ctx, lambda: nn.Sequential(Block(), InPlace()).double(), units=[Block])
+    with pytest.raises(ModelError, match=r"InPlace changes one of its inputs in place"):
+        model(vectors(0, WIDTH))
+    with pytest.raises(ModelError, match=r"no module of the model matches; its classes are .*Block"):
+        sharded(ctx, net, units=[nn.LSTM])
+    with pytest.raises(ModelError, match=r"no module.*matches"):
+        sharded(ctx, net, units=["Blok"])
+    with pytest.raises(ModelError, match=r"the model has no modules \['heads'\]"):
+        sharded(ctx, net, units=[("embed", "heads")])
+    with pytest.raises(
+        ModelError, match=r"'embed.weight' is shared by the units .*tuple of the modules' names"
+    ):
+        sharded(ctx, lambda: Tied().double())
+    model = sharded(ctx, net)
+    with pytest.raises(ModelError, match="convert the module before fully_shard"):
+        model.to(torch.float32)
+    assert model.to(torch.float64) is model
+    with pytest.raises(ModelError, match="load full_state_dict"):
+        copy.deepcopy(model)
+    with pytest.raises(ModelError, match=r"missing, unknown or of another shape: \['embed.weight'\]"):
+        model.load_full_state_dict({n: p for n, p in model.full_state_dict().items() if n != "embed.weight"})
+    buffered = sharded(ctx, net, fsdp_double_buffer=True)
+    with pytest.raises(ModelError, match=r"--fsdp-double-buffer: no_sync\(\)"), buffered.no_sync():
+        pass
+
+
+def a_second_backward_of_whole_gradients_is_refused(ctx) -> None:
+    for strategy in ("no_shard", "optim"):
+        model = sharded(ctx, net, data_parallel_sharding_strategy=strategy)
+        token_loss(model, 0).backward()
+        with pytest.raises(
+            ModelError, match=rf"{strategy}: gradients of an earlier backward are there.*no_sync"
+        ):
+            token_loss(model, 1)
+        model.zero_grad(set_to_none=False)
+        token_loss(model, 1)
+
+
+CHECKS_ON_TWO = (
+    counts_of_every_strategy_and_accumulation,
+    kept_units_are_gathered_once,
+    a_small_bound_moves_the_same_and_holds_one_unit,
+    the_double_buffer_changes_no_bit,
+    an_order_other_than_that_of_registration,
+    an_order_that_changes_is_recorded_again,
+    persistent_bytes_are_those_of_the_formula,
+    unused_outputs_modules_and_parameters_on_one_rank,
+    whole_units_unused_on_one_rank_where_weights_and_gradients_are_whole,
+    frozen_parameters,
+    shared_parameters_declared_as_one_unit,
+    shared_parameters_of_uneven_shape,
+    scalar_empty_and_noncontiguous_parameters,
+    nested_and_keyword_inputs_and_outputs,
+    training_goes_on_after_an_exception,
+    refusals,
+    a_second_backward_of_whole_gradients_is_refused,
+)
+
+
+def test_order_and_errors_on_two_ranks():
+    share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})

@@ -1,0 +1,589 @@
+"""`fully_shard` over plain models: the same weights as one process, whatever the shapes, the strategy and the order."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core import collectives
+from tests.harness.ranks import run_ranks, share_ranks
+from tests.harness.sharded_training import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    Net,
+    assert_at_rest,
+    assert_same_weights,
+    check_parity,
+    seeded,
+    sharded,
+    square_loss,
+    token_loss,
+    train_sharded,
+    train_whole,
+    vectors,
+)
+
+POLICIES = ("memory", "backward", "step")
+
+
+def net() -> nn.Module:
+    return Net().double()
+
+
+def uneven(inside: int, outside: int) -> nn.Module:
+    """Weights [outside, inside] that no number of ranks divides."""
+    return nn.Sequential(nn.Linear(inside, outside), nn.ReLU(), nn.Linear(outside, 5)).double()
+
+
+def few() -> nn.Module:
+    """7 parameters, all within one rank's part."""
+    return nn.Sequential(
+        nn.Linear(3, 1), nn.Tanh(), nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1)
+    ).double()
+
+
+# On two, three and four ranks --------------------------------------------------------------------------
+
+
+def parity_of_one_group_with_uneven_shapes(ctx) -> None:
+    for inside, outside in ((16, 15), (7, 15), (16, 17)):
+        make = functools.partial(uneven, inside, outside)
+        for strategy in STRATEGIES:
+            check_parity(
+                ctx,
+                make,
+                square_loss(inside),
+                units=[nn.Sequential],
+                data_parallel_sharding_strategy=strategy,
+            )
+
+
+def parity_with_fewer_elements_than_ranks(ctx) -> None:
+    for strategy in STRATEGIES:
+        for optimizer in (
+            functools.partial(torch.optim.AdamW, lr=1e-2),
+            functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+        ):
+            found = check_parity(
+                ctx,
+                few,
+                square_loss(3),
+                units=[nn.Linear],
+                data_parallel_sharding_strategy=strategy,
+                optimizer=optimizer,
+                clip=0.01,
+            )
+        names = [name for name, _ in found.model.named_parameters()]
+        assert names == ["0/weight", "0/bias", "2/weight", "4/weight", "4/bias"], names  # on every rank
+    held = sum(parameter.numel() for parameter in found.model.parameters())
+    assert held == (7 if ctx.rank == 0 else 0), held  # zero3: padding is everybody else's
+
+
+def parity_of_every_strategy(ctx) -> None:
+    for strategy in STRATEGIES:
+        check_parity(ctx, net, token_loss, data_parallel_sharding_strategy=strategy, clip=0.05)
+
+
+def _share(world_size: int) -> None:
+    checks = (
+        parity_of_one_group_with_uneven_shapes,
+        parity_with_fewer_elements_than_ranks,
+        parity_of_every_strategy,
+    )
+    share_ranks(world_size, {check.__name__: check for check in checks})
+
+
+def test_parity_on_two_ranks():
+    _share(2)
+
+
+def test_parity_on_three_ranks():
+    _share(3)
+
+
+def test_parity_on_four_ranks():
+    _share(4)
+
+
+# On two ranks ------------------------------------------------------------------------------------------
+
+
+def policies_and_microbatches(ctx) -> None:
+    for strategy, policies in (("optim_grads", ("memory", "step")), ("optim_grads_params", POLICIES)):
+        for policy in policies:
+            check_parity(
+                ctx,
+                net,
+                token_loss,
+                ga=3,
+                data_parallel_sharding_strategy=strategy,
+                fsdp_reshard_policy=policy,
+            )
+
+
+def overlapped_gathers_and_reductions(ctx) -> None:
+    for strategy in STRATEGIES:
+        check_parity(
+            ctx,
+            net,
+            token_loss,
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=True,
+            overlap_param_gather=strategy != "no_shard",
+        )
+
+
+def agrees_with_torch_fsdp2(ctx) -> None:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    ours = train_sharded(ctx, net, token_loss)
+    theirs = seeded(net)
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    for block in theirs.blocks:
+        torch_fully_shard(block, mesh=mesh)
+    torch_fully_shard(theirs, mesh=mesh)
+    updates = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for step in range(3):
+        updates.zero_grad()
+        token_loss(theirs, 1000 * step + ctx.rank).backward()
+        updates.step()
+    assert_same_weights(
+        ours.weights, {name: p.full_tensor().detach() for name, p in theirs.named_parameters()}
+    )
+
+
+class Rootless(nn.Module):
+    """A forward without inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(4, WIDTH))
+        self.block = Block()
+
+    def forward(self) -> torch.Tensor:
+        return self.block(self.start)
+
+
+def a_root_without_inputs_and_with_a_parameter_of_its_own(ctx) -> None:
+    for strategy in STRATEGIES:
+        check_parity(
+            ctx,
+            lambda: Rootless().double(),
+            lambda model, sample: (model() * vectors(sample, WIDTH)).square().mean(),
+            data_parallel_sharding_strategy=strategy,
+        )
+
+
+def parameters_keep_identity_and_storage(ctx) -> None:
+    model = seeded(net)
+    before = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
+    found = train_sharded(ctx, lambda: model, token_loss, steps=1)
+    assert found.model.module is model
+    wrapped = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
+    updates = torch.optim.SGD(found.model.parameters(), lr=0.1)
+    for step in range(3):
+        token_loss(found.model, step).backward()
+        updates.step()
+        updates.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0], name
+        assert parameter.untyped_storage()._cdata == wrapped[name][1], name
+        assert parameter.untyped_storage().nbytes() == 0, name  # sharded: without memory
+        assert parameter.grad is None, name
+
+
+class WithPrefix(nn.Module):
+    """Two ways to call it: the whole, or its first half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def forward_and_backward_of_a_submodule(ctx) -> None:
+    def half_loss(model, sample):
+        part = model.module if hasattr(model, "engine") else model
+        return part.first(vectors(sample, WIDTH)).square().mean()
+
+    def mixed_loss(model, sample):
+        return half_loss(model, sample) if sample >= 1000 else square_loss(WIDTH)(model, sample)
+
+    for strategy in STRATEGIES:
+        for loss in (half_loss, mixed_loss):
+            check_parity(
+                ctx,
+                lambda: WithPrefix().double(),
+                loss,
+                data_parallel_sharding_strategy=strategy,
+                optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            )
+
+
+class Repeated(nn.Module):
+    """One block several times, another in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = Block()
+        self.other = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.other(self.again(self.again(x))))
+
+
+def a_unit_several_times_in_a_forward(ctx) -> None:
+    for strategy in STRATEGIES:
+        found = check_parity(
+            ctx,
+            lambda: Repeated().double(),
+            square_loss(WIDTH),
+            ga=2,
+            data_parallel_sharding_strategy=strategy,
+        )
+    # forward: again, other, again; backward: again follows itself, other, again
+    assert found.traffic["all_gather"][0] <= 2 * 5, found.traffic
+
+
+def two_forwards_and_one_backward(ctx) -> None:
+    def loss(model, sample):
+        return (token_loss(model, sample) + token_loss(model, sample + 500)) / 2
+
+    for strategy in STRATEGIES:
+        for double_buffer in (False, True):
+            check_parity(
+                ctx,
+                net,
+                loss,
+                data_parallel_sharding_strategy=strategy,
+                fsdp_double_buffer=double_buffer,
+                suggested_communication_unit_size=None,
+            )
+
+
+def two_forwards_and_two_backwards(ctx) -> None:
+    """Forwards ahead of their backwards, as in 1F1B; the first backward inside no_sync, or not."""
+    samples = 4 * ctx.world_size
+    expected = train_whole(net, token_loss, ctx.world_size, ga=4)
+    assert samples == 8
+    for strategy in STRATEGIES:
+        for deferred in (True, False):
+            if strategy in ("no_shard", "optim") and not deferred:
+                continue
+            for double_buffer in (False, True):
+                if double_buffer and deferred:
+                    continue
+                model = sharded(
+                    ctx, net, data_parallel_sharding_strategy=strategy, fsdp_double_buffer=double_buffer
+                )
+                updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                for step in range(3):
+                    updates.zero_grad()
+                    waiting = []
+                    for index in range(4):
+                        waiting.append(token_loss(model, 1000 * step + index * ctx.world_size + ctx.rank) / 4)
+                        if len(waiting) == 2:
+                            _backward(model, waiting.pop(0), deferred)
+                    _backward(model, waiting.pop(0), False)
+                    updates.step()
+                assert_same_weights(model.full_state_dict(), expected.weights)
+                assert_at_rest(model)
+
+
+def _backward(model, loss, deferred: bool) -> None:
+    if deferred:
+        with model.no_sync():
+            loss.backward()
+    else:
+        loss.backward()
+
+
+class Recomputed(nn.Module):
+    """Checkpoints around units, around pairs of them, or around what is inside of them."""
+
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, WIDTH)
+        self.blocks = nn.ModuleList(_Inside(reentrant) if where == "inside" else Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 40)
+        self.where, self.reentrant = where, reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        if self.where == "pairs":
+            for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+                x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=self.reentrant)
+        else:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant) if self.where == "around" else block(x)
+        return self.head(x)
+
+
+class _Inside(Block):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(
+            lambda y: self.down(self.up(self.norm(y)).tanh()), x, use_reentrant=self.reentrant
+        )
+
+
+def activation_checkpointing(ctx) -> None:
+    plain = train_sharded(ctx, lambda: Recomputed("none", False).double(), token_loss).traffic
+    for where in ("around", "inside"):
+        for reentrant in (False, True):
+            for strategy in STRATEGIES:
+                found = check_parity(
+                    ctx,
+                    lambda w=where, r=reentrant: Recomputed(w, r).double(),
+                    token_loss,
+                    data_parallel_sharding_strategy=strategy,
+                )
+            assert found.traffic == plain, (where, reentrant, found.traffic, plain)  # nothing moves twice
+
+
+def checkpoints_around_several_units(ctx) -> None:
+    for reentrant in (False, True):
+        for strategy in ("optim_grads", "optim_grads_params"):
+            for microbatches in (1, 2):
+                check_parity(
+                    ctx,
+                    lambda r=reentrant: Recomputed("pairs", r).double(),
+                    token_loss,
+                    ga=microbatches,
+                    data_parallel_sharding_strategy=strategy,
+                )
+
+
+def the_whole_model_in_a_checkpoint(ctx) -> None:
+    def loss(model, sample, reentrant):
+        x = vectors(sample, WIDTH).requires_grad_()
+        return checkpoint(model, x, use_reentrant=reentrant).square().mean()
+
+    for reentrant in (False, True):
+        for strategy in STRATEGIES:
+            check_parity(
+                ctx,
+                lambda: nn.Sequential(Block(), Block(), Block()).double(),
+                functools.partial(loss, reentrant=reentrant),
+                data_parallel_sharding_strategy=strategy,
+            )
+
+
+def optimizers_other_than_adam(ctx) -> None:
+    for optimizer in (
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+        functools.partial(torch.optim.Adagrad, lr=0.05),
+    ):
+        for strategy in STRATEGIES:
+            check_parity(ctx, net, token_loss, optimizer=optimizer, data_parallel_sharding_strategy=strategy)
+
+
+def adams_step_starts_as_a_plain_one(ctx) -> None:
+    found = sharded(ctx, net)
+    updates = torch.optim.AdamW(found.parameters(), lr=1e-2)
+    for step in range(1, 3):
+        updates.zero_grad()
+        token_loss(found, step).backward()
+        updates.step()
+        assert {float(state["step"]) for state in updates.state.values()} == {float(step)}
+
+
+def gradients_set_to_zero_instead_of_none(ctx) -> None:
+    for strategy in STRATEGIES:
+        check_parity(ctx, net, token_loss, set_to_none=False, data_parallel_sharding_strategy=strategy)
+        check_parity(ctx, net, token_loss, ga=2, set_to_none=False, data_parallel_sharding_strategy=strategy)
+
+
+def clipping_as_torch_does(ctx) -> None:
+    for strategy in STRATEGIES:
+        check_parity(ctx, net, token_loss, clip=0.01, data_parallel_sharding_strategy=strategy)
+        model = sharded(ctx, net, data_parallel_sharding_strategy=strategy)
+        token_loss(model, ctx.rank).backward()
+        whole = seeded(net)
+        sum(token_loss(whole, rank) / ctx.world_size for rank in range(ctx.world_size)).backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()
+        assert abs(model.clip_grad_norm_(0.5) - expected) < 1e-12
+        again = model.clip_grad_norm_(1e9)
+        assert abs(again - min(expected, 0.5)) < 1e-6, again
+
+
+def every_rank_knows_of_an_infinite_gradient(ctx) -> None:
+    """Loss scaling: only one rank's shard overflows, and all must skip the step."""
+    for strategy in STRATEGIES:
+        model = sharded(ctx, net, data_parallel_sharding_strategy=strategy)
+        scale = 1024.0
+        (token_loss(model, ctx.rank) * scale).backward()
+        if ctx.rank == 0:
+            next(p.grad for p in model.parameters() if p.numel()).view(-1)[0] = float("inf")
+        norm = model.clip_grad_norm_(float("inf"))
+        assert strategy == "no_shard" or norm == float("inf"), (strategy, norm)
+        model = sharded(ctx, net, data_parallel_sharding_strategy=strategy)
+        updates = torch.optim.SGD(model.parameters(), lr=0.1)
+        (token_loss(model, ctx.rank) * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(scale)
+        updates.step()
+        expected = train_whole(
+            net, token_loss, ctx.world_size, steps=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+        )
+        assert_same_weights(model.full_state_dict(), expected.weights)
+
+
+def evaluation_between_steps(ctx) -> None:
+    expected = train_whole(net, token_loss, ctx.world_size, steps=4)
+    whole = seeded(net)
+    for strategy in STRATEGIES:
+        model = sharded(ctx, net, data_parallel_sharding_strategy=strategy)
+        updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            with torch.no_grad() if step % 2 else torch.inference_mode():
+                model.eval()
+                assert not model.module.training
+                seen = token_loss(model, 77).item()
+                assert_at_rest(model)
+            whole.load_state_dict(model.full_state_dict())
+            assert abs(token_loss(whole, 77).item() - seen) < 1e-12, (strategy, step)
+            model.train()
+            updates.zero_grad()
+            loss = token_loss(model, 1000 * step + ctx.rank)
+            with torch.no_grad():
+                token_loss(model, 78)  # between a forward and its backward
+            loss.backward()
+            updates.step()
+        assert_same_weights(model.full_state_dict(), expected.weights)
+        assert_at_rest(model)
+
+
+class Shifted(Block):
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + shift
+
+
+def an_input_made_in_inference_mode(ctx) -> None:
+    with torch.inference_mode():
+        shift = torch.ones(WIDTH, dtype=torch.float64)
+    model = sharded(ctx, lambda: Shifted().double(), units=[Shifted])
+    model(vectors(0, WIDTH), shift=shift).sum().backward()
+    assert_at_rest(model)
+
+
+def all_start_with_the_weights_of_rank_0(ctx) -> None:
+    for strategy in STRATEGIES:
+        own = train_sharded(
+            ctx,
+            lambda: (torch.manual_seed(ctx.rank), Net().double())[1],
+            token_loss,
+            data_parallel_sharding_strategy=strategy,
+        )
+        expected = train_whole(net, token_loss, ctx.world_size)
+        assert_same_weights(own.weights, expected.weights)
+
+
+CHECKS_ON_TWO = (
+    policies_and_microbatches,
+    overlapped_gathers_and_reductions,
+    agrees_with_torch_fsdp2,
+    a_root_without_inputs_and_with_a_parameter_of_its_own,
+    parameters_keep_identity_and_storage,
+    forward_and_backward_of_a_submodule,
+    a_unit_several_times_in_a_forward,
+    two_forwards_and_one_backward,
+    two_forwards_and_two_backwards,
+    activation_checkpointing,
+    checkpoints_around_several_units,
+    the_whole_model_in_a_checkpoint,
+    optimizers_other_than_adam,
+    adams_step_starts_as_a_plain_one,
+    gradients_set_to_zero_instead_of_none,
+    clipping_as_torch_does,
+    every_rank_knows_of_an_infinite_gradient,
+    evaluation_between_steps,
+    an_input_made_in_inference_mode,
+    all_start_with_the_weights_of_rank_0,
+)
+
+
+def test_training_on_two_ranks():
+    share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})
+
+
+# One rank, and instances -------------------------------------------------------------------------------
+
+
+def test_a_world_of_one_is_the_plain_model_and_communicates_nothing(monkeypatch):
+    def body(ctx):
+        def no_collective(*args, **kwargs):
+            raise AssertionError("a collective in a world of one")
+
+        for op in (
+            "all_reduce",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "broadcast",
+            "all_gather",
+        ):
+            monkeypatch.setattr(dist, op, no_collective)
+        monkeypatch.setattr(collectives, "_launch", no_collective)
+        for strategy in STRATEGIES:
+            for microbatches in (1, 2):
+                found = check_parity(
+                    ctx,
+                    net,
+                    token_loss,
+                    ga=microbatches,
+                    tolerance=0.0,
+                    data_parallel_sharding_strategy=strategy,
+                )
+                assert found.traffic == {}, found.traffic
+
+    run_ranks(body, 1)
+
+
+def test_instances_agree_with_one_process():
+    def body(ctx):
+        hybrid = ctx.make_ps(dp=4, instances=2)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        for strategy in ("optim", "optim_grads", "optim_grads_params"):
+            for microbatches in (1, 2):
+                found = check_parity(
+                    ctx,
+                    net,
+                    token_loss,
+                    ps=hybrid,
+                    ga=microbatches,
+                    clip=0.05,
+                    data_parallel_sharding_strategy=strategy,
+                )
+                assert found.traffic["outer_all_reduce"][0] == 1, found.traffic  # on the last microbatch only
+        for ps in (hybrid, mesh):
+            for microbatches in (1, 2):
+                found = check_parity(
+                    ctx,
+                    net,
+                    token_loss,
+                    ps=ps,
+                    ga=microbatches,
+                    clip=0.05,
+                    outer_dp_sharding_strategy="optim",
+                )
+                assert found.traffic["outer_reduce_scatter"][0] == 1, found.traffic
+                assert found.traffic["outer_all_gather"][0] == 1, found.traffic
+                check_parity(
+                    ctx, few, square_loss(3), ps=ps, units=[nn.Linear], outer_dp_sharding_strategy="optim"
+                )
+        check_parity(ctx, net, token_loss, ps=mesh)
+
+    run_ranks(body, 4)
