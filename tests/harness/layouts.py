@@ -7,16 +7,19 @@ optimizer. Only data and loss are the tests'.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta
 from megatron.training.arguments import parse_config
 from megatron.training.build import Engine, build_engine, build_gpt_model
 from megatron.training.launch_env import LaunchEnv
@@ -25,6 +28,7 @@ from megatron.training.plans import Plans
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 from tests.harness.ranks import RankContext
+from tests.harness.reference_gpt import ReferenceConfig
 from tests.harness.tiny_models import VOCAB, tiny_batch
 
 MODEL = (
@@ -36,9 +40,28 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 CLIP = 0.2  # below the norms, so that it acts
 
 
+def reference_config(words: Sequence[str]) -> ReferenceConfig:
+    """The plain GPT of these flags: `MODEL` and a few more."""
+    llama = "--swiglu" in words
+    return ReferenceConfig(
+        num_layers=int(words[words.index("--num-layers") + 1]),
+        heads=8,
+        groups=2 if llama else 8,
+        head_dim=4,
+        ffn=64,
+        vocab=VOCAB,
+        max_positions=16,
+        positions="rope" if llama else "learned_absolute",
+        norm="RMSNorm" if llama else "LayerNorm",
+        activation="swiglu" if llama else "gelu",
+        bias=not llama,
+        tied="--untie-embeddings-and-output-weights" not in words,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How ranks share the work. chunks: model chunks a rank."""
+    """How ranks share the work. chunks: model chunks a rank. more: further flags, those of sharding among them."""
 
     tp: int = 1
     pp: int = 1
@@ -62,15 +85,17 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = f"tp{self.tp}{'+sp' * self.sp} pp{self.pp} dp{self.dp}"
-        return f"{sizes} {self.schedule}" + (f" x{self.chunks}" if self.chunks > 1 else "")
+        chunks = f" x{self.chunks}" if self.chunks > 1 else ""
+        return " ".join([sizes, self.schedule + chunks, *self.more])
 
 
-Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]  # name -> (offset, values) of each region
+Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]  # name -> (offset, values) of each rectangle
 
 
 @dataclasses.dataclass
 class Trained:
-    """One rank's outcome. losses, norms: by step. grads: of the first step, before clipping, as sums."""
+    """One rank's outcome. losses, norms: by step. grads: of the first step, before clipping, as sums. initial, weights:
+    main weights. model: the model's weights at rest (bf16 as int16), moments: of the optimizer, both at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -78,6 +103,97 @@ class Trained:
     initial: Pieces
     grads: Pieces
     weights: Pieces
+    model: Pieces
+    moments: Pieces
+
+
+class Run:
+    """The trainer's engine on this rank, with `layout` over all ranks of `ctx`.
+
+    masked: a part of the tokens does not count, in every microbatch another. Runs of one fork share communicators where
+    their ranks are laid out alike.
+    """
+
+    def __init__(
+        self,
+        ctx: RankContext,
+        layout: Layout,
+        words: Sequence[str],
+        *,
+        global_batch: int = 8,
+        masked: bool = False,
+    ) -> None:
+        flags = [*MODEL, "--global-batch-size", str(global_batch), *words, *layout.flags]
+        self.config = parse_config(
+            flags, env=LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank)
+        )
+        instances = self.config.ddp.num_distributed_optimizer_instances
+        self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
+        self.plans = Plans(self.config)
+        provider = partial(build_gpt_model, self.config, self.ps)
+        self.engine = build_engine(self.config, self.ps, self.plans, provider)
+        _off_symmetry(self.engine)
+        self._per_token = self.config.model.calculate_per_token_loss
+        self._runner = PipelineRunner(
+            self.plans, self.ps, self.engine, forward_step, Timers(0), per_token_loss=self._per_token
+        )
+        self.global_batch, self.masked = global_batch, masked
+        self.num_microbatches = global_batch // layout.dp
+
+    def step(
+        self,
+        step: int,
+        clip: float = CLIP,
+        *,
+        count_zeros: bool = False,
+        look: Callable[[], None] | None = None,
+    ) -> tuple[float, GradStats]:
+        """One step of the trainer: (mean loss of the counted tokens, figures of the gradients). look: called with
+        gradients complete and nothing updated."""
+        batches = StepBatches(self._microbatches(step), reads=self.plans.reads_data(self.ps.pp_rank))
+        batches.begin_step()
+        numbers = self._runner.train(
+            batches, iteration=step, num_microbatches=self.num_microbatches, loss_scale=1.0
+        )
+        totals = numbers.reduce(self.ps)
+        divisor = totals.num_tokens if self._per_token else float(self.global_batch)
+        stats = self.engine.optimizer.prepare(divisor, count_zero_grads=count_zeros)
+        if look is not None:
+            look()
+        self.engine.optimizer.step(divisor, clip_coefficient(stats.norm, clip))
+        self.engine.model.weights_changed()
+        total, count = totals.losses["lm loss"]
+        return total / count, stats
+
+    def _microbatches(self, step: int) -> Iterable[dict[str, Tensor]]:
+        for index in range(self.num_microbatches):
+            yield microbatch(step, index * self.ps.dp_size + self.ps.dp_rank, masked=self.masked)
+
+    # What this rank holds ---------------------------------------------------------------------------------
+
+    def main_weights(self) -> Pieces:
+        buffer = self.engine.model.buffer
+        return self._of_optimizer(buffer.main_weight_part)
+
+    def main_grads(self) -> Pieces:
+        """Complete, of what this rank's optimizer updates."""
+        return self._of_optimizer(self.engine.model.buffer.main_grad_part)
+
+    def model_weights(self) -> Pieces:
+        """At rest. Communicates where those of the last step have not come yet."""
+        return _values(self.engine.model_pieces())
+
+    def moments(self) -> Pieces:
+        own = [piece for piece in self.engine.optimizer.pieces() if ".main_weight." not in piece.name]
+        return _values(own)
+
+    def _of_optimizer(self, part_of: Callable[[str], Tensor]) -> Pieces:
+        buffer = self.engine.model.buffer
+        found = []
+        for name in buffer.names:
+            start, end = buffer.part(name, buffer.sharding.optimizer)
+            found += part_pieces("", buffer.param_meta[name], part_of(name), start, end)
+        return {name.removeprefix("."): parts for name, parts in _values(found).items()}
 
 
 def train(
@@ -88,50 +204,36 @@ def train(
     global_batch: int = 8,
     steps: int = 1,
     clip: float = CLIP,
+    masked: bool = False,
 ) -> Trained:
     """Train on this rank, with `layout` over all ranks of `ctx`."""
-    flags = [*MODEL, "--global-batch-size", str(global_batch), *words, *layout.flags]
-    config = parse_config(flags, env=LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank))
-    ps = ctx.make_ps(tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    plans = Plans(config)
-    engine = build_engine(config, ps, plans, partial(build_gpt_model, config, ps))
-    _off_symmetry(engine)
-    runner = PipelineRunner(plans, ps, engine, forward_step, Timers(0), per_token_loss=False)
-    num_microbatches = global_batch // layout.dp
-    outcome = Trained([], [], [], _pieces(engine, weights=True), {}, {})
-    batches = StepBatches(_microbatches(ps, num_microbatches), reads=plans.reads_data(ps.pp_rank))
+    run = Run(ctx, layout, words, global_batch=global_batch, masked=masked)
+    outcome = Trained([], [], [], run.main_weights(), {}, {}, {}, {})
+
+    def keep_grads() -> None:
+        outcome.grads = run.main_grads()
+
     for step in range(1, steps + 1):
-        batches.begin_step()
-        numbers = runner.train(batches, iteration=step, num_microbatches=num_microbatches, loss_scale=1.0)
-        total, count = numbers.reduce(ps).losses["lm loss"]
-        stats = engine.optimizer.prepare(global_batch, count_zero_grads=True)
-        if step == 1:
-            outcome.grads = _pieces(engine, weights=False)
-        engine.optimizer.step(global_batch, clip_coefficient(stats.norm, clip))
-        outcome.losses.append(total / count)
+        loss, stats = run.step(step, clip, count_zeros=True, look=keep_grads if step == 1 else None)
+        outcome.losses.append(loss)
         outcome.norms.append(stats.norm)
         outcome.zeros.append(stats.num_zeros)
-    outcome.weights = _pieces(engine, weights=True)
+    outcome.weights, outcome.model, outcome.moments = run.main_weights(), run.model_weights(), run.moments()
     return outcome
 
 
-def microbatch(step: int, index: int) -> dict[str, torch.Tensor]:
+@functools.cache
+def _parallel_state(ctx: RankContext, tp: int, pp: int, dp: int, instances: int) -> ParallelState:
+    return ctx.make_ps(tp=tp, pp=pp, dp=dp, instances=instances)
+
+
+def microbatch(step: int, index: int, *, masked: bool = False) -> dict[str, Tensor]:
     """Global microbatch `index` of a step: two global batches in turn, so that ten steps learn something."""
     tokens, labels, positions = tiny_batch(seed=100 * (step % 2) + index, batch=1)
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "position_ids": positions,
-        "loss_mask": torch.ones(labels.shape),
-    }
-
-
-def _microbatches(ps: ParallelState, count: int) -> Iterator[dict[str, torch.Tensor]]:
-    step = 0
-    while True:
-        step += 1
-        for index in range(count):
-            yield microbatch(step, index * ps.dp_size + ps.dp_rank)
+    mask = torch.ones(labels.shape)
+    if masked:
+        mask[:, : 1 + (3 * index + step) % 11] = 0
+    return {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
 
 
 def forward_step(iterator, model):
@@ -145,25 +247,27 @@ def forward_step(iterator, model):
 def _off_symmetry(engine: Engine) -> None:
     """Norms and biases start at ones and zeros, where many errors do not show."""
     buffer = engine.model.buffer
-    for name, meta in engine.param_meta.items():
+    for name in buffer.names:
+        meta = buffer.param_meta[name]
         if len(meta.global_shape) > 1:
             continue
         generator = torch.Generator().manual_seed(sum(name.encode()))
         noise = torch.empty(meta.global_shape, dtype=torch.float32).normal_(0, 0.1, generator=generator)
-        for part in meta.parts:
-            rows = slice(part.offset[0], part.offset[0] + part.shape[0])
-            part.view(buffer.main_weight(name)).add_(noise[rows])
+        start, end = buffer.part(name, buffer.sharding.optimizer)
+        for piece in part_pieces("", meta, buffer.main_weight_part(name), start, end):
+            piece.tensor.add_(noise[piece.offset[0] : piece.offset[0] + len(piece.tensor)])
     buffer.copy_main_to_weights()
+    engine.model.weights_changed()
 
 
-def _pieces(engine: Engine, *, weights: bool) -> Pieces:
-    buffer = engine.model.buffer
-    of = buffer.main_weight if weights else buffer.main_grad
-    return {name: _parts(meta, of(name)) for name, meta in engine.param_meta.items()}
-
-
-def _parts(meta: ParamMeta, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    return [(part.offset, part.view(tensor).detach().clone().numpy()) for part in meta.parts]
+def _values(pieces: Iterable[LocalPiece]) -> Pieces:
+    """Copies, by name; bf16, which numpy does not know, as int16."""
+    found: Pieces = {}
+    for piece in pieces:
+        values = piece.tensor.detach().clone(memory_format=torch.contiguous_format)
+        plain = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+        found.setdefault(piece.name, []).append((piece.offset, plain.numpy()))
+    return found
 
 
 def assembled(by_rank: Sequence[Pieces]) -> dict[str, np.ndarray]:

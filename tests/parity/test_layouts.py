@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.layouts import NO_DROPOUT, Layout, assembled, microbatch, train
+from tests.harness.layouts import NO_DROPOUT, Layout, assembled, microbatch, reference_config, train
 from tests.harness.ranks import run_ranks
-from tests.harness.reference_gpt import ReferenceConfig, ReferenceGPT
-from tests.harness.tiny_models import VOCAB
+from tests.harness.reference_gpt import ReferenceGPT
 
 GPT: list[str] = []
 LLAMA = [
@@ -22,24 +21,6 @@ LLAMA = [
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights".split(),
 ]
 EXACT = ["--fp64", *NO_DROPOUT]
-
-
-def reference_config(words: list[str]) -> ReferenceConfig:
-    llama = "--swiglu" in words
-    return ReferenceConfig(
-        num_layers=int(words[words.index("--num-layers") + 1]),
-        heads=8,
-        groups=2 if llama else 8,
-        head_dim=4,
-        ffn=64,
-        vocab=VOCAB,
-        max_positions=16,
-        positions="rope" if llama else "learned_absolute",
-        norm="RMSNorm" if llama else "LayerNorm",
-        activation="swiglu" if llama else "gelu",
-        bias=not llama,
-        tied=not llama,
-    )
 
 
 def schedules(pp: int) -> list[dict[str, object]]:
