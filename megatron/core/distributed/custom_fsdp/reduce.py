@@ -19,6 +19,7 @@ import torch
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
+from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
 from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -54,6 +55,7 @@ class MicrobatchReduction:
         self._buffer, self._group = buffer, group
         self._outer, self._partial = outer, partial
         self._memory, self._ledger, self._traffic = memory, ledger, traffic
+        self._resting = RestingGrads(buffer, ledger)
         self._bound = bound
         self._units = [_UnitGrads(unit, buffer) for unit in units]
         self._of_key = {key: unit for unit in self._units for key in unit.keys}
@@ -88,6 +90,8 @@ class MicrobatchReduction:
         )
         self._reduce = reduce_gradients
         self._nonfinite = []
+        if not accumulate:
+            self._resting.release()
         for unit in self._units:
             unit.has_sum = accumulate
             self._drop(unit)
@@ -152,6 +156,7 @@ class MicrobatchReduction:
     def finish(self) -> None:
         """After the last microbatch: shards hold the sums over microbatches and ranks. Raises PeerLostError."""
         self.wait()
+        self._resting.hold()
         for unit in self._units:
             if not unit.has_sum:
                 unit.zero_shard()
@@ -208,6 +213,7 @@ class MicrobatchReduction:
             self._combine_uses(unit, name)
         if self._group.size > 1:
             self._traffic.count("reduce_scatter", unit.num_bytes)
+        self._resting.hold()
         pending = collectives.reduce_scatter_units(
             unit.items, self._group, accumulate=unit.has_sum, async_op=True
         )
