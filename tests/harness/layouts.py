@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -165,7 +165,7 @@ class Run:
         total, count = totals.losses["lm loss"]
         return total / count, stats
 
-    def _microbatches(self, step: int) -> Iterable[dict[str, Tensor]]:
+    def _microbatches(self, step: int) -> Iterator[dict[str, Tensor]]:
         for index in range(self.num_microbatches):
             yield microbatch(step, index * self.ps.dp_size + self.ps.dp_rank, masked=self.masked)
 
