@@ -240,6 +240,11 @@ class FullyShardedDataParallel(DistributedDataParallel):
         )
 
     @property
+    def peak_gathered(self) -> int:
+        """The most elements gathered at once so far; 0 where weights are whole."""
+        return 0 if self.sharding.weights is Cut.WHOLE else self._gatherer.peak_gathered
+
+    @property
     def _order(self) -> tuple[int, ...]:
         return forward_order(self.chunks, self.units)
 
