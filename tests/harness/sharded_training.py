@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu
 
 from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -32,7 +33,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -61,7 +62,7 @@ def token_loss(model: nn.Module, sample: int) -> Tensor:
     batch = tokens(sample)
     logits = model(batch).flatten(0, 1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, batch.roll(1, 1).flatten())
+    return cross_entropy(wide, batch.roll(1, 1).flatten())
 
 
 def vectors(sample: int, width: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -86,8 +87,8 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclasses.dataclass
 class Trained:
-    """losses: of each step, this rank's share of the mean. weights: whole. traffic: calls and bytes of the last step, by
-    collective. model: None for the reference."""
+    """losses: of each step, this rank's share of the mean. weights: whole. traffic: calls and bytes of the last step,
+    by collective. model: None for the reference."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -95,12 +96,13 @@ class Trained:
     model: FullyShardedModule | None = None
 
 
+@functools.cache  # per process: many checks have the same reference
 def train_whole(
     make: Callable[[], nn.Module],
     loss: Loss,
     ranks: int,
     *,
-    steps: int = 3,
+    steps: int = 2,
     ga: int = 1,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     clip: float | None = None,
@@ -140,7 +142,7 @@ def train_sharded(
     *,
     units: Any = (Block,),
     ps: Any = None,
-    steps: int = 3,
+    steps: int = 2,
     ga: int = 1,
     no_sync: bool | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,

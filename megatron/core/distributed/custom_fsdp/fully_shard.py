@@ -154,7 +154,7 @@ class FullyShardedModule(nn.Module):
         """Backwards inside do not reduce; the first one after it reduces the sum.
 
         What it costs: gradients stay whole on every rank until then, as many bytes as all of the model's gradients (4
-        an element in fp32). Without it, a backward costs one more reduction and no memory.
+        an element in fp32). Without it, a backward costs one more reduction, over instances too, and no memory.
 
         Raises ModelError where gradients share the double buffer's slots, which cannot keep them.
         """
@@ -252,6 +252,22 @@ class FullyShardedModule(nn.Module):
                 grad.zero_()
             elif parameter.grad.data_ptr() != grad.data_ptr():
                 grad.copy_(parameter.grad)
+        if self.engine.place.outer_size > 1:
+            self._keep_outer_sum_once()
+
+    def _keep_outer_sum_once(self) -> None:
+        """What instances hold is summed again after the next backward: one of them keeps what they have summed, or
+        each its own part of it."""
+        engine = self.engine
+        for bucket in engine.buffer.buckets:
+            if bucket.main_grads is None or bucket.optimizer_grads is None:
+                continue
+            if engine.sharding.optimizer is Cut.FULL:
+                own = bucket.optimizer_grads.clone()
+                bucket.main_grads.zero_()
+                bucket.optimizer_grads.copy_(own)
+            elif engine.place.outer_rank > 0:
+                bucket.main_grads.zero_()
 
     def _abandon_step(self) -> None:
         """The last backward ended with an error: what it has started ends, and what it has added is not kept."""
@@ -278,7 +294,7 @@ class FullyShardedModule(nn.Module):
     def _after_backward(self) -> None:
         outside = torch._C._current_autograd_node()
         if outside is not None:  # a backward inside a backward (reentrant checkpointing): that one has to end
-            handle = outside.register_hook(lambda *_: (handle.remove(), self._call_after_backward())[-1])
+            outside.register_hook(self._call_after_backward)  # goes with the node
             return
         self._armed = False
         self.engine.microbatch_done(0, 0)

@@ -5,8 +5,8 @@ forward hook                      -> `leave_forward`
 gradient of an output arrives     -> `enter_backward`
 gradient of every input is there  -> `passed`: backward has gone through the unit
 
-[Note: sources] Nothing tells when a call is passed that has no differentiable input (lookups), or one that is a leaf (of
-a reentrant checkpoint; a parameter): a leaf's gradient and the last ones of the unit's parameters only wait to be
+[Note: sources] Nothing tells when a call is passed that has no differentiable input (lookups), or one that is a leaf
+(of a reentrant checkpoint; a parameter): a leaf's gradient and the last ones of the unit's parameters only wait to be
 accumulated, in any order. Units with such calls are complete with their last gradient.
 """
 

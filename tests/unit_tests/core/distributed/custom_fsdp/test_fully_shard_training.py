@@ -149,7 +149,7 @@ def agrees_with_torch_fsdp2(ctx) -> None:
         torch_fully_shard(block, mesh=mesh)
     torch_fully_shard(theirs, mesh=mesh)
     updates = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    for step in range(3):
+    for step in range(2):
         updates.zero_grad()
         token_loss(theirs, 1000 * step + ctx.rank).backward()
         updates.step()
@@ -187,7 +187,7 @@ def parameters_keep_identity_and_storage(ctx) -> None:
     assert found.model.module is model
     wrapped = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
     updates = torch.optim.SGD(found.model.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(2):
         token_loss(found.model, step).backward()
         updates.step()
         updates.zero_grad()
@@ -286,7 +286,7 @@ def two_forwards_and_two_backwards(ctx) -> None:
                     ctx, net, data_parallel_sharding_strategy=strategy, fsdp_double_buffer=double_buffer
                 )
                 updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
-                for step in range(3):
+                for step in range(2):
                     updates.zero_grad()
                     waiting = []
                     for index in range(4):
@@ -557,33 +557,39 @@ def test_instances_agree_with_one_process():
         hybrid = ctx.make_ps(dp=4, instances=2)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         for strategy in ("optim", "optim_grads", "optim_grads_params"):
-            for microbatches in (1, 2):
+            for microbatches, no_sync in ((1, True), (2, True), (2, False)):
+                if strategy == "optim" and not no_sync:
+                    continue
                 found = check_parity(
                     ctx,
                     net,
                     token_loss,
                     ps=hybrid,
                     ga=microbatches,
+                    no_sync=no_sync,
                     clip=0.05,
                     data_parallel_sharding_strategy=strategy,
                 )
-                assert found.traffic["outer_all_reduce"][0] == 1, found.traffic  # on the last microbatch only
+                outer = 1 if no_sync else microbatches  # with no_sync on the last microbatch only
+                assert found.traffic["outer_all_reduce"][0] == outer, found.traffic
         for ps in (hybrid, mesh):
-            for microbatches in (1, 2):
+            for microbatches, no_sync in ((1, True), (2, True), (2, False)):
                 found = check_parity(
                     ctx,
                     net,
                     token_loss,
                     ps=ps,
                     ga=microbatches,
+                    no_sync=no_sync,
                     clip=0.05,
                     outer_dp_sharding_strategy="optim",
                 )
-                assert found.traffic["outer_reduce_scatter"][0] == 1, found.traffic
+                outer = 1 if no_sync else microbatches
+                assert found.traffic["outer_reduce_scatter"][0] == outer, found.traffic
                 assert found.traffic["outer_all_gather"][0] == 1, found.traffic
-                check_parity(
-                    ctx, few, square_loss(3), ps=ps, units=[nn.Linear], outer_dp_sharding_strategy="optim"
-                )
+            check_parity(
+                ctx, few, square_loss(3), ps=ps, units=[nn.Linear], outer_dp_sharding_strategy="optim"
+            )
         check_parity(ctx, net, token_loss, ps=mesh)
 
     run_ranks(body, 4)
