@@ -1,0 +1,333 @@
+"""What a training step moves and holds under each sharding strategy, counted where collectives are called.
+
+Calls and bytes equal the engine's plan, and stay within the table of what others need; gathered elements stay within
+the bound; bytes held between steps are those of the formulas a parameter, to the padding.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core import collectives
+from megatron.core.distributed.custom_fsdp.traffic import Moved, Traffic, persistent_bytes
+from tests.harness.layouts import NO_DROPOUT, Layout, Run
+from tests.harness.ranks import run_ranks
+
+LAYERS = 2
+UNTIED = ("--untie-embeddings-and-output-weights",)
+RECOMPUTE = tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+TWO = ("--num-distributed-optimizer-instances", "2")
+SHARDED = {name: ("--use-custom-fsdp", "--data-parallel-sharding-strategy", name) for name in STRATEGIES}
+ZERO3 = SHARDED["optim_grads_params"]
+WITH_INSTANCES = {
+    **{f"HSDP {name}": (*SHARDED[name], *TWO) for name in STRATEGIES[1:]},
+    "HFSDP": (*ZERO3, *TWO, "--outer-dp-sharding-strategy", "optim"),
+}
+POLICIES = {
+    policy: (*ZERO3, "--fsdp-reshard-policy", *policy.split())
+    for policy in ("backward", "step", "budget --fsdp-memory-budget 60000")
+}
+KINDS = {  # what is called, over which ranks -> what the plan calls it
+    ("all_gather", "dp_gather"): "all_gather",
+    ("reduce_scatter", "dp_reduce"): "reduce_scatter",
+    ("sum_gradients", "dp_reduce"): "all_reduce",
+    ("all_gather", "dp_outer"): "outer_all_gather",
+    ("reduce_scatter", "dp_outer"): "outer_reduce_scatter",
+    ("sum_gradients", "dp_outer"): "outer_all_reduce",
+}
+DATA_PARALLEL = ("dp_gather", "dp_reduce", "dp_outer")
+
+
+class Watch:
+    """Calls of collectives over data parallel ranks, with the bytes of their whole buffers; and how many operations
+    were launched for them."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.calls = collections.Counter()
+        self.payload = collections.Counter()
+        self.launched = collections.Counter()
+
+    @property
+    def traffic(self):
+        unknown = self.calls.keys() - KINDS.keys() - {SECOND_HALF}
+        assert not unknown, unknown
+        return Traffic(
+            **{kind: Moved(self.calls[called], self.payload[called]) for called, kind in KINDS.items()}
+        )
+
+    @contextlib.contextmanager
+    def installed(self):
+        def counting(op, function, group_at, size):
+            def call(*args, **kwargs):
+                group = args[group_at]
+                if group.purpose in DATA_PARALLEL and group.size > 1:
+                    self.calls[op, group.purpose] += 1
+                    self.payload[op, group.purpose] += size(args[0])
+                return function(*args, **kwargs)
+
+            return call
+
+        def launching(op, group):
+            if group.purpose in DATA_PARALLEL:
+                self.launched[op, group.purpose] += 1
+
+        patches = {
+            "all_gather_units": counting("all_gather", collectives.all_gather_units, 1, whole_outputs),
+            "reduce_scatter_units": counting(
+                "reduce_scatter", collectives.reduce_scatter_units, 1, whole_inputs
+            ),
+            "sum_gradients": counting("sum_gradients", collectives.sum_gradients, 1, num_bytes),
+            "_observe": launching,
+        }
+        with mock.patch.multiple(collectives, **patches):
+            yield self
+
+
+SECOND_HALF = ("all_gather", "dp_reduce")  # of a sum in rank order
+
+
+def num_bytes(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def whole_outputs(pairs):
+    return sum(num_bytes(output) for output, _ in pairs)
+
+
+def whole_inputs(items):
+    return sum(num_bytes(full) for _, full in items)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    more: tuple[str, ...]
+    ga: int = 1
+    words: tuple[str, ...] = ()
+
+    def __str__(self):
+        return " ".join([*self.more, *self.words, f"GA {self.ga}"])
+
+
+@dataclasses.dataclass
+class Seen:
+    """One rank's step: counted by us, by the engine, and as its plan says. bytes_of: unit -> (weights, gradients)."""
+
+    watched: Traffic
+    launched: dict[tuple[str, str], int]
+    engine: Traffic
+    planned: Traffic
+    bytes_of: dict[str, tuple[int, int]]
+    numel_of: dict[str, int]
+    bound: int
+    peak: int
+    planned_peak: int
+    transient: int
+    live: dict[str, int]
+    trained_numel: int
+    padded_numel: int
+    num_buckets: int
+    formula: dict[str, int]
+    engine_bytes: int
+
+
+LIVE = ("weights", "main_weights", "main_grads", "moments", "extra_grads", "slots")
+
+
+def watch_cases(ctx, cases):
+    torch.set_num_threads(1)
+    return [watch_case(ctx, case) for case in cases]
+
+
+def watch_case(ctx, case):
+    layout = Layout(dp=ctx.world_size, more=case.more)
+    words = ["--num-layers", str(LAYERS), *NO_DROPOUT, *case.words]
+    run = Run(ctx, layout, words, global_batch=case.ga * ctx.world_size)
+    model = run.engine.model
+    watch = Watch()
+    assert model.ledger.transient_bytes == 0, model.ledger.lines()
+    with watch.installed():
+        run.step(1)
+        run.step(2, look=watch.reset)
+        kept = []
+        run.step(
+            3, look=lambda: kept.append((watch.traffic, dict(watch.launched), model.traffic.as_traffic()))
+        )
+        model.settle_weights()
+    buffer = model.buffer
+    sizes = model.unit_sizes
+    grads = buffer.buckets[0].main_grads
+    main = buffer.buckets[0].main_weights
+    return Seen(
+        *kept[0],
+        planned=model.predicted_traffic(case.ga),
+        bytes_of={size.name: (size.weight_bytes, size.wire_bytes) for size in sizes},
+        numel_of={size.name: size.numel for size in sizes},
+        bound=model.bound,
+        peak=model.peak_gathered,
+        planned_peak=model.predicted_peak_gathered(case.ga),
+        transient=model.ledger.transient_bytes,
+        live={kind: model.ledger.live(kind) for kind in LIVE},
+        trained_numel=sum(buffer.weight(name).numel() for name in buffer.names),
+        padded_numel=sum(bucket.bucket.numel for bucket in buffer.buckets),
+        num_buckets=len(buffer.buckets),
+        formula=persistent_bytes(
+            sum(bucket.bucket.numel for bucket in buffer.buckets),
+            buffer.sharding,
+            buffer.place,
+            weight_itemsize=buffer.buckets[0].weights.element_size(),
+            main_itemsize=main.element_size() if buffer.has_own_main_weight(buffer.names[0]) else 0,
+            grad_itemsize=grads.element_size(),
+        ),
+        engine_bytes=run.engine.persistent_bytes(),
+    )
+
+
+def check(world, cases, timeout=110):
+    """Returns what rank 0 saw, by case."""
+    by_rank = run_ranks(watch_cases, world, cases, timeout=timeout)
+    failed = []
+    for number, case in enumerate(cases):
+        for rank in by_rank:
+            try:
+                compare(case, world, rank[number])
+            except AssertionError as error:
+                failed.append(f"{case}: {error}")
+                break
+    assert not failed, "\n".join(failed)
+    return by_rank[0]
+
+
+def compare(case, world, seen):
+    assert seen.watched == seen.planned, f"moved {seen.watched}, planned {seen.planned}"
+    assert seen.engine == seen.planned
+    assert seen.transient == 0
+    check_launches(seen)
+    check_table(case, seen)
+    check_peak(case, seen)
+    check_persistent(case, world, seen)
+
+
+def check_launches(seen):
+    """One operation a call; a sum in rank order has a second half."""
+    for called, kind in KINDS.items():
+        op, purpose = called
+        launched = seen.launched.get(called, 0)
+        if op == "sum_gradients":
+            launched += seen.launched.get(("all_reduce", purpose), 0)
+        assert launched == getattr(seen.watched, kind).calls, (called, seen.launched)
+
+
+def check_table(case, seen):
+    """facts: all units count as such here, the embedding and the head among them."""
+    n, ga, moved = len(seen.bytes_of), case.ga, seen.watched
+    weights = sum(weights for weights, _ in seen.bytes_of.values())
+    grads = sum(grads for _, grads in seen.bytes_of.values())
+    strategy = case.more[2]
+    gathers, scatters, sums = {
+        "no_shard": (0, 0, 1),
+        "optim": (1, 1, 0),
+        "optim_grads": (1, ga, 0),
+        "optim_grads_params": (2 * ga, ga, 0),
+    }[strategy]
+    for found, times, size in (
+        (moved.all_gather, gathers, weights),
+        (moved.reduce_scatter, scatters, grads),
+        (moved.all_reduce, sums, grads),
+    ):
+        assert found.calls <= times * n, (found, times, n)
+        assert found.payload_bytes <= times * size, (found, times, size)
+    outer = [moved.outer_all_gather, moved.outer_reduce_scatter, moved.outer_all_reduce]
+    calls = {"HSDP": [0, 0, 1], "HFSDP": [1, 1, 0], "": [0, 0, 0]}
+    kind = (
+        "" if TWO[0] not in case.more else "HFSDP" if "--outer-dp-sharding-strategy" in case.more else "HSDP"
+    )
+    assert [one.calls for one in outer] == calls[kind]
+    if case.more == ZERO3 and UNTIED[0] in case.words:
+        assert moved.all_gather.calls == ga * (2 * n - 2)
+        ends = seen.bytes_of["embedding"][0] + seen.bytes_of["head"][0]
+        assert moved.all_gather == Moved(ga * (2 * n - 2), ga * (2 * weights - ends))
+        assert moved.reduce_scatter == Moved(ga * n, ga * grads)
+    elif case.more == ZERO3:
+        ends = seen.bytes_of["embedding_and_head"][0]  # gathered from its first to its last use
+        assert moved.all_gather == Moved(ga * (2 * n - 1), ga * (2 * weights - ends))
+
+
+def check_peak(case, seen):
+    assert seen.peak == seen.planned_peak, (seen.peak, seen.planned_peak)
+    if UNTIED[0] in case.words and "--fsdp-reshard-policy" not in case.more and seen.peak:
+        assert seen.peak <= max(seen.bound, *seen.numel_of.values())
+
+
+def check_persistent(case, world, seen):
+    """Bytes a parameter of facts 4.1; with fp32 weights main weights are these."""
+    inner = world // 2 if TWO[0] in case.more else world
+    full = world if "--outer-dp-sharding-strategy" in case.more else inner
+    weights, grads, optimizer = {
+        "no_shard": (1, 1, 1),
+        "optim": (1, 1, inner),
+        "optim_grads": (1, inner, inner),
+        "optim_grads_params": (inner, inner, full),
+    }[case.more[2]]
+    bf16 = "--bf16" in case.words
+    padded = seen.padded_numel
+    assert padded - seen.trained_numel < 128 * world * seen.num_buckets
+    expected = {
+        "weights": padded * (2 if bf16 else 4) // weights,
+        "main_weights": padded * (4 if bf16 else 0) // optimizer,
+        "main_grads": padded * 4 // grads,
+        "moments": padded * 8 // optimizer,
+    }
+    assert {kind: seen.live[kind] for kind in expected} == expected == seen.formula
+    if UNTIED[0] in case.words:
+        assert seen.live["extra_grads"] == 0
+    if "--fsdp-double-buffer" not in case.more:
+        assert seen.live["slots"] == 0
+        assert sum(seen.live.values()) == seen.engine_bytes
+
+
+def test_steps_move_and_hold_what_is_planned_over_two_ranks():
+    cases = [
+        Case(SHARDED["no_shard"], 2),
+        Case(SHARDED["optim"], 2, UNTIED),
+        Case(SHARDED["optim_grads"], 2, ("--bf16", *UNTIED)),
+        Case(ZERO3, 1, ("--bf16",)),
+        Case(ZERO3, 2, (*UNTIED, *RECOMPUTE)),
+        *[Case((*ZERO3, "--suggested-communication-unit-size", str(size)), 2, UNTIED) for size in (0, 20000)],
+        *[Case(policy, 2) for policy in POLICIES.values()],
+    ]
+    bf16 = check(2, cases)[2]
+    # facts: 2 + 16/N bytes a parameter, to the padding
+    assert bf16.engine_bytes == (2 + 16 // 2) * bf16.padded_numel
+
+
+def test_instances_move_and_hold_what_is_planned():
+    check(
+        4,
+        [
+            Case(WITH_INSTANCES["HSDP optim_grads_params"], 2),
+            Case(WITH_INSTANCES["HFSDP"], 1, ("--bf16", *UNTIED)),
+        ],
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [(), UNTIED, RECOMPUTE, ("--bf16",), ("--bf16", *UNTIED)], ids=" ".join)
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_steps_move_and_hold_what_is_planned(world, words):
+    flags = {**SHARDED, **POLICIES, **(WITH_INSTANCES if world == 4 else {})}
+    flags["double buffer"] = (*ZERO3, "--fsdp-double-buffer")
+    flags["ZeRO-2 late"] = (*SHARDED["optim_grads"], "--fsdp-reshard-policy", "step")
+    for size in (0, 1, 9000, 20000, 30000, 60000, 10**9):
+        flags[f"bound {size}"] = (*ZERO3, "--suggested-communication-unit-size", str(size))
+    check(world, [Case(more, ga, words) for more in flags.values() for ga in (1, 2, 4)], timeout=850)
