@@ -156,7 +156,8 @@ def train_sharded(
     strategy = model.engine.config.data_parallel_sharding_strategy
     deferred = strategy in ("no_shard", "optim") if no_sync is None else no_sync
     updates = optimizer(model.parameters())
-    losses, traffic = [], collections.Counter()
+    losses: list[float] = []
+    traffic: collections.Counter[tuple[str, str]] = collections.Counter()
     for step in range(steps):
         updates.zero_grad(set_to_none=set_to_none)
         total, traffic = 0.0, collections.Counter()
