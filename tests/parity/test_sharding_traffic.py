@@ -303,7 +303,7 @@ def test_steps_move_and_hold_what_is_planned_over_two_ranks():
         Case(ZERO3, 1, ("--bf16",)),
         Case(ZERO3, 2, (*UNTIED, *RECOMPUTE)),
         *[Case((*ZERO3, "--suggested-communication-unit-size", str(size)), 2, UNTIED) for size in (0, 20000)],
-        *[Case(policy, 2) for policy in POLICIES.values()],
+        *[Case(policy, 2, UNTIED) for policy in POLICIES.values()],
     ]
     bf16 = check(2, cases)[2]
     # facts: 2 + 16/N bytes a parameter, to the padding

@@ -136,10 +136,15 @@ class Gatherer:
         """The unit's forward is over; its weights go unless they stay for the backward."""
         if self._state[unit] is State.SHARDED:
             return
-        if training and (self._keep[unit] is not Keep.NOTHING or self._backward_is_next(unit)):
+        if training and (self._is_kept(unit) or self._backward_is_next(unit)):
             self._waiting.add(unit)
             return
         self.free(unit)
+
+    def _is_kept(self, unit: int) -> bool:
+        """Whether it stays for a later use: for a backward only where that reads weights."""
+        keep = self._keep[unit]
+        return keep is Keep.STEP or (keep is Keep.TO_BACKWARD and self._units[unit].backward_reads)
 
     def _backward_is_next(self, unit: int) -> bool:
         """Whether it stays for a backward that follows at once, or to its last use."""
