@@ -28,8 +28,9 @@ _FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Arena:
-    """The flat buffers at rest of one layout. own_main_weights: None where main weights are (part of) `weights`; that
-    and main_grads: None for frozen parameters. Padding means nothing."""
+    """The flat buffers at rest of one layout. own_main_weights: None where main weights are (part of) `weights`;
+    main_grads: None where they are cut (`BucketMemory` has them); both None for frozen parameters. Padding means
+    nothing."""
 
     layout: FlatLayout
     weights: Tensor
@@ -138,7 +139,9 @@ def main_weight_dtype(weights: torch.dtype, config: DistributedDataParallelConfi
 class ArenaMaker:
     """Allocates the arenas of a rank's layouts.
 
-    main_grads_flat: dtype -> all gradients at rest of that dtype, one allocation.
+    Whole gradients of one dtype are one allocation (`main_grads_flat`). Cut ones are one a bucket, so that a bucket's can
+    be without memory while they mean nothing: one allocation for all would be there from the first unit of the
+    backward on, when activations are at their most.
     """
 
     def __init__(
@@ -158,8 +161,9 @@ class ArenaMaker:
         grads = [
             (main_grad_dtype(dtype, config), layout.numel_at_rest(place, sharding.main_grads))
             for layout, dtype in zip(layouts, dtypes, strict=True)
-            if layout.trained
+            if layout.trained and sharding.main_grads is Cut.WHOLE
         ]
+        self._config = config
         self.main_grads_flat = {
             wanted: torch.zeros(sum(n for dtype, n in grads if dtype == wanted), dtype=wanted, device=device)
             for wanted in dict.fromkeys(dtype for dtype, _ in grads)
@@ -173,9 +177,9 @@ class ArenaMaker:
                 if (main := main_weight_dtype(dtype, config)) != dtype:
                     main_weights = self._zeros(layout, sharding.optimizer, main)
                 kept = main_grad_dtype(dtype, config)
-                numel = layout.numel_at_rest(place, sharding.main_grads)
-                main_grads = self.main_grads_flat[kept].narrow(0, used[kept], numel)
-                used[kept] += numel
+                if sharding.main_grads is Cut.WHOLE:
+                    main_grads = self.main_grads_flat[kept].narrow(0, used[kept], layout.numel)
+                    used[kept] += layout.numel
             self.arenas.append(Arena(layout, weights, main_weights, main_grads))
 
     def bucket(
@@ -187,8 +191,8 @@ class ArenaMaker:
         bucket = memory.layout.buckets[index]
         weights = self.at_rest(memory, index, memory.weights, sharding.weights)
         main_weights, main_grads, optimizer_grads, optimizer_weights = None, None, None, None
-        if memory.main_grads is not None:
-            main_grads = self.at_rest(memory, index, memory.main_grads, sharding.main_grads)
+        if memory.trained:
+            main_grads = self._main_grads(memory, index)
             optimizer_grads = self._narrowed(memory, index, main_grads, sharding.main_grads)
             optimizer_weights = main_weights = self._narrowed(memory, index, weights, sharding.weights)
             if memory.own_main_weights is not None:
@@ -205,6 +209,14 @@ class ArenaMaker:
             optimizer_grads=optimizer_grads,
             optimizer_weights=optimizer_weights,
         )
+
+    def _main_grads(self, arena: Arena, index: int) -> Tensor:
+        """A bucket's gradients at rest."""
+        if arena.main_grads is not None:
+            return self.at_rest(arena, index, arena.main_grads, Cut.WHOLE)
+        numel = arena.layout.buckets[index].numel // self._place.ways(self._sharding.main_grads)
+        dtype = main_grad_dtype(arena.weights.dtype, self._config)
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def at_rest(self, arena: Arena, index: int, flat: Tensor, cut: Cut) -> Tensor:
         """A bucket's part of a flat buffer at rest."""

@@ -98,7 +98,7 @@ class FlatBuffer:
             layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device
         )
         self.arenas = tuple(maker.arenas)
-        self.main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
+        self._main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
         self._weights: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}  # by key
         self.extra_grads: dict[str, Tensor] = {}  # key of a further use -> its accumulator, 1-D
@@ -168,10 +168,24 @@ class FlatBuffer:
 
     def main_grad_part(self, name: str, cut: Cut | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
-        arena = self._trained_arena_of(name)
-        assert arena.main_grads is not None
-        wanted = cut or self.sharding.optimizer
-        return self._part(arena, arena.main_grads, self.sharding.main_grads, name, wanted)
+        layout, memory = self._trained_arena_of(name).layout, self._bucket_of[name]
+        assert memory.main_grads is not None
+        held = self.sharding.main_grads
+        outer, _ = layout.part_of(name, self.place, held)
+        low, high = layout.part_of(name, self.place, cut or self.sharding.optimizer)
+        start = layout.part_at_rest(name, self.place, held)[0]
+        start -= layout.rest_start(memory.bucket.index, self.place, held)
+        return (
+            memory.main_grads[start + low - outer : start + high - outer]
+            if high > low
+            else memory.main_grads[:0]
+        )
+
+    def grads_at_rest(self) -> tuple[Tensor, ...]:
+        """All gradients at rest, one allocation each: one a dtype where they are whole, one a bucket where cut."""
+        if self.sharding.main_grads is Cut.WHOLE:
+            return tuple(self._main_grads_flat.values())
+        return tuple(memory.main_grads for memory in self.buckets if memory.main_grads is not None)
 
     def view_part(self, flat: Tensor, name: str) -> Tensor:
         """1-D: what belongs to a parameter in any flat tensor that is cut as its arena's optimizer (a moment)."""
@@ -225,7 +239,7 @@ class FlatBuffer:
     def zero_grads(self) -> None:
         """Gradients at rest are zero."""
         self.reset_grads()
-        for grads in self.main_grads_flat.values():
+        for grads in self.grads_at_rest():
             grads.zero_()
         if self.sharding.main_grads is Cut.WHOLE:
             for extra in self.extra_grads.values():
@@ -250,7 +264,7 @@ class FlatBuffer:
         return {
             "weights": _bytes(arena.weights for arena in self.arenas) + _bytes(alone),
             "main_weights": _bytes(tensor for tensor in own if tensor is not None),
-            "main_grads": _bytes(self.main_grads_flat.values()),
+            "main_grads": _bytes(self.grads_at_rest()),
             "extra_grads": _bytes(extra),
         }
 

@@ -81,7 +81,11 @@ class FullyShardedDataParallel(DistributedDataParallel):
         self._unit_modules = fsdp_unit_modules
         self._policies: dict[int, tuple[UnitPolicy, ...]] = {}  # by microbatches of a step
         super().__init__(chunks, ps, config, param_meta, sinks, stages, units=units)
-        self.ledger.book({name: held for name, held in self.buffer.persistent_bytes().items() if held})
+        cut = self.sharding.main_grads is not Cut.WHOLE  # then every unit books its own
+        held = self.buffer.persistent_bytes()
+        self.ledger.book(
+            {name: size for name, size in held.items() if size and not (cut and name == "main_grads")}
+        )
 
     # What the row of the table decides ----------------------------------------------------------------
 

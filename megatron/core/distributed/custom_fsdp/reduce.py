@@ -55,9 +55,8 @@ class MicrobatchReduction:
         self._buffer, self._group = buffer, group
         self._outer, self._partial = outer, partial
         self._memory, self._ledger, self._traffic = memory, ledger, traffic
-        self._resting = RestingGrads(buffer, ledger)
         self._bound = bound
-        self._units = [_UnitGrads(unit, buffer) for unit in units]
+        self._units = [_UnitGrads(unit, buffer, ledger) for unit in units]
         self._of_key = {key: unit for unit in self._units for key in unit.keys}
         self._reports: Mapping[str, int] = {}
         self._order: list[int] = []  # units by first forward of the microbatch
@@ -90,11 +89,11 @@ class MicrobatchReduction:
         )
         self._reduce = reduce_gradients
         self._nonfinite = []
-        if not accumulate:
-            self._resting.release()
         for unit in self._units:
             unit.has_sum = accumulate
             self._drop(unit)
+            if not accumulate:
+                unit.resting.release()
         self._begin_microbatch()
         if num_microbatches is not None:
             self.expect(num_microbatches)
@@ -156,8 +155,8 @@ class MicrobatchReduction:
     def finish(self) -> None:
         """After the last microbatch: shards hold the sums over microbatches and ranks. Raises PeerLostError."""
         self.wait()
-        self._resting.hold()
         for unit in self._units:
+            unit.resting.hold()
             if not unit.has_sum:
                 unit.zero_shard()
         if self._reduce:
@@ -213,7 +212,7 @@ class MicrobatchReduction:
             self._combine_uses(unit, name)
         if self._group.size > 1:
             self._traffic.count("reduce_scatter", unit.num_bytes)
-        self._resting.hold()
+        unit.resting.hold()
         pending = collectives.reduce_scatter_units(
             unit.items, self._group, accumulate=unit.has_sum, async_op=True
         )
@@ -285,12 +284,13 @@ class _UnitGrads:
     """A unit's whole gradients. fresh: keys without a contribution since they were dropped. has_sum: the shard holds
     something to be added to. holds: they have memory. in_flight: a collective reads them."""
 
-    def __init__(self, unit: Unit, buffer: FlatBuffer) -> None:
+    def __init__(self, unit: Unit, buffer: FlatBuffer, ledger: Ledger) -> None:
         self.index, self.name = unit.index, unit.name
         self.late = False
         pairs = [(bucket.main_grads, bucket.full_grads) for bucket in buffer.buckets_of_unit(unit.name)]
         self.items = [(shard, full) for shard, full in pairs if shard is not None and full is not None]
         self.full_grads = [full for _, full in self.items]
+        self.resting = RestingGrads(unit.name, [shard for shard, _ in self.items], ledger)
         self.names = [name for name in unit.names if name in set(buffer.names)]
         self.keys = [key for name in self.names for key in buffer.param_meta[name].grad_keys]
         self.extra_keys = {key for name in self.names for key in buffer.param_meta[name].grad_keys[1:]}

@@ -1,26 +1,30 @@
-"""The gradients at rest, without memory while they mean nothing: from the beginning of a step to its first reduction.
+"""Gradients at rest, without memory while they mean nothing: from a step's beginning to their unit's first reduction.
 
-That is when activations are at their most. Views of them stay valid; reading one in between would read freed memory, so
-the memory stays where somebody holds a view that was not there when the first step began.
+That is when activations are at their most. Views of them stay valid; reading one in between would read freed memory,
+so they keep it where somebody holds a view that was not there when the first step began.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
-from megatron.core.distributed.flat_buffer import FlatBuffer
 
 
 class RestingGrads:
-    """One allocation a dtype, released and held as a whole."""
+    """The gradients of one unit's buckets."""
 
-    def __init__(self, buffer: FlatBuffer, ledger: Ledger) -> None:
-        self._storages = [flat.untyped_storage() for flat in buffer.main_grads_flat.values()]
+    def __init__(self, unit: str, grads: Iterable[Tensor], ledger: Ledger) -> None:
+        self._unit = unit
+        self._storages = [tensor.untyped_storage() for tensor in grads]
         self._bytes = [storage.nbytes() for storage in self._storages]
         self._ledger = ledger
         self._views: list[int] | None = None  # references to each storage when the first step began
         self._held = True
+        ledger.hold("main_grads", unit, sum(self._bytes))
 
     def release(self) -> None:
         """What they hold is of no more use."""
@@ -28,9 +32,9 @@ class RestingGrads:
         if self._views is None:
             self._views = views
         if self._held and all(now <= before for now, before in zip(views, self._views, strict=True)):
-            for storage, num_bytes in zip(self._storages, self._bytes, strict=True):
+            for storage in self._storages:
                 storage.resize_(0)
-                self._ledger.free("main_grads", "", num_bytes)
+            self._ledger.free("main_grads", self._unit, sum(self._bytes))
             self._held = False
 
     def hold(self) -> None:
@@ -39,7 +43,7 @@ class RestingGrads:
             return
         for storage, num_bytes in zip(self._storages, self._bytes, strict=True):
             storage.resize_(num_bytes)
-            self._ledger.hold("main_grads", "", num_bytes)
+        self._ledger.hold("main_grads", self._unit, sum(self._bytes))
         self._held = True
 
 

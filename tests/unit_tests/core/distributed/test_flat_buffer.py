@@ -273,12 +273,10 @@ def test_gradients_of_a_bucket_reach_the_parts_of_its_parameters(row):
         for name in buffer.names:
             start, end = buffer.part(name, buffer.sharding.optimizer)
             assert torch.equal(buffer.main_grad_part(name), expected[name].view(-1)[start:end])
-        (flat,) = buffer.main_grads_flat.values()
-        assert flat.data_ptr() == buffer.arenas[0].main_grads.data_ptr()
         buffer.grads_divided_by = 4
         buffer.zero_grads()
         assert buffer.grads_divided_by == 1
-        assert not flat.any()
+        assert not any(flat.any() for flat in buffer.grads_at_rest())
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -435,16 +433,20 @@ def test_wire_dtype_is_that_of_full_gradients_where_they_are_cut():
                 assert memory.full_grads.dtype == expected
 
 
-def test_gradients_of_one_dtype_are_one_allocation():
+def test_whole_gradients_are_one_allocation_a_dtype_and_cut_ones_one_a_bucket():
     module = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4), nn.Linear(4, 4).double())
-    buffer = buffer_of(module, None, None, ROWS["optim_grads_params"])
-    assert set(buffer.main_grads_flat) == {torch.float32, torch.float64}
-    for dtype, flat in buffer.main_grads_flat.items():
-        arenas = [arena for arena in buffer.arenas if arena.main_grads.dtype == dtype]
+    whole = buffer_of(module, None, None, ROWS["optim"])
+    assert [flat.dtype for flat in whole.grads_at_rest()] == [torch.float64, torch.float32]
+    for flat in whole.grads_at_rest():
+        arenas = [arena for arena in whole.arenas if arena.main_grads.dtype == flat.dtype]
         assert flat.numel() == sum(arena.main_grads.numel() for arena in arenas)
         storages = {arena.main_grads.untyped_storage().data_ptr() for arena in arenas}
         assert storages == {flat.untyped_storage().data_ptr()}
         assert len({arena.main_grads.data_ptr() for arena in arenas}) == len(arenas)
+    cut = buffer_of(module, None, None, ROWS["optim_grads_params"])
+    for flat, memory in zip(cut.grads_at_rest(), cut.buckets, strict=True):
+        assert flat is memory.main_grads
+        assert flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
 
 
 def test_parameters_that_are_not_split_between_ranks():

@@ -371,7 +371,7 @@ def gradient(name, shape, step):
 
 def set_part_grads(buffer, step):
     """The optimizer's part of the same gradients; all else that is at rest must not matter."""
-    for flat in buffer.main_grads_flat.values():
+    for flat in buffer.grads_at_rest():
         flat.fill_(float("nan"))
     for name in buffer.names:
         start, end = buffer.part(name, buffer.sharding.optimizer)

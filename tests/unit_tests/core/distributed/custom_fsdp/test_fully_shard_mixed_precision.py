@@ -113,7 +113,7 @@ def every_combination_of_dtypes_against_an_emulation(ctx) -> None:
                     atol=allowed / 10,
                     msg=f"{dtype} {flags} {name}",
                 )
-            kept_as = {one.dtype for one in found.model.engine.buffer.main_grads_flat.values()}
+            kept_as = {one.dtype for one in found.model.engine.buffer.grads_at_rest()}
             assert kept_as == {main_grad_dtype(dtype, config)}, (dtype, flags)
             _, moved = found.traffic["reduce_scatter"]
             numel = sum(size.numel for size in found.model.engine.unit_sizes)
