@@ -139,8 +139,8 @@ def main_weight_dtype(weights: torch.dtype, config: DistributedDataParallelConfi
 class ArenaMaker:
     """Allocates the arenas of a rank's layouts.
 
-    Whole gradients of one dtype are one allocation (`main_grads_flat`). Cut ones are one a bucket, so that a bucket's can
-    be without memory while they mean nothing: one allocation for all would be there from the first unit of the
+    Whole gradients of one dtype are one allocation (`main_grads_flat`). Cut ones are one a bucket, so that a bucket's
+    can be without memory while they mean nothing: one allocation for all would be there from the first unit of the
     backward on, when activations are at their most.
     """
 
