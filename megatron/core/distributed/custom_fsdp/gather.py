@@ -75,6 +75,7 @@ class Gatherer:
         self._outer_stale = False
         self._open = False  # a microbatch has begun and not ended
         self._waiting: set[int] = set()  # for their backward, gathered in the forward
+        self._recomputed: set[int] = set()  # likewise, inside a backward
 
     def set_keep(self, keep: Sequence[Keep]) -> None:
         """For how long each unit stays gathered. Between steps."""
@@ -107,9 +108,8 @@ class Gatherer:
         self._free_passed(but=unit)
         self._order.need(unit)
         self._waiting.discard(unit)
-        if self._memory.is_blocked("weights", self._units[unit].name):
-            for other in self._waiting | self._ahead:  # what only waits can be gathered again
-                self.free(other)
+        self._recomputed.discard(unit)
+        self._make_room(unit)
         self._start(unit)
         for ahead in self._order.upcoming():
             if self._state[ahead] is State.SHARDED:
@@ -121,6 +121,19 @@ class Gatherer:
                 self._ahead.add(ahead)
         self._ahead.discard(unit)
         self._finish(unit)
+
+    def _make_room(self, unit: int) -> None:
+        """Free what only waits and can be gathered again: all where the unit's slot is taken, and of units that were
+        recomputed together, which backward reaches in reverse, the first as far as they exceed the bound."""
+        if self._state[unit] is not State.SHARDED:
+            return
+        if self._memory.is_blocked("weights", self._units[unit].name):
+            for other in self._waiting | self._ahead | self._recomputed:
+                self.free(other)
+        for other in sorted(self._recomputed):
+            if self._gathered + self._numel[unit] <= self._bound:
+                return
+            self.free(other)
 
     def begin_unshard(self, unit: int) -> collectives.Pending | None:
         """Begin to gather one unit without waiting (the caller's own prefetch)."""
@@ -156,9 +169,9 @@ class Gatherer:
 
     def leave_recompute(self, unit: int) -> None:
         """As `leave_forward`, inside a backward: the unit's own backward comes soon; one gather serves both, unless
-        that exceeds the bound."""
-        if self._gathered > self._bound and self._keep[unit] is Keep.NOTHING:
-            self.free(unit)
+        others are recomputed before it and all of them exceed the bound."""
+        if self._keep[unit] is Keep.NOTHING and not self._units[unit].lasts:
+            self._recomputed.add(unit)
 
     def leave_evaluation(self) -> None:
         """A forward without backward is over: nothing stays gathered."""
@@ -181,6 +194,7 @@ class Gatherer:
         self._passed.discard(unit)
         self._ahead.discard(unit)
         self._waiting.discard(unit)
+        self._recomputed.discard(unit)
 
     def weights_changed(self) -> None:
         """Shards hold new weights: what is gathered is out of date."""
