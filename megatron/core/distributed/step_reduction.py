@@ -93,6 +93,9 @@ class StepReduction:
     def forward_reached(self, unit: int) -> None:
         """Buckets have an order of their own."""
 
+    def make_room(self, unit: int) -> None:
+        """Whole gradients have their memory."""
+
     def passed(self, unit: int) -> None:
         """Only the step's last microbatch completes anything."""
 

@@ -21,6 +21,8 @@ class _Reduction(Protocol):
 
     def passed(self, unit: int) -> None: ...
 
+    def make_room(self, unit: int) -> None: ...
+
 
 class _Weights(Protocol):
     def begin(self, *, training: bool, repeats: bool) -> None: ...
@@ -63,6 +65,7 @@ class Drive:
             self._weights.leave_forward(unit, training=self._training)
 
     def enter_backward(self, unit: int) -> None:
+        self._reduction.make_room(unit)  # before more is gathered: activations are at their most
         if self._engine.units[unit].backward_reads:
             self._weights.need(unit)
 

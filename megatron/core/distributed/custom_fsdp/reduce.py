@@ -128,6 +128,14 @@ class MicrobatchReduction:
         if unit not in self._order:
             self._order.append(unit)
 
+    def make_room(self, unit: int) -> None:
+        """Wait for reductions until the unit's whole gradients are within the bound, as far as that can help."""
+        ours = self._units[unit]
+        while self._in_flight and (
+            self._in_flight_numel + ours.numel > self._bound or self._memory.is_blocked("grads", ours.name)
+        ):
+            self._wait_oldest()
+
     def passed(self, unit: int) -> None:
         """Backward is through the unit: what has not come by now does not come."""
         if self._units[unit].index not in self._completed:
@@ -232,10 +240,7 @@ class MicrobatchReduction:
             self._wait_oldest()
         if unit.holds:
             return
-        while self._in_flight and (
-            self._in_flight_numel + unit.numel > self._bound or self._memory.is_blocked("grads", unit.name)
-        ):
-            self._wait_oldest()
+        self.make_room(unit.index)
         self._memory.acquire("grads", unit.name, unit.full_grads)
         unit.holds = True
 
