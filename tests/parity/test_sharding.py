@@ -22,6 +22,7 @@ from tests.harness.reference_gpt import ReferenceGPT
 
 STEPS = 20
 UNTIED = ("--untie-embeddings-and-output-weights",)
+TOGETHER = tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2".split())
 RECOMPUTE = tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
 PER_TOKEN = ("--calculate-per-token-loss",)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -222,6 +223,10 @@ def check(world, cases, *, steps=STEPS, timeout=600):
     assert not failed, "\n".join(failed)
 
 
+CUT = ("optim_grads", "optim_grads_params")
+INSTANCES = ("HSDP distributed optimizer", "HSDP optim_grads", "HSDP optim_grads_params", "HFSDP")
+
+
 def test_strategies_and_fsdp2_equal_the_plain_loop_over_two_ranks():
     words = {
         "no_shard": PER_TOKEN,
@@ -230,10 +235,11 @@ def test_strategies_and_fsdp2_equal_the_plain_loop_over_two_ranks():
         "optim_grads_params": PER_TOKEN,
         "distributed optimizer": PER_TOKEN,
     }
-    cases = [Case(Layout(dp=2, more=SHARDED[name]), words[name], ga=2) for name in SHARDED]
+    cases = [Case(Layout(dp=2, more=SHARDED[name]), words[name], ga=1 + (name in CUT)) for name in SHARDED]
     cases += [
         Case(None, PER_TOKEN, ga=2),
-        Case(Layout(dp=2, more=SHARDED["optim_grads_params"]), (*UNTIED, *RECOMPUTE), ga=2),
+        Case(Layout(dp=2, more=SHARDED["optim_grads_params"]), (*UNTIED, *RECOMPUTE)),
+        Case(Layout(dp=2, more=SHARDED["optim_grads_params"]), fp32=True),
         Case(Layout(dp=2, more=(*SHARDED["optim_grads_params"], "--init-model-with-meta-device"))),
     ]
     check(2, cases)
@@ -241,15 +247,14 @@ def test_strategies_and_fsdp2_equal_the_plain_loop_over_two_ranks():
 
 def test_instances_and_other_parallelism_equal_the_plain_loop_over_four_ranks():
     zero3 = SHARDED["optim_grads_params"]
-    cases = [Case(Layout(dp=4, more=flags), PER_TOKEN) for flags in WITH_INSTANCES.values()]
+    cases = [Case(Layout(dp=4, more=WITH_INSTANCES[name]), PER_TOKEN) for name in INSTANCES]
     cases += [
         Case(Layout(dp=4, more=zero3), (*UNTIED, *RECOMPUTE)),
-        Case(None),
         Case(Layout(tp=2, sp=True, dp=2, more=zero3), PER_TOKEN),
         Case(Layout(tp=2, dp=2, more=SHARDED["optim_grads"]), UNTIED),
         Case(Layout(pp=2, dp=2, more=(*SHARDED["optim"], "--overlap-param-gather")), PER_TOKEN, ga=2),
     ]
-    check(4, cases, steps=4)
+    check(4, cases, steps=3)
 
 
 FAR = {
@@ -275,6 +280,15 @@ def test_every_strategy_equals_the_plain_loop(world, ga):
     cases = [
         Case(Layout(dp=world, more=more), words, ga)
         for words, more in itertools.product(MODELS, flags.values())
+    ]
+    cases += [
+        Case(
+            Layout(dp=world, more=(*SHARDED["optim_grads_params"], *more)),
+            (*UNTIED, *TOGETHER),
+            ga,
+            num_layers=4,
+        )
+        for more in ((), ("--suggested-communication-unit-size", "0"), ("--fsdp-double-buffer",))
     ]
     cases += [
         Case(None, words, ga, reshard=reshard)
@@ -315,8 +329,3 @@ def test_strategies_under_pipelines_equal_the_plain_loop():
         for schedule, ga in (({"schedule": "1f1b"}, 4), ({"schedule": "interleaved", "chunks": 2}, 2))
     ]
     check(4, cases, timeout=850)
-
-
-def test_losses_in_fp32_are_those_of_the_plain_loop():
-    flags = [SHARDED["no_shard"], SHARDED["optim_grads_params"]]
-    check(2, [Case(Layout(dp=2, more=more), fp32=True, ga=2) for more in flags])
