@@ -164,17 +164,17 @@ def watch_case(ctx, case):
         )
         model.settle_weights()
     buffer = model.buffer
-    sizes = model.unit_sizes
+    sizes = model.plan.sizes
     grads = buffer.buckets[0].main_grads
     main = buffer.buckets[0].main_weights
     return Seen(
         *kept[0],
-        planned=model.predicted_traffic(case.ga),
+        planned=model.plan.traffic(case.ga),
         bytes_of={size.name: (size.weight_bytes, size.wire_bytes) for size in sizes},
         numel_of={size.name: size.numel for size in sizes},
-        bound=model.bound,
+        bound=model.plan.bound,
         peak=model.peak_gathered,
-        planned_peak=model.predicted_peak_gathered(case.ga),
+        planned_peak=model.plan.peak_gathered(case.ga),
         transient=model.ledger.transient_bytes,
         live={kind: model.ledger.live(kind) for kind in LIVE},
         trained_numel=sum(buffer.weight(name).numel() for name in buffer.names),

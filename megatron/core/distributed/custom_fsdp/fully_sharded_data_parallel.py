@@ -7,34 +7,21 @@ by unit as backward leaves them. Source of the rows: ZeRO (Rajbhandari et al. 20
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket_memory import BucketMemory
+from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
-from megatron.core.distributed.custom_fsdp.reshard_plan import UnitFacts, UnitPolicy, policies
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
-from megatron.core.distributed.custom_fsdp.traffic import (
-    Moved,
-    Traffic,
-    UnitSize,
-    default_bound,
-    demand_order,
-    gathers_of,
-    peak_gathered,
-    predict_step,
-)
-from megatron.core.distributed.custom_fsdp.units import Unit, UnitModule, find_units, forward_order
+from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
+from megatron.core.distributed.custom_fsdp.units import Unit, UnitModule, find_units
 from megatron.core.distributed.distributed_data_parallel import (
     DistributedDataParallel,
     Reduction,
@@ -79,13 +66,14 @@ class FullyShardedDataParallel(DistributedDataParallel):
     ) -> None:
         self.ledger = Ledger()
         self._unit_modules = fsdp_unit_modules
-        self._policies: dict[int, tuple[UnitPolicy, ...]] = {}  # by microbatches of a step
         super().__init__(chunks, ps, config, param_meta, sinks, stages, units=units)
         cut = self.sharding.main_grads is not Cut.WHOLE  # then every unit books its own
         held = self.buffer.persistent_bytes()
         self.ledger.book(
             {name: size for name, size in held.items() if size and not (cut and name == "main_grads")}
         )
+        if config.fsdp_debug:
+            watch_released(self, self.buffer, self.units)
 
     # What the row of the table decides ----------------------------------------------------------------
 
@@ -104,6 +92,11 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def _new_memory(self, units: Sequence[Unit]) -> TransientMemory:
         if not self.config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
             return AllocatedMemory(self.ledger)
+        if self.config.fsdp_debug:
+            raise ModelError(
+                "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
+                "reads another unit's weights and cannot be told from one that was not; leave out one of them"
+            )
         lasting = [unit.index for unit in units if unit.lasts]
         keeps = self.config.fsdp_reshard_policy != "memory"
         plan = plan_slots([1] * len(units), lasting=range(len(units)) if keeps else lasting)
@@ -134,7 +127,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self._memory,
             self.ledger,
             self.traffic,
-            bound=self.bound,
+            bound=self.plan.bound,
+            forward=self.plan.order if self._reduces_in_one_order else None,
             on_complete=lambda unit: self._weights.passed(unit),
         )
         return self._by_microbatch
@@ -149,8 +143,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
             *groups,
             self._memory,
             self.traffic,
-            bound=self.bound,
-            last=self._order[-1],
+            bound=self.plan.bound,
+            last=self.plan.order[-1],
         )
         return self._gatherer
 
@@ -160,88 +154,12 @@ class FullyShardedDataParallel(DistributedDataParallel):
             drive = Drive(self, self._reduction, self._weights)
             UnitHooks(self.chunks, self.units, drive, backward=cut)
 
-    # Sizes and policies ---------------------------------------------------------------------------------
+    # Plans ----------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def bound(self) -> int:
-        """Elements gathered, and elements of gradients under way, at any time: --suggested-communication-unit-size."""
-        given = self.config.suggested_communication_unit_size
-        return default_bound(self.unit_sizes) if given is None else given
-
-    @functools.cached_property
-    def unit_sizes(self) -> tuple[UnitSize, ...]:
-        """What the plans need to know of each unit's buckets."""
-        sizes = []
-        for unit in self.units:
-            buckets = self.buffer.buckets_of_unit(unit.name)
-            frozen = [one for one in buckets if not one.trained]
-            sizes.append(
-                UnitSize(
-                    unit.name,
-                    weight_bytes=sum(_bytes(one.full_weights) for one in buckets),
-                    wire_bytes=sum(_bytes(one.full_grads) for one in buckets if one.full_grads is not None),
-                    numel=sum(one.full_weights.numel() for one in buckets),
-                    backward_reads=unit.backward_reads,
-                    buckets=len(buckets),
-                    frozen_bytes=sum(_bytes(one.full_weights) for one in frozen),
-                )
-            )
-        return tuple(sizes)
-
-    def begin_step(
-        self, num_microbatches: int | None, *, reduce_gradients: bool = True, accumulate: bool = False
-    ) -> None:
-        if self.sharding.main_grads is not Cut.WHOLE:
-            chosen = self.policies_for(num_microbatches or 1)
-            self._by_microbatch.set_late([one.reduce_late for one in chosen])
-            if self.sharding.weights is not Cut.WHOLE:
-                self._gatherer.set_keep([one.keep for one in chosen])
-        super().begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
-
-    def policies_for(self, num_microbatches: int) -> tuple[UnitPolicy, ...]:
-        """--fsdp-reshard-policy for steps of so many microbatches."""
-        if num_microbatches not in self._policies:
-            gathers = gathers_of(self.unit_sizes, self._order, kept_to_last_use=self._lasting)
-            facts = [
-                UnitFacts(size.name, size.weight_bytes, size.wire_bytes, gathers=max(1, times))
-                for size, times in zip(self.unit_sizes, gathers, strict=True)
-            ]
-            self._policies[num_microbatches] = policies(
-                facts,
-                self.config.fsdp_reshard_policy,
-                num_microbatches=num_microbatches,
-                shard_ways=self.place.inner_size,
-                weights_cut=self.sharding.weights is not Cut.WHOLE,
-                grads_cut=self.sharding.main_grads is not Cut.WHOLE,
-                budget_bytes=self.config.fsdp_memory_budget,
-            )
-        return self._policies[num_microbatches]
-
-    def predicted_traffic(self, num_microbatches: int) -> Traffic:
-        """What the collectives of a step move, if units run in the order in which they are registered."""
-        cut = self.sharding.main_grads is not Cut.WHOLE
-        return predict_step(
-            self.unit_sizes,
-            self.sharding,
-            inner_size=self.place.inner_size,
-            outer_size=self.place.outer_size,
-            num_microbatches=num_microbatches,
-            policies=self.policies_for(num_microbatches) if cut else None,
-            kept_to_last_use=self._lasting,
-            forward_order=self._order,
-            outer_grad_bytes=self._outer_bytes(lambda one: one.optimizer_grads, lambda one: one.main_grads),
-            outer_weight_bytes=self._outer_bytes(lambda one: one.weights, lambda one: one.weights),
-        )
-
-    def predicted_peak_gathered(self, num_microbatches: int) -> int:
-        """The most elements gathered at once, under the same condition; 0 where weights are whole."""
-        if self.sharding.weights is Cut.WHOLE:
-            return 0
-        order = demand_order(self.unit_sizes, self._order)
-        chosen = self.policies_for(num_microbatches)
-        return peak_gathered(
-            self.unit_sizes, order, self.bound, kept_to_last_use=self._lasting, policies=chosen
-        )
+    def plan(self) -> StepPlan:
+        """What steps move and hold."""
+        return StepPlan(self.chunks, self.units, self.buffer)
 
     @property
     def peak_gathered(self) -> int:
@@ -249,41 +167,20 @@ class FullyShardedDataParallel(DistributedDataParallel):
         return 0 if self.sharding.weights is Cut.WHOLE else self._gatherer.peak_gathered
 
     @property
-    def _order(self) -> tuple[int, ...]:
-        return forward_order(self.chunks, self.units)
+    def _reduces_in_one_order(self) -> bool:
+        """Whether units reduce in the order of registration, so that some ranks may skip some: where weights are whole.
+        Where they are gathered no rank can skip a unit anyway, and slots taken in turns need the order of the run."""
+        return self.sharding.weights is Cut.WHOLE and not self.config.fsdp_double_buffer
 
-    @property
-    def _lasting(self) -> frozenset[int]:
-        return frozenset(unit.index for unit in self.units if unit.lasts)
-
-    def _outer_bytes(
-        self, part: Callable[[BucketMemory], Tensor | None], cut: Callable[[BucketMemory], Tensor | None]
-    ) -> list[int]:
-        """Bytes by dtype of what outer ranks sum (`part`, HSDP) or cut among them (`cut`, HFSDP)."""
-        sizes: dict[torch.dtype, int] = {}
-        for bucket in self.buffer.buckets:
-            tensor = (cut if self.sharding.optimizer is Cut.FULL else part)(bucket)
-            if bucket.trained and tensor is not None:
-                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + _bytes(tensor)
-        return list(sizes.values())
-
-    def _check_traffic(self, num_microbatches: int, *, new_weights: bool) -> None:
-        """The step has moved what its plan says: all of it, or its reductions where units ran in another order.
-        new_weights: without, what is gathered once after a step was not (the first step, one after a skipped one)."""
-        expected = self.predicted_traffic(num_microbatches)
-        if not new_weights:
-            once = {"all_gather"} if self.sharding.weights is Cut.WHOLE else {"outer_all_gather"}
-            expected = dataclasses.replace(expected, **dict.fromkeys(once, Moved()))
-        counted = self.traffic.as_traffic()
-        if self.sharding.weights is not Cut.WHOLE:
-            uses = itertools.groupby(demand_order(self.unit_sizes, self._order))
-            as_planned = tuple(unit for unit, _ in uses) == self._gatherer.order.demanded
-            if not as_planned:
-                counted = dataclasses.replace(counted, all_gather=expected.all_gather)
-            else:
-                peak = self.predicted_peak_gathered(num_microbatches)
-                assert self._gatherer.peak_gathered <= peak, (self._gatherer.peak_gathered, peak)
-        assert counted == expected, f"the step moved {counted}, its plan says {expected}"
+    def begin_step(
+        self, num_microbatches: int | None, *, reduce_gradients: bool = True, accumulate: bool = False
+    ) -> None:
+        if self.sharding.main_grads is not Cut.WHOLE:
+            chosen = self.plan.policies(num_microbatches or 1)
+            self._by_microbatch.set_late([one.reduce_late for one in chosen])
+            if self.sharding.weights is not Cut.WHOLE:
+                self._gatherer.set_keep([one.keep for one in chosen])
+        super().begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
 
     # GradSync -------------------------------------------------------------------------------------------
 
@@ -292,7 +189,13 @@ class FullyShardedDataParallel(DistributedDataParallel):
         step = self._running("finish()")
         super().finish()
         if step.num_microbatches is not None:
-            self._check_traffic(step.num_microbatches, new_weights=step.new_weights)
+            self.plan.check(
+                step.num_microbatches,
+                self.traffic.as_traffic(),
+                new_weights=step.new_weights,
+                demanded=self._gatherer.order.demanded if self.plan.gathers else (),
+                peak=self.peak_gathered,
+            )
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""

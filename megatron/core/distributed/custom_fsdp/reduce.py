@@ -4,9 +4,12 @@ A unit's whole gradients exist from its first contribution of a microbatch to th
 over ranks are added to the shard that stays. Nothing is zeroed: the first contribution overwrites, in the whole
 gradients as in the shard.
 
-[Note: order of reductions] Reductions are issued in one order on every rank: the reverse of the order in which the
-microbatch's forward first reached the units, and units that no forward reached at the end. A unit that is complete
-waits for those before it. Readiness itself is not the same everywhere: parameters may be unused on some ranks only.
+[Note: order of reductions] Reductions are issued in one order on every rank. A unit that is complete waits for those
+before it: readiness is not the same everywhere, parameters may be unused on some ranks only. Where weights are gathered
+all ranks run the same units, and the order is the reverse of that in which the microbatch's forward first reached them,
+with units that no forward reached at the end. Where weights are whole, a rank may skip units that others run: there the
+order is the reverse of registration (`forward`). A model whose forward runs in another order stays right, but keeps
+whole gradients longer.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ class MicrobatchReduction:
     """The reduction of gradients that are cut at rest.
 
     bound: elements of whole gradients under way, the unit that is accumulating included; one unit in any case.
-    on_complete: is told of every unit with all its gradients of a microbatch. Communicates over dp_reduce (`group`),
-    and once a step over dp_outer, and over tp where gradients have parts there.
+    forward: units in the order of registration, for an order of reductions that does not depend on the run; None: that
+    of the run. on_complete: is told of every unit with all its gradients of a microbatch. Communicates over dp_reduce
+    (`group`), and once a step over dp_outer, and over tp where gradients have parts there.
     """
 
     def __init__(
@@ -50,12 +54,14 @@ class MicrobatchReduction:
         *,
         bound: int,
         on_complete: Callable[[int], None],
+        forward: Sequence[int] | None = None,
     ) -> None:
         self._on_complete = on_complete
         self._buffer, self._group = buffer, group
         self._outer, self._partial = outer, partial
         self._memory, self._ledger, self._traffic = memory, ledger, traffic
         self._bound = bound
+        self._forward = None if forward is None else list(dict.fromkeys(forward))
         self._units = [_UnitGrads(unit, buffer, ledger) for unit in units]
         self._of_key = {key: unit for unit in self._units for key in unit.keys}
         self._reports: Mapping[str, int] = {}
@@ -199,7 +205,7 @@ class MicrobatchReduction:
 
     def _launch_order(self) -> list[int]:
         """See [Note: order of reductions]."""
-        order = self._order or self._last_order
+        order = self._forward or self._order or self._last_order
         reached = set(order)
         return [*reversed(order), *(unit.index for unit in self._units if unit.index not in reached)]
 

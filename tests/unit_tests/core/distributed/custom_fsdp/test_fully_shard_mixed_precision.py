@@ -116,7 +116,7 @@ def every_combination_of_dtypes_against_an_emulation(ctx) -> None:
             kept_as = {one.dtype for one in found.model.engine.buffer.grads_at_rest()}
             assert kept_as == {main_grad_dtype(dtype, config)}, (dtype, flags)
             _, moved = found.traffic["reduce_scatter"]
-            numel = sum(size.numel for size in found.model.engine.unit_sizes)
+            numel = sum(size.numel for size in found.model.engine.plan.sizes)
             assert moved == 2 * numel * grad_comm_dtype(dtype, config).itemsize, (dtype, flags, moved)
 
 

@@ -82,7 +82,7 @@ def counts_of_every_strategy_and_accumulation(ctx) -> None:
                     no_sync,
                     found.traffic,
                 )
-                full = sum(size.weight_bytes for size in found.model.engine.unit_sizes)
+                full = sum(size.weight_bytes for size in found.model.engine.plan.sizes)
                 if strategy == "optim":
                     assert found.traffic["all_gather"][1] == full == found.traffic["reduce_scatter"][1]
 
@@ -94,7 +94,7 @@ def kept_units_are_gathered_once(ctx) -> None:
 
 def a_small_bound_moves_the_same_and_holds_one_unit(ctx) -> None:
     plain = train_sharded(ctx, net, token_loss)
-    sizes = plain.model.engine.unit_sizes
+    sizes = plain.model.engine.plan.sizes
     small = check_parity(ctx, net, token_loss, suggested_communication_unit_size=1)
     large = check_parity(ctx, net, token_loss, suggested_communication_unit_size=10**9)
     assert small.traffic == plain.traffic == large.traffic
@@ -190,7 +190,7 @@ def persistent_bytes_are_those_of_the_formula(ctx) -> None:
             model = sharded(
                 ctx, lambda dtype=dtype: Net().to(dtype), data_parallel_sharding_strategy=strategy
             )
-            numel = sum(size.numel for size in model.engine.unit_sizes)
+            numel = sum(size.numel for size in model.engine.plan.sizes)
             predicted = persistent_bytes(
                 numel,
                 sharding_of(strategy, "no_shard"),
