@@ -178,6 +178,12 @@ def test_every_layout_continues_under_every_other(tmp_path):
     check(list(itertools.product(names, names)), (*SMALL, "--fp64"), tmp_path, continued=continued)
 
 
+def test_matrices_that_pipeline_stages_share(tmp_path):
+    """The first and the last stage hold the tied one, and cut it at different places."""
+    pairs = list(itertools.product(["PP2 optim DP2", "ZeRO-3 DP2"], repeat=2))
+    check(pairs, ("--num-layers", "2", "--fp64"), tmp_path, continued=pairs)
+
+
 def test_bf16_with_fp32_main_weights(tmp_path):
     pairs = list(itertools.permutations(["optim DP2", "ZeRO-3 DP2", "HFSDP 2x2"], 2))
     saved = check(pairs, (*SMALL, "--bf16", *UNTIED), tmp_path)

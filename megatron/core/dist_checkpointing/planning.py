@@ -81,7 +81,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 
     def __init__(self, pieces: Sequence[LocalPiece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = index_pieces(pieces)
+        self._pieces = index_pieces([piece for piece in pieces if piece.written])
         self.set_up_planner({})
 
     def create_local_plan(self) -> SavePlan:

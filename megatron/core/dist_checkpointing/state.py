@@ -20,13 +20,15 @@ class LocalPiece:
     Saving reads `tensor`; loading writes it in place, so it is a view into the buffer that the rectangle
     lives in. Several ranks may hold the same rectangle (replicas): one of them writes it.
 
-    tensor: shape of the rectangle. offset: its first element in the global tensor, one index a dim.
+    tensor: shape of the rectangle. offset: its first element in the global tensor, one index a dim. written: False for
+    what other ranks write, who may have cut it elsewhere; it is only read.
     """
 
     name: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: Tensor
+    written: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

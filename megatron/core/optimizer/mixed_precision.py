@@ -164,8 +164,10 @@ class MixedPrecisionOptimizer(Stepper):
             parts |= {
                 moment: buffer.view_part(flats[index], name) for moment, flats in self._update.moments.items()
             }
+            written = name not in self._vector.of_earlier_stages  # which cut it at other places
             for what, part in parts.items():
-                pieces += part_pieces(f"optimizer.{what}", buffer.param_meta[name], part, start, end)
+                held = part_pieces(f"optimizer.{what}", buffer.param_meta[name], part, start, end)
+                pieces += [dataclasses.replace(piece, written=written) for piece in held]
         return pieces
 
     def state(self) -> dict[str, Any]:

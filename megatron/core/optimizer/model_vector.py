@@ -53,7 +53,8 @@ class ModelVector:
     """Built once, communicating over mp.
 
     size: regions of the whole model. owned: (name, region) of those that this rank answers for, or for a part of them.
-    over_world: the optimizer is cut, and data parallel ranks have a part each.
+    over_world: the optimizer is cut, and data parallel ranks have a part each. of_earlier_stages: this rank's
+    parameters that an earlier stage holds too.
 
     Raises ModelError where stages have different parameters of one name.
     """
@@ -71,6 +72,9 @@ class ModelVector:
         place_of = _places(everyone, first_stage)
         tp_ranks = [ps.grid.coordinates(rank)["tp"] for rank in self._mp_group.ranks]
         self.size = len(place_of)
+        self.of_earlier_stages = frozenset(
+            facts.name for facts in mine if facts.stage != first_stage[facts.name]
+        )
         _assert_one_owner_each(everyone, tp_ranks, first_stage, place_of)
         self.owned: list[tuple[str, Region]] = []
         positions: list[int] = []
