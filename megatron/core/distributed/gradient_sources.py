@@ -1,7 +1,12 @@
-"""Where gradients come from: the sinks of our layers, and autograd's hooks for everything else."""
+"""Where gradients come from: the sinks of our layers, and autograd's hooks for everything else.
+
+[Note: hooks of parameters] Python's collector does not look into a tensor's own hooks: an engine that such a hook held
+would hold its parameters, and with them the hook, for ever.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -52,11 +57,15 @@ def _sink_of_each_chunk(chunks: ModelChunks, sinks: Sinks) -> tuple[WeightGradAc
 def _autograd_hook(
     name: str, main_grad: Tensor, listener: GradListener, scale: float
 ) -> Callable[[Tensor], None]:
+    heard = weakref.ref(listener)  # see [Note: hooks of parameters]
+
     def take(parameter: Tensor) -> None:
+        engine = heard()
+        assert engine is not None, f"a gradient for {name}: the engine around the module is gone"
         assert parameter.grad is not None
-        overwrite = listener.grad_begins(name)
+        overwrite = engine.grad_begins(name)
         add_gradient(main_grad, parameter.grad, overwrite=overwrite, scale=scale)
         parameter.grad = None
-        listener.grad_ready(name, 0)
+        engine.grad_ready(name, 0)
 
     return take
