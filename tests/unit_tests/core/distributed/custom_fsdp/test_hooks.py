@@ -1,0 +1,228 @@
+"""When units run: the events of forwards, backwards, recomputations, several calls and inputs of every kind."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.distributed.custom_fsdp.hooks import UnitHooks, in_backward, tensors_in
+from megatron.core.distributed.custom_fsdp.units import find_units
+from megatron.core.module import ModelError
+
+
+class Events:
+    """A driver that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def begin_forward(self, *, training: bool) -> None:
+        self.log.append(f"begin {training}")
+
+    def end_forward(self, *, training: bool) -> None:
+        self.log.append(f"end {training}")
+
+    def enter_forward(self, unit: int, *, recomputing: bool) -> None:
+        self.log.append(f"{'again' if recomputing else 'enter'} {unit}")
+
+    def leave_forward(self, unit: int, *, recomputing: bool) -> None:
+        self.log.append(f"{'left again' if recomputing else 'leave'} {unit}")
+
+    def enter_backward(self, unit: int) -> None:
+        self.log.append(f"back {unit}")
+
+    def passed(self, unit: int, *, last: bool) -> None:
+        self.log.append(f"{'passed' if last else 'one of'} {unit}")
+
+    def since(self) -> str:
+        log, self.log = self.log, []
+        return ", ".join(log)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.w).tanh()
+
+
+def hooked(model: nn.Module, *unit_modules, backward: bool = True) -> Events:
+    events = Events()
+    units = find_units([model], dict(model.named_parameters()), None, unit_modules or (Layer,))
+    UnitHooks([model], units, events, backward=backward)
+    return events
+
+
+def test_a_forward_and_its_backward():
+    model = nn.Sequential(Layer(), Layer())
+    events = hooked(model)
+    out = model(torch.ones(3))
+    assert events.since() == "begin True, enter 0, leave 0, enter 1, leave 1, end True"
+    out.sum().backward()
+    # one tensor is unit 0's output and unit 1's input; unit 0's own input has no gradient: its last one completes it
+    assert events.since() == "back 1, back 0, passed 1"
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert events.since() == "begin False, enter 0, leave 0, enter 1, leave 1, end False"
+    plain = nn.Sequential(Layer(), Layer())
+    events = hooked(plain, backward=False)
+    plain(torch.ones(3)).sum().backward()
+    assert events.since() == "begin True, enter 0, leave 0, enter 1, leave 1, end True"
+
+
+def test_a_differentiable_input_that_is_a_leaf_passes_nothing():
+    model = nn.Sequential(Layer(), Layer())
+    events = hooked(model)
+    out = model(torch.ones(3, requires_grad=True))
+    events.since()
+    out.sum().backward()
+    assert events.since() == "back 1, back 0, passed 1"
+    model(torch.ones(3, requires_grad=True) * 1).sum().backward()
+    assert "passed 0" not in events.since().split(", "), "a source once, a source for ever"
+
+
+def test_every_call_of_a_module_that_runs_several_times():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(self.first(x)))
+
+    model = Twice()
+    events = hooked(model)
+    out = model(torch.ones(3))
+    assert events.since() == "begin True, enter 0, leave 0, enter 1, leave 1, enter 1, leave 1, end True"
+    out.sum().backward()
+    assert events.since() == "back 1, back 1, one of 1, back 0, passed 1"
+
+
+def test_a_graph_that_is_thrown_away_is_waited_for_by_nobody():
+    model = nn.Sequential(Layer(), Layer())
+    events = hooked(model)
+    thrown = model(torch.ones(3))
+    del thrown
+    out = model(torch.ones(3))
+    events.since()
+    out.sum().backward()
+    assert "passed 1" in events.since()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(reentrant):
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.second, self.first(x), use_reentrant=reentrant)
+
+    model = Recomputed()
+    events = hooked(model)
+    out = model(torch.ones(3))
+    assert events.since().startswith("begin True, enter 0, leave 0, enter 1, leave 1")
+    out.sum().backward()
+    log = events.since().split(", ")
+    assert log.index("again 1") < log.index("back 0")
+    assert not any(event.startswith(("enter", "leave", "begin")) for event in log)
+
+
+def test_a_unit_of_several_modules_is_left_after_the_last_of_them():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Layer(), Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)))
+
+    model = Tied()
+    events = hooked(model, ("a", "c"), Layer)
+    model(torch.ones(3))
+    assert events.since() == "begin True, enter 0, enter 1, leave 1, enter 0, leave 0, end True"
+
+
+def test_a_forward_that_ended_with_an_error_leaves_nothing_behind():
+    class Fails(Layer):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise RuntimeError("on purpose")
+            return super().forward(x)
+
+    model = nn.Sequential(Layer(), Fails())
+    events = hooked(model)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(torch.ones(3))
+    model[1].fails = False
+    events.since()
+    model(torch.ones(3)).sum().backward()
+    assert events.since() == (
+        "begin True, enter 0, leave 0, enter 1, leave 1, end True, back 1, back 0, passed 1"
+    )
+
+
+def test_an_input_changed_in_place_is_refused():
+    class InPlace(Layer):
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            x["x"] += 1
+            return super().forward(x["x"])
+
+    model = nn.Sequential(InPlace())
+    hooked(model)
+    with pytest.raises(ModelError, match=r"unit '0': InPlace changes one of its inputs in place"):
+        model({"x": torch.ones(3)})
+
+
+def test_several_outputs_and_inputs():
+    class Splits(Layer):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            return {"pair": (super().forward(x), x * self.w), "label": "x"}
+
+    class Joins(Layer):
+        def forward(self, *, pair: tuple[Tensor, Tensor], label: str) -> Tensor:
+            return super().forward(pair[0] + pair[1])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.splits, self.joins = Splits(), Joins()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.joins(**self.splits(x))
+
+    model = Net()
+    events = hooked(model, Splits, Joins)
+    model(torch.ones(3)).sum().backward()
+    log = events.since().split(", ")
+    assert log[-3:] == ["back 1", "passed 1", "back 0"] or log[-3:] == ["back 1", "back 0", "passed 1"], log
+
+
+def test_tensors_in_nested_values():
+    @dataclasses.dataclass
+    class Batch:
+        x: Tensor
+        more: dict[str, list[Tensor]]
+        label: str = "no tensor"
+
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    found = list(tensors_in((Batch(one, {"a": [two]}), {"b": (three, None)}, 5, Batch)))
+    assert [tensor.numel() for tensor in found] == [1, 2, 3]
+
+
+def test_in_backward():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(in_backward()))
+    y.sum().backward()
+    assert (seen, in_backward()) == ([True], False)

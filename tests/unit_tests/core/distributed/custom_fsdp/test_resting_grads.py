@@ -1,0 +1,65 @@
+"""Gradients at rest without memory until their unit's first reduction, unless somebody holds a view of them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
+from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
+
+
+def resting() -> tuple[RestingGrads, list[torch.Tensor], Ledger]:
+    ledger = Ledger()
+    grads = [torch.ones(10), torch.ones(4, dtype=torch.bfloat16)]
+    return RestingGrads("layer", grads, ledger), grads, ledger
+
+
+def sizes(grads: list[torch.Tensor]) -> list[int]:
+    return [grad.untyped_storage().nbytes() for grad in grads]
+
+
+def test_memory_goes_and_comes_back_under_the_same_tensors():
+    rest, grads, ledger = resting()
+    assert (sizes(grads), ledger.live("main_grads", "layer")) == ([40, 8], 48)
+    rest.release()
+    assert (sizes(grads), ledger.live("main_grads", "layer")) == ([0, 0], 0)
+    rest.release()
+    rest.hold()
+    rest.hold()
+    assert (sizes(grads), ledger.live("main_grads", "layer")) == ([40, 8], 48)
+    grads[0].fill_(2.0)
+    assert grads[0].sum() == 20.0
+    assert ledger.peak("main_grads") == 48
+
+
+def test_views_that_were_there_at_the_first_step_are_the_engines_own():
+    rest, grads, _ = resting()
+    part = grads[0][2:5]
+    rest.release()
+    assert sizes(grads) == [0, 0]
+    rest.hold()
+    grads[0].fill_(3.0)
+    assert part.tolist() == [3.0] * 3
+
+
+def test_kept_while_somebody_holds_a_view_that_was_not_there():
+    rest, grads, ledger = resting()
+    rest.release()
+    rest.hold()
+    grads[1].fill_(7.0)
+    kept = grads[1][:2]  # a `.grad` that a user has not let go of
+    rest.release()
+    assert sizes(grads) == [40, 8], "all of the unit's, or none"
+    assert kept.tolist() == [7.0, 7.0]
+    assert ledger.live("main_grads") == 48
+    del kept
+    rest.release()
+    assert (sizes(grads), ledger.live("main_grads")) == ([0, 0], 0)
+
+
+def test_a_unit_without_gradients():
+    ledger = Ledger()
+    rest = RestingGrads("frozen", [], ledger)
+    rest.release()
+    rest.hold()
+    assert ledger.persistent_bytes == 0
