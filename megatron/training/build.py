@@ -73,6 +73,11 @@ class Engine:
         """What a fully sharded engine holds; None for others."""
         return self.model.ledger if isinstance(self.model, FullyShardedDataParallel) else None
 
+    @property
+    def declares_units(self) -> bool:
+        """Whether the model itself names what is gathered together, so that --fsdp-unit-modules has no effect."""
+        return _units([chunk.module for chunk in self.chunks]) is not None
+
     def persistent_bytes(self) -> int:
         """Bytes that this rank holds between steps: weights, gradients, optimizer state, slots of the double buffer."""
         if self.ledger is not None:

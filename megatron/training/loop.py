@@ -143,7 +143,15 @@ class TrainingLoop:
             units_per_rank=tuple(units for _, _, units in told) if engine.model.units else (),
         )
         session.print_rank_last(metrics.plan_line(record))
+        self._warn_of_units()
         self._log_ledger("before the first step")
+
+    def _warn_of_units(self) -> None:
+        asked = self._config.ddp.fsdp_unit_modules
+        if self._config.ddp.use_custom_fsdp and asked and self.engine.declares_units:
+            self.session.print_rank_0(
+                f"WARNING: --fsdp-unit-modules {' '.join(asked)} has no effect: the model names its units itself"
+            )
 
     def _log_ledger(self, when: str) -> None:
         """--log-fsdp-ledger: what the sharding engine of rank 0 holds."""

@@ -153,6 +153,21 @@ def _fsdp_memory_budget(s: Situation) -> str | None:
 
 
 @rule(
+    "fsdp-debug",
+    "--fsdp-debug --fsdp-double-buffer",
+    "leave out one of them",
+)
+def _fsdp_debug(s: Situation) -> str | None:
+    both = s.value("fsdp_debug") and s.value("fsdp_double_buffer")
+    if not both or not s.value("use_custom_fsdp") or not grads_are_cut(s.value(STRATEGY)):
+        return None  # neither has an effect: warnings
+    return (
+        "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept reads "
+        "another unit's weights and cannot be told from one that was not"
+    )
+
+
+@rule(
     "weight-hash",
     "--check-weight-hash-across-dp-replicas-interval --data-parallel-sharding-strategy "
     "--num-distributed-optimizer-instances",

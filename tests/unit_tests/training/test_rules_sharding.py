@@ -71,6 +71,9 @@ BAD = [
      "--fsdp-reshard-policy budget needs --fsdp-memory-budget", "--fsdp-memory-budget BYTES"),
     (f"{FSDP} --fsdp-memory-budget 4096", "fsdp-memory-budget",
      "--fsdp-memory-budget 4096 does nothing under --fsdp-reshard-policy memory", "--fsdp-reshard-policy budget"),
+    (f"{FSDP} --fsdp-debug --fsdp-double-buffer", "fsdp-debug",
+     "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept reads another "
+     "unit's weights and cannot be told from one that was not", "leave out one of them"),
     (f"{FSDP} {HASH} 2", "weight-hash",
      f"{HASH} 2 with {STRATEGY} optim_grads_params: no two ranks hold the same weights", INSTANCES),
     (f"{FSDP} {MAIN_PARAMS} bf16", "main-params-dtype",
