@@ -243,6 +243,32 @@ def test_launch_lines_of_examples_are_accepted(script, arguments, ranks, cut, st
         assert ("--sequence-parallel" in words) == ("TP" in cut)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--data-parallel-sharding-strategy", "optim", "--bf16"),
+        ("--num-distributed-optimizer-instances", "2"),
+    ],
+    ids=" ".join,
+)
+def test_sharded_launch_line_is_accepted_and_passes_flags_on(flags, stub_path, tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "custom_fsdp" / "pretrain.sh"), *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": stub_path, "RANKS": "4"},
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    words, started = words_after_trainer(done.stdout.split("\0")[:-1])
+    assert started == 4
+    assert not problems_of(words, started)
+    assert words[0] == "--use-custom-fsdp"
+    assert words[len(words) - len(flags) :] == list(flags)
+
+
 def documented_launch_lines():
     """Every command in the documents that starts pretrain_gpt.py with a whole model."""
     for path in DOCUMENTS:
