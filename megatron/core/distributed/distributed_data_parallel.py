@@ -16,8 +16,8 @@ ranks as they are added, which `FlatBuffer.grads_divided_by` records and the opt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.units import Unit, find_units
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.engine_parts import Reduction, Weights
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.model_chunks import ModelChunks
@@ -38,60 +39,6 @@ from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.protocols import GradSync, Work
-
-
-class Reduction(Protocol):
-    """How gradients become sums over ranks: once a step (`StepReduction`) or once a microbatch."""
-
-    def bind(self, reports: Mapping[str, int]) -> None: ...
-
-    def begin_step(
-        self, num_microbatches: int | None, *, reduce_gradients: bool, accumulate: bool
-    ) -> None: ...
-
-    def expect(self, num_microbatches: int) -> None: ...
-
-    def hold_back(self, held_back: bool) -> None: ...
-
-    def grad_begins(self, key: str) -> bool: ...
-
-    def grad_ready(self, key: str) -> None: ...
-
-    def forward_reached(self, unit: int) -> None: ...
-
-    def passed(self, unit: int) -> None: ...
-
-    def make_room(self, unit: int) -> None: ...
-
-    def microbatch_done(self, complete: Iterable[str], *, left: int) -> None: ...
-
-    def launch(self, complete: Iterable[str]) -> Work: ...
-
-    def finish(self) -> None: ...
-
-    def nonfinite_keys(self) -> tuple[str, ...]: ...
-
-
-class Weights(Protocol):
-    """How whole weights come to be: gathered after a step (`WholeWeights`), or out of shards unit by unit."""
-
-    def begin(self, *, training: bool, repeats: bool) -> None: ...
-
-    def need(self, unit: int) -> None: ...
-
-    def passed(self, unit: int) -> None: ...
-
-    def leave_forward(self, unit: int, *, training: bool) -> None: ...
-
-    def leave_recompute(self, unit: int) -> None: ...
-
-    def leave_evaluation(self) -> None: ...
-
-    def end_microbatch(self, *, last: bool) -> None: ...
-
-    def weights_changed(self) -> None: ...
-
-    def settle(self) -> None: ...
 
 
 @dataclasses.dataclass

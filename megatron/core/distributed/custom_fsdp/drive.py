@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.core.distributed.custom_fsdp.units import Unit
+from megatron.core.distributed.engine_parts import Reduction, Weights
 
 
 class _Engine(Protocol):
@@ -16,32 +17,10 @@ class _Engine(Protocol):
     def more_microbatches(self) -> bool: ...
 
 
-class _Reduction(Protocol):
-    def forward_reached(self, unit: int) -> None: ...
-
-    def passed(self, unit: int) -> None: ...
-
-    def make_room(self, unit: int) -> None: ...
-
-
-class _Weights(Protocol):
-    def begin(self, *, training: bool, repeats: bool) -> None: ...
-
-    def need(self, unit: int) -> None: ...
-
-    def passed(self, unit: int) -> None: ...
-
-    def leave_forward(self, unit: int, *, training: bool) -> None: ...
-
-    def leave_recompute(self, unit: int) -> None: ...
-
-    def leave_evaluation(self) -> None: ...
-
-
 class Drive:
     """The `UnitDriver` of an engine."""
 
-    def __init__(self, engine: _Engine, reduction: _Reduction, weights: _Weights) -> None:
+    def __init__(self, engine: _Engine, reduction: Reduction, weights: Weights) -> None:
         self._engine, self._reduction, self._weights = engine, reduction, weights
         self._training = False
 

@@ -22,12 +22,9 @@ from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
 from megatron.core.distributed.custom_fsdp.units import Unit, UnitModule, find_units
-from megatron.core.distributed.distributed_data_parallel import (
-    DistributedDataParallel,
-    Reduction,
-    Weights,
-)
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.engine_parts import Reduction, Weights
 from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import Sinks

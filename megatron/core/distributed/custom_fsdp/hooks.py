@@ -8,6 +8,10 @@ gradient of every input is there  -> `passed`: backward has gone through the uni
 [Note: sources] Nothing tells when a call is passed that has no differentiable input (lookups), or one that is a leaf
 (of a reentrant checkpoint; a parameter): a leaf's gradient and the last ones of the unit's parameters only wait to be
 accumulated, in any order. Units with such calls are complete with their last gradient.
+
+[Note: one tensor, two units] What one unit hands on, the next one takes: the gradient of one tensor says that backward
+is through the latter and comes to the former. Hooks of the tensor run before those of the operation that made it:
+the first are for who takes it, the second for who made it, so that one unit's weights go before the other's come.
 """
 
 from __future__ import annotations
@@ -140,14 +144,20 @@ class UnitHooks:
             register_multi_grad_hook(inputs, through, mode="all")
 
     def _watch_outputs(self, unit: Unit, output: Any) -> None:
+        """See [Note: one tensor, two units]. Of several outputs the first counts."""
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+        backwards: set[int] = set()  # that have come to this call
 
-        def arrives(_: Tensor) -> None:
-            self._driver.enter_backward(unit.index)
+        def arrives(_: Any) -> None:
+            backward = torch._C._current_graph_task_id()
+            if backward not in backwards:
+                backwards.add(backward)
+                self._driver.enter_backward(unit.index)
 
-        if len(outputs) == 1:
-            outputs[0].register_hook(arrives)
-        elif outputs:
+        for node in nodes:
+            node.register_prehook(arrives)
+        if len(nodes) == 0 and outputs:  # leaves
             register_multi_grad_hook(outputs, arrives, mode="any")
 
 
