@@ -65,8 +65,8 @@ def test_a_forward_and_its_backward():
     out = model(torch.ones(3))
     assert events.since() == "begin True, enter 0, leave 0, enter 1, leave 1, end True"
     out.sum().backward()
-    # one tensor is unit 0's output and unit 1's input; unit 0's own input has no gradient: its last one completes it
-    assert events.since() == "back 1, back 0, passed 1"
+    # 1 is passed before the maker of its input is come to; the input of 0 has no gradient: its last one completes it
+    assert events.since() == "back 1, passed 1, back 0"
     with torch.no_grad():
         model(torch.ones(3))
     assert events.since() == "begin False, enter 0, leave 0, enter 1, leave 1, end False"
@@ -82,7 +82,7 @@ def test_a_differentiable_input_that_is_a_leaf_passes_nothing():
     out = model(torch.ones(3, requires_grad=True))
     events.since()
     out.sum().backward()
-    assert events.since() == "back 1, back 0, passed 1"
+    assert events.since() == "back 1, passed 1, back 0"
     model(torch.ones(3, requires_grad=True) * 1).sum().backward()
     assert "passed 0" not in events.since().split(", "), "a source once, a source for ever"
 
@@ -101,7 +101,7 @@ def test_every_call_of_a_module_that_runs_several_times():
     out = model(torch.ones(3))
     assert events.since() == "begin True, enter 0, leave 0, enter 1, leave 1, enter 1, leave 1, end True"
     out.sum().backward()
-    assert events.since() == "back 1, back 1, one of 1, back 0, passed 1"
+    assert events.since() == "back 1, one of 1, back 1, passed 1, back 0"
 
 
 def test_a_graph_that_is_thrown_away_is_waited_for_by_nobody():
@@ -167,7 +167,7 @@ def test_a_forward_that_ended_with_an_error_leaves_nothing_behind():
     events.since()
     model(torch.ones(3)).sum().backward()
     assert events.since() == (
-        "begin True, enter 0, leave 0, enter 1, leave 1, end True, back 1, back 0, passed 1"
+        "begin True, enter 0, leave 0, enter 1, leave 1, end True, back 1, passed 1, back 0"
     )
 
 
@@ -204,7 +204,28 @@ def test_several_outputs_and_inputs():
     events = hooked(model, Splits, Joins)
     model(torch.ones(3)).sum().backward()
     log = events.since().split(", ")
-    assert log[-3:] == ["back 1", "passed 1", "back 0"] or log[-3:] == ["back 1", "back 0", "passed 1"], log
+    assert log[-3:] in (["back 1", "passed 1", "back 0"], ["back 1", "back 0", "passed 1"]), log
+
+
+def test_each_backward_of_one_graph():
+    model = nn.Sequential(Layer(), Layer())
+    events = hooked(model)
+    out = model(torch.ones(3)).sum()
+    events.since()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert [event for event in events.since().split(", ") if "back" in event] == ["back 1", "back 0"] * 2
+
+
+def test_an_output_that_is_a_leaf():
+    class Hands(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w
+
+    model = nn.Sequential(Hands())
+    events = hooked(model, Hands)
+    model(torch.ones(3)).sum().backward()
+    assert events.since() == "begin True, enter 0, leave 0, end True, back 0"
 
 
 def test_tensors_in_nested_values():
