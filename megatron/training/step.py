@@ -197,7 +197,8 @@ class StepRunner:
         digest = hashlib.blake2b(repr(sorted(attempt.totals.losses.items())).encode())
         buffer = self._engine.model.buffer
         for grad in map(buffer.main_grad_part, buffer.names):  # not the buckets: their padding means nothing
-            bits = grad.detach().cpu().contiguous().view(torch.uint8)  # sync: a failed step
+            # A copy: numpy pins what it is given, and memory of cut gradients comes and goes.
+            bits = grad.detach().clone().cpu().view(torch.uint8)  # sync: a failed step
             digest.update(bits.numpy().data)
         return digest.digest()
 

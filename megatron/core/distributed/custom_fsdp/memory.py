@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
+from megatron.core.module import ModelError
 
 CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the ledger, by role
 
@@ -29,7 +30,7 @@ class TransientMemory(Protocol):
         """Memory for all of a unit's tensors of one role; their values are anything."""
 
     def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
-        """Take it away."""
+        """Take it away. Raises ModelError where somebody has pinned it."""
 
     def is_blocked(self, role: str, unit: str) -> bool:
         """Whether `acquire` has to wait until another unit has released its memory."""
@@ -55,6 +56,11 @@ class AllocatedMemory:
     def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            if not storage.resizable():
+                raise ModelError(
+                    f"{role} of unit {unit!r} were made an array while they were gathered (Tensor.numpy), which pins "
+                    "memory that is about to be freed: make it of a copy, tensor.detach().clone().numpy()"
+                )
             self._ledger.free(CATEGORY[role], unit, storage.nbytes())
             storage.resize_(0)
 

@@ -1,7 +1,8 @@
 """Gradients at rest, without memory while they mean nothing: from a step's beginning to their unit's first reduction.
 
 That is when activations are at their most. Views of them stay valid; reading one in between would read freed memory,
-so they keep it where somebody holds a view that was not there when the first step began.
+so they keep it where somebody holds a view that was not there when the first step began, or an array of numpy's, which
+pins it for good.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class RestingGrads:
         views = [_references(storage) for storage in self._storages]
         if self._views is None:
             self._views = views
-        if self._held and all(now <= before for now, before in zip(views, self._views, strict=True)):
+        pinned = not all(storage.resizable() for storage in self._storages)
+        if self._held and not pinned and all(now <= old for now, old in zip(views, self._views, strict=True)):
             for storage in self._storages:
                 storage.resize_(0)
             self._ledger.free("main_grads", self._unit, sum(self._bytes))

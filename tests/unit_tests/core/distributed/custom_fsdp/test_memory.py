@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, empty_storage
+from megatron.core.module import ModelError
 
 CPU = torch.device("cpu")
 
@@ -30,6 +31,23 @@ def test_allocated_memory_comes_and_goes_under_the_same_tensor():
     assert view.tolist() == [3.0, 3.0], "the view is one of the new memory"
     assert tensor.untyped_storage()._cdata == storage._cdata
     assert not memory.is_blocked("weights", "b")
+
+
+def test_memory_that_numpy_has_pinned_is_told():
+    """An array of gathered weights would outlive them: the fix is named."""
+    memory = AllocatedMemory(Ledger())
+    tensor = memory.new("weights", "a", 10, torch.float32, CPU)
+    memory.acquire("weights", "a", [tensor])
+    copied = tensor.detach().clone().numpy()
+    memory.release("weights", "a", [tensor])
+    assert copied.shape == (10,)
+    memory.acquire("weights", "a", [tensor])
+    array = tensor[2:4].numpy()
+    with pytest.raises(
+        ModelError, match=r"weights of unit 'a' were made an array .*detach\(\).clone\(\).numpy\(\)"
+    ):
+        memory.release("weights", "a", [tensor])
+    assert array.shape == (2,)
 
 
 def test_roles_have_their_categories():

@@ -57,6 +57,19 @@ def test_kept_while_somebody_holds_a_view_that_was_not_there():
     assert (sizes(grads), ledger.live("main_grads")) == ([0, 0], 0)
 
 
+def test_kept_where_numpy_has_pinned_them():
+    rest, grads, ledger = resting()
+    rest.release()
+    rest.hold()
+    array = grads[0].numpy()
+    rest.release()
+    rest.hold()
+    assert sizes(grads) == [40, 8]
+    assert ledger.live("main_grads") == 48
+    grads[0].fill_(5.0)
+    assert array.tolist() == [5.0] * 10
+
+
 def test_a_unit_without_gradients():
     ledger = Ledger()
     rest = RestingGrads("frozen", [], ledger)
