@@ -15,13 +15,11 @@ def test_every_rank_takes_rank_zeros_parameters_and_buffers():
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         model[1].running_mean.fill_(float(ctx.rank + 5))
         model[0].bias.requires_grad_(False)
-        version = model[0].weight._version
         other = nn.Linear(2, 2, device="meta")
         weight = model[0].weight
         broadcast_weights([model, other], ctx.ps)
         assert other.weight.is_meta
         assert model[0].weight is weight
-        assert weight._version == version or weight.requires_grad, "no operation of autograd's"
         assert weight.grad_fn is None
         return {name: value.tolist() for name, value in model.state_dict().items()}
 

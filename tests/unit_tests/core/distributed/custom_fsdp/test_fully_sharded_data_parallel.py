@@ -1,0 +1,195 @@
+"""The engine as the trainer drives it: steps of known length, what they move and hold, what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import Cut
+from megatron.core.module import ModelError
+from tests.harness.ranks import share_ranks
+from tests.harness.sharded_training import STRATEGIES, Block, Net, seeded, token_loss
+
+
+def engine(ctx, model: nn.Module | None = None, **config) -> FullyShardedDataParallel:
+    config = {"data_parallel_sharding_strategy": "optim_grads_params", **config}
+    model = model if model is not None else seeded(lambda: Net().double())
+    return FullyShardedDataParallel(
+        model, ctx.ps, DistributedDataParallelConfig(**config), fsdp_unit_modules=[Block]
+    )
+
+
+def microbatches(ddp: FullyShardedDataParallel, ctx, count: int) -> None:
+    for index in range(count):
+        token_loss(ddp, index * ctx.world_size + ctx.rank).backward()
+        ddp.microbatch_done(0, index)
+
+
+def descend(ddp: FullyShardedDataParallel) -> None:
+    """A plain step, by hand."""
+    for name in ddp.buffer.names:
+        ddp.buffer.main_weight_part(name).sub_(ddp.buffer.main_grad_part(name), alpha=0.01)
+    ddp.buffer.copy_main_to_weights()
+    ddp.weights_changed()
+
+
+def gradients_are_sums_over_ranks_and_microbatches(ctx) -> None:
+    reference = seeded(lambda: Net().double())
+    for sample in range(2 * ctx.world_size):
+        token_loss(reference, sample).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for strategy in STRATEGIES:
+        ddp = engine(ctx, data_parallel_sharding_strategy=strategy)
+        for _ in range(2):  # the second with what is recorded
+            ddp.begin_step(2)
+            microbatches(ddp, ctx, 2)
+            assert ddp.is_stepping
+            ddp.finish()
+            assert not ddp.is_stepping
+            for name, whole in expected.items():
+                low, high = ddp.buffer.part(name, ddp.sharding.optimizer)
+                found = ddp.buffer.main_grad_part(name)
+                torch.testing.assert_close(found, whole.flatten()[low:high], rtol=0, atol=1e-12)
+        assert ddp.ledger.transient_bytes == 0
+
+
+def a_step_that_moves_less_or_more_than_its_plan_is_found(ctx) -> None:
+    """Whatever was left out or done twice: the step ends with an error that shows both."""
+    for strategy, kind in (
+        ("no_shard", "all_reduce"),
+        ("optim", "reduce_scatter"),
+        ("optim_grads", "reduce_scatter"),
+        ("optim_grads_params", "reduce_scatter"),
+        ("optim_grads_params", "all_gather"),
+    ):
+        for calls, num_bytes in ((-1, 0), (1, 0), (0, 8)):
+            ddp = engine(ctx, data_parallel_sharding_strategy=strategy)
+            for tamper in (False, True):
+                ddp.begin_step(1)
+                microbatches(ddp, ctx, 1)
+                if tamper:
+                    ddp.traffic.calls[kind] += calls
+                    ddp.traffic.payload_bytes[kind] += num_bytes
+                    with pytest.raises(
+                        AssertionError, match=rf"the step moved .*{kind}=.* its plan says .*{kind}"
+                    ):
+                        ddp.finish()
+                else:
+                    ddp.finish()
+                    descend(ddp)
+
+
+def reading_whole_weights_outside_of_the_model(ctx) -> None:
+    ddp = engine(ctx)
+    reference = dict(seeded(lambda: Net().double()).named_parameters())
+    work = ddp.unshard(0)
+    work.wait()
+    ddp.wait(0)
+    for name, weight in reference.items():
+        assert torch.equal(ddp.buffer.weight(name), weight), name
+    for unit in ddp.units:
+        ddp.weights_read(unit.index)
+    assert ddp.ledger.live("gathered") == 0
+    ddp.unshard(0, 1).wait()
+    ddp.wait(0, 1)
+    assert ddp.ledger.live("gathered", "blocks.0") == ddp.ledger.live("gathered") > 0
+    ddp.reshard(0, 1)
+    ddp.wait(0, 2)
+    assert ddp.ledger.live("gathered", "blocks.0") == 0, "goes when the next one is needed"
+    ddp.weights_read(2)
+
+
+def steps_without_reduction_tell_what_is_not_finite(ctx) -> None:
+    ddp = engine(ctx)
+    ddp.begin_step(1, reduce_gradients=False)
+    (token_loss(ddp, 0) * float("inf")).backward()
+    ddp.microbatch_done(0, 0)
+    assert "blocks.0.up.weight" in ddp.nonfinite_keys()
+    assert "reduce_scatter" not in ddp.traffic.as_dict()
+    assert ddp.ledger.transient_bytes == 0
+    ddp.begin_step(1)
+    microbatches(ddp, ctx, 1)
+    ddp.finish()
+    assert ddp.nonfinite_keys() == ()
+
+
+def frozen_units_hold_no_more_than_the_bound(ctx) -> None:
+    """No gradient tells that backward is through a frozen unit: its input's does, before the unit behind it comes."""
+    model = seeded(lambda: Net().double())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("blocks.0", "embed")))
+    ddp = engine(ctx, model, suggested_communication_unit_size=1)
+    for _ in range(3):
+        ddp.begin_step(1)
+        microbatches(ddp, ctx, 1)
+        ddp.finish()
+        descend(ddp)
+    largest = max(
+        sum(one.full_weights.numel() for one in ddp.buffer.buckets_of_unit(u.name)) for u in ddp.units
+    )
+    assert ddp.peak_gathered == largest
+
+
+def an_engine_that_nobody_holds_is_freed(ctx) -> None:
+    for strategy in STRATEGIES:
+        ddp = engine(ctx, data_parallel_sharding_strategy=strategy)
+        ddp.begin_step(1)
+        microbatches(ddp, ctx, 1)
+        ddp.finish()
+        gone = weakref.ref(ddp)
+        del ddp
+        gc.collect()
+        assert gone() is None, strategy
+
+
+def refusals(ctx) -> None:
+    halves = [nn.Sequential(), nn.Sequential()]
+    for index, half in enumerate(halves):
+        half.add_module(f"l{index}", nn.Linear(2, 2))
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads")
+    with pytest.raises(
+        ModelError, match=r"sharding-strategy optim_grads: a rank with 2 model chunks .*use optim"
+    ):
+        FullyShardedDataParallel(halves, ctx.ps, config, fsdp_unit_modules=[nn.Linear])
+    ddp = engine(ctx)
+    with pytest.raises(AssertionError, match=r"finish\(\) outside of a step"):
+        ddp.finish()
+    with pytest.raises(AssertionError, match="outside of a step"):
+        ddp.microbatch_done(0, 0)
+
+
+def a_world_of_one(ctx) -> None:
+    """Everything is whole: nothing moves, nothing is transient."""
+    for strategy in STRATEGIES:
+        ddp = engine(ctx, data_parallel_sharding_strategy=strategy)
+        assert set(vars(ddp.sharding).values()) == {Cut.WHOLE}
+        ddp.begin_step(2)
+        microbatches(ddp, ctx, 2)
+        ddp.finish()
+        descend(ddp)
+        assert (ddp.traffic.as_dict(), ddp.ledger.peak_transient_bytes, ddp.peak_gathered) == ({}, 0, 0)
+
+
+CHECKS = (
+    gradients_are_sums_over_ranks_and_microbatches,
+    a_step_that_moves_less_or_more_than_its_plan_is_found,
+    reading_whole_weights_outside_of_the_model,
+    steps_without_reduction_tell_what_is_not_finite,
+    frozen_units_hold_no_more_than_the_bound,
+    an_engine_that_nobody_holds_is_freed,
+    refusals,
+)
+
+
+def test_engine_on_two_ranks():
+    share_ranks(2, {check.__name__: check for check in CHECKS}, timeout=110)
+
+
+def test_engine_on_one_rank():
+    share_ranks(1, {"one": a_world_of_one})
