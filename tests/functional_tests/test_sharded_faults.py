@@ -91,7 +91,7 @@ def test_all_survivors_of_a_killed_rank_of_an_instance(tmp_path):
 @pytest.mark.parametrize("flags", [ZERO3, pytest.param(OPTIM, marks=full)])
 def test_survivor_of_a_sleeping_peer(tmp_path, flags):
     """A gather that never ends: after the timeout status 6, and who does not move."""
-    flags += " --sleep-iteration 4 --timeout-s 5"
+    flags += " --sleep-iteration 4 --timeout-s 3"
     with launch.forked([*FLAGS, *flags.split()], ranks=2, script=FAULTY, cwd=tmp_path) as group:
         group.wait_for("rank 1 sleeps")
         start = time.monotonic()

@@ -159,15 +159,16 @@ def test_instances(run, flags):
     assert_same_but_for_rounding(run(4, LOGGED), run(4, flags))
 
 
+@full
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel", f"{ZERO3} --init-model-with-meta-device"),
-        pytest.param("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-                     f"{FSDP} optim {OVERLAP}", marks=full),
-        pytest.param("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-                     f"{FSDP} no_shard --overlap-grad-reduce", marks=full),
-        pytest.param("--pipeline-model-parallel-size 2", f"--use-distributed-optimizer {OVERLAP}", marks=full),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+         f"{FSDP} optim {OVERLAP}"),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+         f"{FSDP} no_shard --overlap-grad-reduce"),
+        ("--pipeline-model-parallel-size 2", f"--use-distributed-optimizer {OVERLAP}"),
     ],
 )  # fmt: skip
 def test_beside_tensor_and_pipeline_parallel_ranks(run, layout, flags):
