@@ -15,12 +15,12 @@ OUTER = "outer_dp_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
 
 # What acts with --use-custom-fsdp only, and what of it only where gradients (and weights) are cut.
+_BUCKETS = ("ddp_bucket_size", "ddp_num_buckets")
 _OF_CUT: tuple[str, ...] = ("suggested_communication_unit_size", "fsdp_double_buffer", "fsdp_debug")
 _OF_FSDP: tuple[str, ...] = (
     "fsdp_unit_modules",
     "fsdp_reshard_policy",
     "fsdp_memory_budget",
-    "log_fsdp_ledger",
     *_OF_CUT,
 )
 
@@ -113,10 +113,13 @@ def _without_effect(r: Resolving) -> None:
     names: tuple[str, ...]
     if not v["use_custom_fsdp"]:
         names, why = _OF_FSDP, "has no effect without --use-custom-fsdp"
-    elif not cut:
-        names = _OF_CUT
-        why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: weights and gradients stay whole"
     else:
-        names = ("ddp_bucket_size", "ddp_num_buckets")
-        why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: each unit is a bucket"
-    r.warnings += [f"{spelled(name)} {why}" for name in names if v[name] != FIELDS[name][1].default]
+        names = () if cut else _OF_CUT
+        why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: weights and gradients stay whole"
+        _warn_of(r, _BUCKETS, "has no effect with --use-custom-fsdp: each unit is a bucket")
+    _warn_of(r, names, why)
+
+
+def _warn_of(r: Resolving, names: tuple[str, ...], why: str) -> None:
+    """Of those that are not their defaults."""
+    r.warnings += [f"{spelled(name)} {why}" for name in names if r.values[name] != FIELDS[name][1].default]

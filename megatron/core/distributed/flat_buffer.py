@@ -49,7 +49,8 @@ class FlatBuffer:
 
     parameters: by global name, in the order of the model. stages: name -> global pipeline stage (0 where left out);
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
-    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with; None: buckets by size.
+    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
+    (config's sizes of buckets have no effect); None: buckets by size.
     new_full: makes transient tensors.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
@@ -88,8 +89,8 @@ class FlatBuffer:
                 if p.requires_grad or weights_cut
             ],
             place.dp_size,
-            bucket_size=config.ddp_bucket_size,
-            num_buckets=config.ddp_num_buckets,
+            bucket_size=config.ddp_bucket_size if units is None else None,
+            num_buckets=config.ddp_num_buckets if units is None else None,
             by_unit=units is not None,
             placement=placement,
         )

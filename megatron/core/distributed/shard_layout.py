@@ -209,14 +209,17 @@ def plan_layouts(
 ) -> tuple[FlatLayout, ...]:
     """One layout a (dtype, trained), for parameters given in the order they were registered in.
 
-    by_unit: a bucket a unit, units in the reverse of their first appearance; where bucket_size or num_buckets says so,
-    whole units are put together until a bucket is full. Raises ValueError for sizes that make no bucket.
+    by_unit: a bucket a unit, units in the reverse of their first appearance: what is gathered and reduced together is
+    the unit, and no size of a bucket can be asked for. Raises ValueError for sizes that make no bucket.
     """
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names), "two parameters have one name"
-    limit = bucket_size_of(sum(spec.numel for spec in specs), dp_size, bucket_size, num_buckets)
-    if by_unit and bucket_size is None and num_buckets is None:
-        limit = 0
+    assert not by_unit or (bucket_size is None and num_buckets is None), (
+        f"a bucket a unit, and buckets of size {bucket_size} or {num_buckets} of them"
+    )
+    limit = 0
+    if not by_unit:
+        limit = bucket_size_of(sum(spec.numel for spec in specs), dp_size, bucket_size, num_buckets)
     units = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
     layouts = []
     for dtype, trained in dict.fromkeys((spec.dtype, spec.trained) for spec in reversed(specs)):

@@ -218,16 +218,19 @@ NO_EFFECT = [
     (f"{FSDP} --no-overlap-grad-reduce",
      f"--overlap-grad-reduce is always on with {STRATEGY} optim_grads_params", ("overlap_grad_reduce", True)),
     ("--fsdp-double-buffer", f"--fsdp-double-buffer has no effect without {FSDP}", None),
-    (f"{ZERO1} --log-fsdp-ledger", f"--log-fsdp-ledger has no effect without {FSDP}", None),
     ("--fsdp-unit-modules Block", f"--fsdp-unit-modules has no effect without {FSDP}", None),
     ("--fsdp-reshard-policy step", f"--fsdp-reshard-policy has no effect without {FSDP}", None),
     (f"{FSDP} {STRATEGY} optim --suggested-communication-unit-size 9",
      f"--suggested-communication-unit-size has no effect with {STRATEGY} optim: weights and gradients stay whole",
      None),
     (f"{FSDP} --ddp-bucket-size 99",
-     f"--ddp-bucket-size has no effect with {STRATEGY} optim_grads_params: each unit is a bucket", None),
+     "--ddp-bucket-size has no effect with --use-custom-fsdp: each unit is a bucket", None),
     (f"{FSDP} {STRATEGY} optim_grads --ddp-num-buckets 2",
-     f"--ddp-num-buckets has no effect with {STRATEGY} optim_grads: each unit is a bucket", None),
+     "--ddp-num-buckets has no effect with --use-custom-fsdp: each unit is a bucket", None),
+    (f"{FSDP} {STRATEGY} optim --ddp-bucket-size 99",
+     "--ddp-bucket-size has no effect with --use-custom-fsdp: each unit is a bucket", None),
+    (f"{FSDP} {STRATEGY} no_shard --ddp-num-buckets 2",
+     "--ddp-num-buckets has no effect with --use-custom-fsdp: each unit is a bucket", None),
 ]  # fmt: skip
 
 

@@ -26,7 +26,8 @@ LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)  # plain modules whose backward 
 class Unit:
     """modules: in the order in which they run. names: of its parameters. backward_reads: backward needs the weights.
     spans: a chunk of the model is one of its modules, so it is in use from the chunk's beginning to its end. lasts: it
-    spans, or other units run between its modules, so that they come and go while it stays."""
+    spans, or other units run between its modules, so that they come and go while it stays. nests: other units lie
+    inside its modules. nested: it lies inside those of one that does not last. Names are unique."""
 
     index: int
     name: str
@@ -35,6 +36,8 @@ class Unit:
     backward_reads: bool
     spans: bool
     lasts: bool
+    nests: bool = False
+    nested: bool = False
 
 
 def find_units(
@@ -58,13 +61,28 @@ def find_units(
     missing = [name for name in parameters if name not in owners]
     assert not (covered and missing), f"parameters in no unit: {missing}"
     units: list[Unit] = []
+    called: dict[str, int] = {}  # how many units have a name
     for place, unit in enumerate(declared):
         names = tuple(name for name in parameters if owners[name] == place)
         if names:
             spans = any(module is chunk for module in unit.modules for chunk in chunks)
-            lasts = spans or _encloses(chunks, declared, unit)
-            units.append(Unit(len(units), unit.name, unit.modules, names, unit.backward_reads, spans, lasts))
-    return tuple(units)
+            lasts = spans or _encloses(chunks, declared, place)
+            called[unit.name] = called.get(unit.name, 0) + 1
+            name = unit.name if called[unit.name] == 1 else f"{unit.name}#{called[unit.name]}"
+            units.append(Unit(len(units), name, unit.modules, names, unit.backward_reads, spans, lasts))
+    around = {unit.index: _units_inside(unit, units) for unit in units}
+    nested = {inner for unit in units if not unit.lasts for inner in around[unit.index]}
+    return tuple(
+        dataclasses.replace(unit, nests=bool(around[unit.index]), nested=unit.index in nested)
+        for unit in units
+    )
+
+
+def _units_inside(unit: Unit, units: Sequence[Unit]) -> set[int]:
+    """The other units with modules inside this one's."""
+    inside = {id(module) for own in unit.modules for module in own.modules()}
+    others = (other for other in units if other.index != unit.index)
+    return {other.index for other in others if any(id(module) in inside for module in other.modules)}
 
 
 def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[int, ...]:
@@ -75,12 +93,12 @@ def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[i
     return tuple(unit for unit, _ in itertools.groupby(order))
 
 
-def _encloses(chunks: Sequence[nn.Module], declared: Sequence[ModelUnit], unit: ModelUnit) -> bool:
-    """Whether modules of other units are registered between the first and the last of this one's."""
-    unit_of = {id(module): other.name for other in declared for module in other.modules}
+def _encloses(chunks: Sequence[nn.Module], declared: Sequence[ModelUnit], place: int) -> bool:
+    """Whether modules of other units are registered between the first and the last of the one declared at `place`."""
+    unit_of = {id(module): other for other, unit in enumerate(declared) for module in unit.modules}
     order = [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
-    first, last = order.index(unit.name), len(order) - order[::-1].index(unit.name)
-    return any(name != unit.name for name in order[first:last])
+    first, last = order.index(place), len(order) - order[::-1].index(place)
+    return any(other != place for other in order[first:last])
 
 
 def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]) -> tuple[ModelUnit, ...]:

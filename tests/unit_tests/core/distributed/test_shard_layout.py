@@ -171,13 +171,11 @@ unit_specs = st.lists(
 
 
 @settings(derandomize=True, max_examples=120, deadline=None)
-@given(unit_specs, st.sampled_from([1, 2, 6]), sizes, st.none() | st.integers(1, 5))
-def test_units_are_never_split_and_follow_backward_order(specs, dp_size, bucket_size, num_buckets):
+@given(unit_specs, st.sampled_from([1, 2, 6]))
+def test_units_are_never_split_and_follow_backward_order(specs, dp_size):
     first = list(dict.fromkeys(spec.unit for spec in specs))
     by_name = {spec.name: spec for spec in specs}
-    asked = bucket_size is not None or num_buckets is not None
-    limit = bucket_size_of(sum(s.numel for s in specs), dp_size, bucket_size, num_buckets)
-    layouts = plan_layouts(specs, dp_size, bucket_size=bucket_size, num_buckets=num_buckets, by_unit=True)
+    layouts = plan_layouts(specs, dp_size, by_unit=True)
     assert len({(layout.dtype, layout.trained) for layout in layouts}) == len(layouts)
     assert sorted(slot.name for layout in layouts for slot in layout.slots) == sorted(by_name)
     for layout in layouts:
@@ -189,11 +187,9 @@ def test_units_are_never_split_and_follow_backward_order(specs, dp_size, bucket_
             assert tuple(dict.fromkeys(m.unit for m in members)) == bucket.units
             assert bucket.padding == bucket.numel - sum(m.numel for m in members)
             assert bucket.padding < ALIGNMENT * dp_size
-            before_last = [m for m in members if m.unit != bucket.units[-1]]
-            if asked:  # it was not full before the last unit came
-                assert not before_last or sum(m.numel for m in before_last) < limit
-            else:
-                assert len(bucket.units) == 1
+            assert len(bucket.units) == 1
+    with pytest.raises(AssertionError, match="a bucket a unit, and buckets of size 9"):
+        plan_layouts(specs, dp_size, by_unit=True, bucket_size=9)
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)

@@ -85,6 +85,20 @@ def a_step_that_moves_less_or_more_than_its_plan_is_found(ctx) -> None:
                     descend(ddp)
 
 
+def sizes_of_buckets_have_no_effect(ctx) -> None:
+    """A unit is a bucket in every row; the plan of a step holds."""
+    for strategy in STRATEGIES:
+        plain = engine(ctx, data_parallel_sharding_strategy=strategy)
+        for sizes in ({"ddp_bucket_size": 10**6}, {"ddp_num_buckets": 2}, {"ddp_bucket_size": 7}):
+            ddp = engine(ctx, data_parallel_sharding_strategy=strategy, **sizes)
+            assert [bucket.name for bucket in ddp.buffer.buckets] == [
+                one.name for one in plain.buffer.buckets
+            ]
+            ddp.begin_step(1)
+            microbatches(ddp, ctx, 1)
+            ddp.finish()
+
+
 def reading_whole_weights_outside_of_the_model(ctx) -> None:
     ddp = engine(ctx)
     reference = dict(seeded(lambda: Net().double()).named_parameters())
@@ -179,6 +193,7 @@ def a_world_of_one(ctx) -> None:
 CHECKS = (
     gradients_are_sums_over_ranks_and_microbatches,
     a_step_that_moves_less_or_more_than_its_plan_is_found,
+    sizes_of_buckets_have_no_effect,
     reading_whole_weights_outside_of_the_model,
     steps_without_reduction_tell_what_is_not_finite,
     frozen_units_hold_no_more_than_the_bound,

@@ -168,3 +168,36 @@ def test_errors_name_what_is_wrong():
 def test_derived_units_of_a_matched_chunk_have_no_rest():
     model = Layer()
     assert [(unit.name, unit.modules) for unit in derive_units([model], [Layer])] == [("Layer", (model,))]
+
+
+def test_units_of_one_name_are_kept_apart():
+    model = nn.Sequential(linear(), linear(), linear())
+    declared = [
+        ModelUnit("same", (model[0],)),
+        ModelUnit("same", (model[1],)),
+        ModelUnit("other", (model[2],)),
+    ]
+    units = units_of(model, declared=declared)
+    assert names(units) == ["same", "same#2", "other"]
+    assert [unit.names for unit in units] == [("0.weight",), ("1.weight",), ("2.weight",)]
+    declared = [
+        ModelUnit("same", (model[0],)),
+        ModelUnit("other", (model[1],)),
+        ModelUnit("same", (model[2],)),
+    ]
+    assert not any(unit.lasts for unit in units_of(model, declared=declared)), "nothing encloses by its name"
+
+
+def test_units_inside_others():
+    units = units_of(Model(), Layer, Expert)
+    assert names(units)[1:3] == ["layers.0", "layers.0.expert"]
+    assert [unit.nests for unit in units] == [False, True, False, True, False, False]
+    assert [unit.nested for unit in units] == [False, False, True, False, True, False]
+    model = nn.Sequential(linear(), linear())
+    model.direct = nn.Parameter(linear().weight)
+    units = units_of(model, nn.Linear)
+    assert [(unit.lasts, unit.nests, unit.nested) for unit in units] == [
+        (True, True, False),
+        (False, False, False),
+        (False, False, False),
+    ], "inside a unit that lasts they follow one another as if it were not there"
