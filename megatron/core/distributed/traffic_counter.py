@@ -13,7 +13,8 @@ from megatron.core.distributed.custom_fsdp.traffic import Moved, Traffic
 
 class TrafficCounter:
     """kinds: all_gather, reduce_scatter, all_reduce over the inner ranks; outer_... over the outer ones;
-    evaluation_all_gather: for forwards without backward, which no step's plan knows of."""
+    evaluation_all_gather: for forwards without backward, explicit_all_gather: for whoever reads whole weights outside
+    of the model, which no step's plan knows of."""
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()

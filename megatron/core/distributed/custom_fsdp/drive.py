@@ -16,6 +16,8 @@ class _Engine(Protocol):
     @property
     def more_microbatches(self) -> bool: ...
 
+    def backward_reached(self) -> None: ...
+
 
 class Drive:
     """The `UnitDriver` of an engine."""
@@ -23,17 +25,19 @@ class Drive:
     def __init__(self, engine: _Engine, reduction: Reduction, weights: Weights) -> None:
         self._engine, self._reduction, self._weights = engine, reduction, weights
         self._training = False
+        self._evaluating = False
 
     def begin_forward(self, *, training: bool) -> None:
-        self._training = training
+        self._training, self._evaluating = training, not training
         self._weights.begin(training=training, repeats=self._engine.more_microbatches)
 
     def end_forward(self, *, training: bool) -> None:
+        self._evaluating = False
         if not training:
             self._weights.leave_evaluation()
 
     def enter_forward(self, unit: int, *, recomputing: bool) -> None:
-        if not recomputing:
+        if not recomputing and not self._evaluating:
             self._reduction.forward_reached(unit)
         self._weights.need(unit)
 
@@ -44,6 +48,7 @@ class Drive:
             self._weights.leave_forward(unit, training=self._training)
 
     def enter_backward(self, unit: int) -> None:
+        self._engine.backward_reached()
         self._reduction.make_room(unit)  # before more is gathered: activations are at their most
         if self._engine.units[unit].backward_reads:
             self._weights.need(unit)

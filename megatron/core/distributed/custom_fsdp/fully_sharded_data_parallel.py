@@ -11,12 +11,12 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
@@ -31,28 +31,31 @@ from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
-from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta
+from megatron.core.parallel_state import ParallelState, data_parallel_state, parallel_state_of_mesh
+from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.protocols import Work
 
 
 class FullyShardedDataParallel(DistributedDataParallel):
     """`DistributedDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
 
+    ps_or_mesh: the ranks; a mesh has one dim, or two: (instances, ranks of an instance). param_meta, sinks: a
+    `MegatronModule`'s own where they are not given.
     units: declared by the model (of all chunks); without, a `MegatronModule` says them itself. fsdp_unit_modules: for
     other models, the classes of their modules that are one unit each, or tuples of names of modules that are one
-    together. What is in none of them forms units of its own (`custom_fsdp/units.py`).
+    together; those of the config if not given. What is in none of them forms units of its own (`custom_fsdp/units.py`).
 
     A step is that of `DistributedDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
     in forward and backward, over dp_reduce in backward, over dp_outer once a step.
 
-    Raises ModelError where units do not fit the model, or where gradients are cut and the model is in several chunks.
+    Raises ModelError where units do not fit the model, or where gradients are cut and the model is in several chunks;
+    MeshError for a mesh of more dims; ReshardPlanError where a budget does not fit the policy.
     """
 
     def __init__(
         self,
         chunks: Sequence[nn.Module] | nn.Module,
-        ps: ParallelState,
+        ps_or_mesh: ParallelState | DeviceMesh,
         config: DistributedDataParallelConfig,
         param_meta: Mapping[str, ParamMeta] | None = None,
         sinks: Sinks = None,
@@ -61,14 +64,15 @@ class FullyShardedDataParallel(DistributedDataParallel):
         units: Sequence[ModelUnit] | None = None,
         fsdp_unit_modules: Sequence[UnitModule] | None = None,
     ) -> None:
-        self.ledger = Ledger()
-        self._unit_modules = fsdp_unit_modules
-        super().__init__(chunks, ps, config, param_meta, sinks, stages, units=units)
-        cut = self.sharding.main_grads is not Cut.WHOLE  # then every unit books its own
-        held = self.buffer.persistent_bytes()
-        self.ledger.book(
-            {name: size for name, size in held.items() if size and not (cut and name == "main_grads")}
-        )
+        self._unit_modules = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
+        chunks = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
+        if param_meta is None:
+            param_meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk).items()}
+        if sinks is None:
+            sinks = [chunk.context.grads if isinstance(chunk, MegatronModule) else None for chunk in chunks]
+        super().__init__(chunks, ranks_of(ps_or_mesh), config, param_meta, sinks, stages, units=units)
+        if self.sharding.main_grads is not Cut.WHOLE:
+            self.plan.policies(1)  # what does not go together is said here, and not in the first step
         if config.fsdp_debug:
             watch_released(self, self.buffer, self.units)
 
@@ -120,7 +124,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self.buffer,
             self.ps.dp_reduce_group,
             outer,
-            PartialSums(self.buffer, self.ps.tp_group),
+            PartialSums(self.buffer, self.ps.tp_group, ledger=self.ledger),
             self._memory,
             self.ledger,
             self.traffic,
@@ -142,6 +146,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self.traffic,
             bound=self.plan.bound,
             last=self.plan.order[-1],
+            planned=self.plan.demands,
         )
         return self._gatherer
 
@@ -177,6 +182,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self._by_microbatch.set_late([one.reduce_late for one in chosen])
             if self.sharding.weights is not Cut.WHOLE:
                 self._gatherer.set_keep([one.keep for one in chosen])
+                self._gatherer.begin_step()
         super().begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
 
     # GradSync -------------------------------------------------------------------------------------------
@@ -190,8 +196,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
                 step.num_microbatches,
                 self.traffic.as_traffic(),
                 new_weights=step.new_weights,
-                demanded=self._gatherer.order.demanded if self.plan.gathers else (),
-                peak=self.peak_gathered,
+                as_planned=not self.plan.gathers or self._gatherer.as_planned,
+                peak=self._gatherer.step_peak if self.plan.gathers else 0,
             )
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
@@ -205,7 +211,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         if self.sharding.weights is Cut.WHOLE:
             return super().unshard(chunk, unit)
         units = range(len(self.units)) if unit is None else (unit,)
-        return _Gathers([pending for one in units if (pending := self._gatherer.begin_unshard(one))])
+        return _Gathers([pending for one in units if (pending := self._gatherer.begin_fetch(one))])
 
     def wait(self, chunk: int, unit: int | None = None) -> None:
         """Return once the weights are whole."""
@@ -213,17 +219,19 @@ class FullyShardedDataParallel(DistributedDataParallel):
             super().wait(chunk, unit)
             return
         for one in range(len(self.units)) if unit is None else (unit,):
-            self._gatherer.need(one)
+            self._gatherer.fetch(one)
 
     def weights_read(self, unit: int) -> None:
         """What `wait` gathered to be read outside of the model is not needed any more."""
         if self.sharding.weights is not Cut.WHOLE:
-            self._gatherer.free(unit)
+            self._gatherer.unfetch(unit)
 
     def reshard(self, chunk: int, unit: int | None = None) -> None:
-        """Free the whole weights of a unit, or of all."""
+        """Free the whole weights of a unit, or of all: at once what `wait` gathered, what the model uses when it needs
+        the next one."""
         if self.sharding.weights is not Cut.WHOLE:
             for one in range(len(self.units)) if unit is None else (unit,):
+                self._gatherer.unfetch(one)
                 self._gatherer.passed(one)
 
 
@@ -236,6 +244,20 @@ class _Gathers:
     def wait(self) -> None:
         for one in self._pending:
             one.wait()
+
+
+def ranks_of(ps_or_mesh: ParallelState | DeviceMesh | None) -> ParallelState:
+    """The ranks that are meant; None: all of the default process group. Communicates over that where a state is made.
+
+    Raises MeshError for a mesh of more than two dims, or without this rank.
+    """
+    if ps_or_mesh is None:
+        return data_parallel_state()
+    return parallel_state_of_mesh(ps_or_mesh) if isinstance(ps_or_mesh, DeviceMesh) else ps_or_mesh
+
+
+def _param_meta(chunk: nn.Module) -> Mapping[str, ParamMeta]:
+    return chunk.param_meta if isinstance(chunk, MegatronModule) else infer_param_meta(chunk)
 
 
 def _declared(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:

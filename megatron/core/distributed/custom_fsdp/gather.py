@@ -3,6 +3,10 @@
 [Note: when weights are freed] Backward may read a unit's weights up to its very last operation, which can come after
 its last gradient was reported. `passed` therefore only marks a unit; its memory goes when the next one is needed, or
 at the end of the microbatch.
+
+[Note: what is planned] A step's gathers and the most elements gathered are those of its plan if each of its microbatches
+is one forward and one backward that need units in the planned order, after one that did so too, and nobody else gathers
+in between. `as_planned` says whether that was so; a step that was not is right as well, and no plan is held against it.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ class Gatherer:
 
     bound: elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the
     bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last
-    as long as nothing is recorded. group: the inner ranks; outer: the instances over which the optimizer is cut
+    as long as nothing is recorded. planned: the order in which a microbatch needs units, see [Note: what is planned].
+    peak_gathered: the most elements at once so far; step_peak: since the step began. group: the inner ranks; outer: the instances over which the optimizer is cut
     besides, which gather what it has written first.
     """
 
@@ -53,6 +58,7 @@ class Gatherer:
         *,
         bound: int,
         last: int,
+        planned: Sequence[int] = (),
     ) -> None:
         self._units = tuple(units)
         self._buckets = [buffer.buckets_of_unit(unit.name) for unit in units]
@@ -67,13 +73,17 @@ class Gatherer:
         self._passed: set[int] = set()
         self._ahead: set[int] = set()  # gathered before anybody needed them
         self._gathered = 0
-        self.peak_gathered = 0
+        self.peak_gathered = self.step_peak = 0
+        self._planned = tuple(planned)
+        self.as_planned = True
+        self._fetched: set[int] = set()  # to be read outside of the model
         self._orders = {True: RunOrder(), False: RunOrder()}  # training or not
         self._order = self._orders[True]
         for order in self._orders.values():
             order.begin(repeats=False)  # units may be called without the model around them
         self._outer_stale = False
         self._open = False  # a microbatch has begun and not ended
+        self._held_by_training: set[int] | None = None  # while a forward without backward runs
         self._waiting: set[int] = set()  # for their backward, gathered in the forward
         self._recomputed: set[int] = set()  # likewise, inside a backward
 
@@ -89,26 +99,40 @@ class Gatherer:
     def state(self, unit: int) -> State:
         return self._state[unit]
 
+    def begin_step(self) -> None:
+        """What is planned counts from here."""
+        self.step_peak = self._gathered
+        self.as_planned = self._gathered == 0 and not self._open
+
     def begin(self, *, training: bool, repeats: bool) -> None:
         """A microbatch begins, or a forward without backward. repeats: another microbatch follows in this step.
 
         Its units may find their slots of a double buffer taken: by an earlier forward that waits for its backward, or
-        that ended with an error. They take these.
+        that ended with an error. They take these. A forward without backward leaves what training holds otherwise.
         """
         if self._open and any(self._memory.is_blocked("weights", unit.name) for unit in self._units):
             self._ahead.clear()
-            self.end_microbatch(last=False)
-        self._open = True
+            self._free_all(last=False)
         self._order = self._orders[training]
         self._order.begin(repeats=repeats)
+        follows_plan = not self._open and self._order.recorded in ((), self._planned)
+        self.as_planned = self.as_planned and training and follows_plan
+        self._held_by_training = None
+        if training:
+            self._open = True
+        else:
+            whole = (unit for unit, state in enumerate(self._state) if state is not State.SHARDED)
+            self._held_by_training = set(whole)
 
     def need(self, unit: int) -> None:
         """On return the unit's weights are whole. Begins to gather what is needed next, as far as the bound allows.
         Communicates over dp_gather (and over dp_outer at the first need after a step that is cut there)."""
         self._free_passed(but=unit)
         self._order.need(unit)
-        self._waiting.discard(unit)
-        self._recomputed.discard(unit)
+        self._fetched.discard(unit)
+        if self._held_by_training is None:
+            self._waiting.discard(unit)
+            self._recomputed.discard(unit)
         self._make_room(unit)
         self._start(unit)
         for ahead in self._order.upcoming():
@@ -122,23 +146,44 @@ class Gatherer:
         self._ahead.discard(unit)
         self._finish(unit)
 
+    def fetch(self, unit: int) -> None:
+        """On return the unit's weights are whole, to be read outside of the model, until `unfetch`. No order knows of
+        it. Communicates over dp_gather."""
+        self.begin_fetch(unit)
+        self._finish(unit)
+
+    def begin_fetch(self, unit: int) -> collectives.Pending | None:
+        """The same without waiting; None where they are whole."""
+        self.as_planned = False
+        if self._state[unit] is State.SHARDED:
+            self._free_passed(but=unit)
+            if self._memory.is_blocked("weights", self._units[unit].name):
+                self._free_waiting()
+            self._start(unit, "explicit_all_gather")
+            self._fetched.add(unit)
+        return self._pending.get(unit)
+
+    def unfetch(self, unit: int) -> None:
+        """They are read: what `fetch` has gathered goes, unless the model has come to need it."""
+        if unit in self._fetched:
+            self.free(unit)
+
     def _make_room(self, unit: int) -> None:
         """Free what only waits and can be gathered again: all where the unit's slot is taken, and of units that were
         recomputed together, which backward reaches in reverse, the first as far as they exceed the bound."""
         if self._state[unit] is not State.SHARDED:
             return
         if self._memory.is_blocked("weights", self._units[unit].name):
-            for other in self._waiting | self._ahead | self._recomputed:
-                self.free(other)
+            self._free_waiting()
         for other in sorted(self._recomputed):
             if self._gathered + self._numel[unit] <= self._bound:
                 return
             self.free(other)
 
-    def begin_unshard(self, unit: int) -> collectives.Pending | None:
-        """Begin to gather one unit without waiting (the caller's own prefetch)."""
-        self._start(unit)
-        return self._pending.get(unit)
+    def _free_waiting(self) -> None:
+        """All that can be gathered again when it is needed."""
+        for other in self._waiting | self._ahead | self._recomputed:
+            self.free(other)
 
     def passed(self, unit: int) -> None:
         """The microbatch's backward has gone through the unit: see [Note: when weights are freed]."""
@@ -147,7 +192,7 @@ class Gatherer:
 
     def leave_forward(self, unit: int, *, training: bool) -> None:
         """The unit's forward is over; its weights go unless they stay for the backward."""
-        if self._state[unit] is State.SHARDED:
+        if self._state[unit] is State.SHARDED or unit in (self._held_by_training or ()):
             return
         if training and (self._is_kept(unit) or self._backward_is_next(unit)):
             self._waiting.add(unit)
@@ -174,12 +219,29 @@ class Gatherer:
             self._recomputed.add(unit)
 
     def leave_evaluation(self) -> None:
-        """A forward without backward is over: nothing stays gathered."""
-        self.end_microbatch(last=True)
+        """A forward without backward is over: nothing stays gathered but what training held before it."""
+        held, self._held_by_training = self._held_by_training or set(), None
+        for unit, state in enumerate(self._state):
+            if state is not State.SHARDED and unit not in held:
+                self.free(unit)
+        if self._open:
+            self._order = self._orders[True]
 
     def end_microbatch(self, *, last: bool) -> None:
         """Free all but what stays for the whole step and what was gathered ahead; with the last one, all."""
+        self._order, self._held_by_training = self._orders[True], None
+        is_left = any(self._is_left(unit) for unit in range(len(self._units)))
+        in_order = self._open and not is_left and self._order.demanded == self._planned
+        self.as_planned = self.as_planned and in_order
         self._open = False
+        self._free_all(last=last)
+
+    def _is_left(self, unit: int) -> bool:
+        """Whether nothing has told that the microbatch's backward is through a unit that is not to stay."""
+        stays = self._keep[unit] is Keep.STEP or unit in self._ahead or self._units[unit].lasts
+        return self._state[unit] is not State.SHARDED and not stays and unit not in self._passed
+
+    def _free_all(self, *, last: bool) -> None:
         for unit in range(len(self._units)):
             stays = self._keep[unit] is Keep.STEP or unit in self._ahead
             if self._state[unit] is not State.SHARDED and (last or not stays):
@@ -195,6 +257,9 @@ class Gatherer:
         self._ahead.discard(unit)
         self._waiting.discard(unit)
         self._recomputed.discard(unit)
+        self._fetched.discard(unit)
+        if self._held_by_training:
+            self._held_by_training.discard(unit)
 
     def weights_changed(self) -> None:
         """Shards hold new weights: what is gathered is out of date."""
@@ -219,7 +284,8 @@ class Gatherer:
             self._traffic.count("outer_all_gather", sum(_bytes(full) for full, _ in pairs))
             collectives.all_gather_units(pairs, self._outer, async_op=True).wait()
 
-    def _start(self, unit: int) -> None:
+    def _start(self, unit: int, kind: str | None = None) -> None:
+        """kind: for whom, in the count of traffic; for the model, if not given."""
         if self._state[unit] is not State.SHARDED:
             return
         self.settle()
@@ -227,9 +293,11 @@ class Gatherer:
         self._memory.acquire("weights", self._units[unit].name, fulls)
         self._gathered += self._numel[unit]
         self.peak_gathered = max(self.peak_gathered, self._gathered)
+        self.step_peak = max(self.step_peak, self._gathered)
         pairs = [(bucket.full_weights, bucket.weights) for bucket in self._buckets[unit]]
         if self._group.size > 1:
-            kind = "all_gather" if self._order is self._orders[True] else "evaluation_all_gather"
+            is_training = self._order is self._orders[True]
+            kind = kind or ("all_gather" if is_training else "evaluation_all_gather")
             self._traffic.count(kind, sum(_bytes(full) for full in fulls))
         self._pending[unit] = collectives.all_gather_units(pairs, self._group, async_op=True)
         self._state[unit] = State.GATHERING

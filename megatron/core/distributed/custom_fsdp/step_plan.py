@@ -47,6 +47,11 @@ class StepPlan:
         self._peaks: dict[int, int] = {}
 
     @property
+    def demands(self) -> tuple[int, ...]:
+        """The units that a microbatch needs, in order; of one demand after the other of a unit, one."""
+        return self._demands_without_repeats
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are gathered by microbatches."""
         return self._buffer.sharding.weights is not Cut.WHOLE
@@ -115,19 +120,20 @@ class StepPlan:
         counted: Traffic,
         *,
         new_weights: bool,
-        demanded: tuple[int, ...],
+        as_planned: bool,
         peak: int,
     ) -> None:
-        """Assert that a step has moved what its plan says: all, or its reductions where units ran in another order.
+        """Assert that a step has moved what its plan says: all, or all but its gathers where units ran in another order.
 
         new_weights: without, what is gathered once after a step was not (the first step, one after a skipped one).
-        demanded: units in the order in which the last microbatch gathered them. peak: the most elements gathered.
+        as_planned: whether all microbatches needed units in the planned order (gather.py). peak: the most elements
+        gathered at once in the step.
         """
         expected = self.traffic(num_microbatches)
         if not new_weights:
             once = "outer_all_gather" if self.gathers else "all_gather"
             expected = dataclasses.replace(expected, **{once: Moved()})
-        if self.gathers and demanded != self._demands_without_repeats:
+        if self.gathers and not as_planned:
             counted = dataclasses.replace(counted, all_gather=expected.all_gather)
         elif self.gathers:
             most = self.peak_gathered(num_microbatches)

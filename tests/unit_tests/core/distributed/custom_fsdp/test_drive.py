@@ -27,6 +27,10 @@ class Engine:
     def __init__(self) -> None:
         self.units = [AUnit(backward_reads=False), AUnit(), AUnit(lasts=True)]
         self.more_microbatches = False
+        self.reached = 0
+
+    def backward_reached(self) -> None:
+        self.reached += 1
 
 
 def driven() -> tuple[Drive, list[tuple], Engine]:
@@ -58,6 +62,9 @@ def test_a_forward():
 def test_an_evaluation_leaves_nothing_gathered():
     drive, calls, _ = driven()
     assert told(calls, lambda: drive.begin_forward(training=False)) == [("weights", "begin", False, False)]
+    assert told(calls, lambda: drive.enter_forward(1, recomputing=False)) == [("weights", "need", 1)], (
+        "not in the order of reductions"
+    )
     assert told(calls, lambda: drive.leave_forward(1, recomputing=False)) == [
         ("weights", "leave_forward", 1, False)
     ]

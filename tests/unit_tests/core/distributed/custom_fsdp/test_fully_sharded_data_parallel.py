@@ -85,6 +85,66 @@ def a_step_that_moves_less_or_more_than_its_plan_is_found(ctx) -> None:
                     descend(ddp)
 
 
+def valid_steps_that_no_plan_knows(ctx) -> None:
+    """Layers dropped, an evaluation between forward and backward, a budget under which another number of microbatches
+    holds less, weights read inside a step: no check ends the run, and the gradients are right."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.drop = Net().double(), False
+
+        def forward(self, batch):
+            x = self.net.embed(batch)
+            for block in list(self.net.blocks)[self.drop :]:
+                x = block(x)
+            return self.net.head(self.net.norm(x))
+
+    model = seeded(Dropped)
+    ddp = engine(ctx, model)
+    for step in range(4):
+        ddp.begin_step(2)
+        for index in range(2):
+            model.drop = step == 1 and index == 0
+            token_loss(ddp, index).backward()
+            ddp.microbatch_done(0, index)
+        ddp.finish()
+        descend(ddp)
+
+    reference = seeded(lambda: Net().double())
+    for sample in range(2 * ctx.world_size):
+        token_loss(reference, sample).backward()
+    for between in ("evaluate", "read"):
+        ddp = engine(ctx)
+        for _ in range(3):
+            ddp.begin_step(2)
+            for index in range(2):
+                loss = token_loss(ddp, index * ctx.world_size + ctx.rank)
+                if between == "evaluate":
+                    with torch.no_grad():
+                        token_loss(ddp, 7)
+                else:
+                    ddp.wait(0)
+                    ddp.reshard(0)
+                loss.backward()
+                ddp.microbatch_done(0, index)
+            ddp.finish()
+            for name, whole in reference.named_parameters():
+                low, high = ddp.buffer.part(name, ddp.sharding.optimizer)
+                found = ddp.buffer.main_grad_part(name)
+                torch.testing.assert_close(found, whole.grad.flatten()[low:high], rtol=0, atol=1e-12)
+
+    sizes = engine(ctx).plan.sizes
+    for share in (0.3, 0.5, 0.7):
+        budget = int(share * sum(size.weight_bytes for size in sizes))
+        ddp = engine(ctx, fsdp_reshard_policy="budget", fsdp_memory_budget=budget)
+        for count in (1, 2, 4, 1, 4):
+            ddp.begin_step(count)
+            microbatches(ddp, ctx, count)
+            ddp.finish()
+            descend(ddp)
+
+
 def sizes_of_buckets_have_no_effect(ctx) -> None:
     """A unit is a bucket in every row; the plan of a step holds."""
     for strategy in STRATEGIES:
@@ -194,6 +254,7 @@ CHECKS = (
     gradients_are_sums_over_ranks_and_microbatches,
     a_step_that_moves_less_or_more_than_its_plan_is_found,
     sizes_of_buckets_have_no_effect,
+    valid_steps_that_no_plan_knows,
     reading_whole_weights_outside_of_the_model,
     steps_without_reduction_tell_what_is_not_finite,
     frozen_units_hold_no_more_than_the_bound,

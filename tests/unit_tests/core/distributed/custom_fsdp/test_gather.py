@@ -67,8 +67,10 @@ class Gathered:
             return Waits(self.log, f"wait {unit.index}")
 
         monkeypatch.setattr(collectives, "all_gather_units", gather)
+        order = (*FORWARD, *(unit for unit in (2, 1, 0) if unit or not lookup))
+        groups = Two(), ps.dp_outer_group
         self.gatherer = Gatherer(
-            self.units, buffer, Two(), ps.dp_outer_group, memory, self.traffic, bound=bound, last=FORWARD[-1]
+            self.units, buffer, *groups, memory, self.traffic, bound=bound, last=FORWARD[-1], planned=order
         )
 
     def since(self) -> str:
@@ -244,16 +246,16 @@ def test_units_recomputed_together_are_gathered_once_as_far_as_they_fit(made):
 
 def test_new_weights_make_what_is_gathered_worthless(made):
     run = made()
-    run.gatherer.begin_unshard(1)
+    run.gatherer.begin_fetch(1)
     run.gatherer.need(0)
     assert run.since() == "gather 1, gather 0, wait 0"
     run.gatherer.weights_changed()
     assert run.held() == []
     assert run.since() == "wait 1", "never takes memory away from a collective under way"
-    assert run.gatherer.begin_unshard(2) is not None
-    assert run.gatherer.begin_unshard(2) is not None, "under way"
+    assert run.gatherer.begin_fetch(2) is not None
+    assert run.gatherer.begin_fetch(2) is not None, "under way"
     run.gatherer.need(2)
-    assert run.gatherer.begin_unshard(2) is None, "there"
+    assert run.gatherer.begin_fetch(2) is None, "there"
 
 
 def test_slots_taken_in_turns(made):
@@ -268,6 +270,83 @@ def test_slots_taken_in_turns(made):
     run.gatherer.need(3)  # left in the middle
     run.gatherer.begin(training=True, repeats=False)
     assert run.held() == [], "a new microbatch takes the slots of one that was left"
+
+
+def test_steps_are_as_planned_unless_something_came_between(made):
+    run = made()
+    gatherer = run.gatherer
+
+    def step(between=lambda: None) -> bool:
+        gatherer.begin_step()
+        for last in (False, True):
+            gatherer.begin(training=True, repeats=not last)
+            run.forward()
+            between()
+            run.backward()
+            gatherer.end_microbatch(last=last)
+        return gatherer.as_planned
+
+    def evaluate() -> None:
+        gatherer.begin(training=False, repeats=False)
+        run.forward(training=False)
+        gatherer.leave_evaluation()
+
+    def export() -> None:
+        gatherer.fetch(1)
+        gatherer.unfetch(1)
+
+    def once_more() -> None:
+        gatherer.begin(training=True, repeats=False)
+        run.forward()
+
+    assert step()
+    evaluate()
+    export()
+    assert step(), "between steps anything may come"
+    assert gatherer.step_peak == 2 * NUMEL
+    for between in (evaluate, export, once_more, lambda: gatherer.need(0)):
+        assert not step(between), between
+        step()  # its record is planned again
+        assert step()
+    gatherer.begin_fetch(0)
+    assert not step(), "something was whole already"
+
+
+def test_an_evaluation_inside_a_microbatch_leaves_what_training_holds(made):
+    run = made(lasts=[1])
+    gatherer = run.gatherer
+    gatherer.begin(training=True, repeats=False)
+    run.forward()
+    before = run.held()
+    assert before == [1, 3], "what lasts, and the last of the forward, whose backward is next"
+    run.since()
+    gatherer.begin(training=False, repeats=False)
+    run.forward(training=False)
+    gatherer.leave_evaluation()
+    assert run.since() == "gather 0, wait 0, gather 2, wait 2"
+    assert run.held() == before
+    run.backward()
+    assert gatherer.order.demanded == (0, 1, 2, 3, 2, 1, 0), "back in training's order"
+    assert run.since() == "gather 2, wait 2, gather 0, wait 0"
+
+
+def test_whole_weights_read_outside_of_the_model_are_in_no_order(made):
+    run = made(bound=10 * NUMEL)
+    gatherer = run.gatherer
+    gatherer.begin(training=True, repeats=False)
+    run.forward()
+    run.traffic.reset()
+    for unit in (0, 3):
+        gatherer.fetch(unit)
+    assert run.held() == [0, 3]
+    for unit in (0, 3):
+        gatherer.unfetch(unit)
+    assert run.held() == [3], "training's own stays"
+    assert run.traffic.as_dict() == {"explicit_all_gather": (1, NUMEL * 4)}
+    gatherer.fetch(2)
+    run.backward()
+    gatherer.unfetch(2)
+    assert gatherer.order.demanded == (0, 1, 2, 3, 2, 1, 0)
 
 
 def outer_settle(ctx):
