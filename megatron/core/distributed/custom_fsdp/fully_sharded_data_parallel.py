@@ -98,10 +98,10 @@ class FullyShardedDataParallel(DistributedDataParallel):
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
                 "reads another unit's weights and cannot be told from one that was not; leave out one of them"
             )
-        lasting = [unit.index for unit in units if unit.lasts]
         keeps = self.config.fsdp_reshard_policy != "memory"
-        plan = plan_slots([1] * len(units), lasting=range(len(units)) if keeps else lasting)
-        return DoubleBuffer(self.ledger, {unit.name: plan.slot_of[unit.index] for unit in units})
+        lasting = [unit.index for unit in units if keeps or unit.lasts or unit.nested]
+        slots = plan_slots(len(units), lasting=lasting)
+        return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in units})
 
     def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
         return FlatBuffer(
@@ -130,9 +130,22 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self.traffic,
             bound=self.plan.bound,
             forward=self.plan.order if self._reduces_in_one_order else None,
-            on_complete=lambda unit: self._weights.passed(unit),
+            on_complete=self._unit_complete,
         )
         return self._by_microbatch
+
+    def _unit_complete(self, unit: int) -> None:
+        """A unit has all its gradients of a microbatch. That tells that backward is through it only where nothing else
+        of it can come: frozen weights report no gradient, a unit around others comes back behind them."""
+        if unit not in self._read_beyond_gradients:
+            self._weights.passed(unit)
+
+    @functools.cached_property
+    def _read_beyond_gradients(self) -> frozenset[int]:
+        """The units that only the hooks, or the end of the microbatch, pass."""
+        frozen = set(self.buffer.frozen)
+        units = (unit for unit in self.units if unit.lasts or unit.nests or not frozen.isdisjoint(unit.names))
+        return frozenset(unit.index for unit in units)
 
     def _new_weights(self) -> Weights:
         if self.sharding.weights is Cut.WHOLE:

@@ -4,9 +4,10 @@
 its last gradient was reported. `passed` therefore only marks a unit; its memory goes when the next one is needed, or
 at the end of the microbatch.
 
-[Note: what is planned] A step's gathers and the most elements gathered are those of its plan if each of its microbatches
-is one forward and one backward that need units in the planned order, after one that did so too, and nobody else gathers
-in between. `as_planned` says whether that was so; a step that was not is right as well, and no plan is held against it.
+[Note: what is planned] A step's gathers and the most elements gathered are those of its plan if each of its
+microbatches is one forward and one backward that need units in the planned order, after one that did so too, and nobody
+else gathers in between. `as_planned` says whether that was so; a step that was not is right as well, and no plan is
+held against it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Gatherer:
     bound: elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the
     bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last
     as long as nothing is recorded. planned: the order in which a microbatch needs units, see [Note: what is planned].
-    peak_gathered: the most elements at once so far; step_peak: since the step began. group: the inner ranks; outer: the instances over which the optimizer is cut
-    besides, which gather what it has written first.
+    peak_gathered: the most elements at once so far; step_peak: since the step began. group: the inner ranks; outer: the
+    instances over which the optimizer is cut besides, which gather what it has written first.
     """
 
     def __init__(

@@ -7,7 +7,8 @@ gradient of every input is there  -> `passed`: backward has gone through the uni
 
 [Note: sources] Nothing tells when a call is passed that has no differentiable input (lookups), or one that is a leaf
 (of a reentrant checkpoint; a parameter): a leaf's gradient and the last ones of the unit's parameters only wait to be
-accumulated, in any order. Units with such calls are complete with their last gradient.
+accumulated, in any order. Units with such calls are complete with their last gradient. A call counts for as long as the
+graph behind its outputs lives: several microbatches may be under way.
 
 [Note: one tensor, two units] What one unit hands on, the next one takes: the gradient of one tensor says that backward
 is through the latter and comes to the former. Hooks of the tensor run before those of the operation that made it:
@@ -71,7 +72,9 @@ class UnitHooks:
         self._runs: list[_Run] = []
         self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
         self._calls: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
-        self._sources: set[int] = set()  # units with calls that have no differentiable input
+        # Of the calls, those without a differentiable input that is no leaf.
+        self._sources: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
+        self._entered: dict[int, _Call] = {}  # those of them whose forward is under way, by module
         for chunk in chunks:
             chunk.register_forward_pre_hook(self._begin_forward)
         for unit in units:
@@ -84,6 +87,7 @@ class UnitHooks:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._runs.clear()  # of a forward that ended with an error
+            self._entered.clear()
             for ran in self._ran.values():
                 ran.clear()
             self._driver.begin_forward(training=torch.is_grad_enabled())
@@ -102,7 +106,7 @@ class UnitHooks:
                 tracked = [tensor for tensor in inputs if not tensor.is_inference()]
                 self._runs.append(_Run(tracked, [tensor._version for tensor in tracked]))
             if graph:
-                self._watch_inputs(unit, inputs)
+                self._watch_inputs(unit, module, inputs)
 
         return enter
 
@@ -115,8 +119,9 @@ class UnitHooks:
                     "new tensors, because its input's gradient tells when its backward is over: use the operation that "
                     "is not in place"
                 )
+            source = self._entered.pop(id(module), None)
             if self._backward and torch.is_grad_enabled():
-                self._watch_outputs(unit, output)
+                self._watch_outputs(unit, output, source)
             ran = self._ran[unit.index]
             ran.add(id(module))
             if len(ran) == len(unit.modules):
@@ -125,31 +130,32 @@ class UnitHooks:
 
         return leave
 
-    def _watch_inputs(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
+    def _watch_inputs(self, unit: Unit, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         """A module may run several times: the unit is passed once all of its calls are. See [Note: sources]."""
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
         if not inputs or any(tensor.is_leaf for tensor in inputs):
-            self._sources.add(unit.index)
+            self._entered[id(module)] = source = _Call()
+            self._sources[unit.index].add(source)
             return
         call, calls = _Call(), self._calls[unit.index]
         calls.add(call)
 
         def through(_: Any) -> None:
             calls.discard(call)
-            self._driver.passed(unit.index, last=not calls and unit.index not in self._sources)
+            self._driver.passed(unit.index, last=not calls and not self._sources[unit.index])
 
         if len(inputs) == 1:
             inputs[0].register_hook(through)
         else:
             register_multi_grad_hook(inputs, through, mode="all")
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> None:
-        """See [Note: one tensor, two units]. Of several outputs the first counts."""
+    def _watch_outputs(self, unit: Unit, output: Any, source: _Call | None) -> None:
+        """See [Note: one tensor, two units]. Of several outputs the first counts. source: lives as long as these."""
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         backwards: set[int] = set()  # that have come to this call
 
-        def arrives(_: Any) -> None:
+        def arrives(_: Any, source: _Call | None = source) -> None:
             backward = torch._C._current_graph_task_id()
             if backward not in backwards:
                 backwards.add(backward)

@@ -110,7 +110,15 @@ class DoubleBuffer:
             self._beside.acquire(role, unit, tensors)
             return
         other = self._held_by.setdefault(slot, unit)
-        assert other == unit, f"{role}: slot {slot[1]} is asked for by {unit} and held by {other}"
+        if (
+            other != unit
+        ):  # parameters and accumulators are views of the slot: there is no other memory for them
+            raise ModelError(
+                f"--fsdp-double-buffer: unit {unit!r} needs its slot for {CATEGORY[role]} {role} while unit {other!r} "
+                "still uses it: units take the slots in turns, in the order in which they are registered, and these "
+                "two do not run one after the other, or nothing tells that backward is through the latter (its inputs "
+                "are leaves, and a parameter of it is unused or frozen); leave out --fsdp-double-buffer"
+            )
         storage = self._storages[slot]
         if storage.nbytes() == 0:
             storage.resize_(self._slot_bytes[slot])

@@ -28,6 +28,7 @@ from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 from megatron.core.protocols import Work
 
@@ -61,12 +62,15 @@ class MicrobatchReduction:
         self._outer, self._partial = outer, partial
         self._memory, self._ledger, self._traffic = memory, ledger, traffic
         self._bound = bound
-        self._forward = None if forward is None else list(dict.fromkeys(forward))
+        self._forward = None if forward is None else dict.fromkeys(forward)
         self._units = [_UnitGrads(unit, buffer, ledger) for unit in units]
         self._of_key = {key: unit for unit in self._units for key in unit.keys}
         self._reports: Mapping[str, int] = {}
-        self._order: list[int] = []  # units by first forward of the microbatch
-        self._last_order: list[int] = []  # of an earlier one: several forwards may precede their backwards
+        self._order: dict[int, None] = {}  # units by first forward of the microbatch
+        self._launch_order: list[int] | None = None  # by these; None while they are not looked at
+        self._last_order: dict[
+            int, None
+        ] = {}  # of an earlier one: several forwards may precede their backwards
         self._launched = 0  # of the reductions of this microbatch
         self._in_flight: collections.deque[tuple[_UnitGrads, collectives.Pending, int]] = collections.deque()
         self._in_flight_numel = 0
@@ -110,7 +114,8 @@ class MicrobatchReduction:
 
     def grad_begins(self, key: str) -> bool:
         unit = self._of_key[key]
-        assert unit.index not in self._reduced, f"a gradient for {key} arrived after its unit was reduced"
+        if unit.index in self._reduced:
+            raise ModelError(_late_message(key, unit.name))
         if key not in unit.fresh:
             return False
         self._hold(unit)  # waits for the microbatch before, whose end makes all keys fresh
@@ -123,7 +128,8 @@ class MicrobatchReduction:
         """A contribution is complete; the unit is reduced with its last one."""
         unit = self._of_key[key]
         unit.missing[key] -= 1
-        assert unit.missing[key] >= 0, f"more gradients for {key} than the microbatch has"
+        if unit.missing[key] < 0:
+            raise ModelError(_late_message(key, unit.name))
         if unit.missing[key] == 0:
             unit.open_keys -= 1
             if unit.open_keys == 0:
@@ -132,7 +138,8 @@ class MicrobatchReduction:
     def forward_reached(self, unit: int) -> None:
         """The forward of this microbatch has reached a unit (again, perhaps)."""
         if unit not in self._order:
-            self._order.append(unit)
+            self._order[unit] = None
+            self._launch_order = None
 
     def make_room(self, unit: int) -> None:
         """Wait for reductions until the unit's whole gradients are within the bound, as far as that can help."""
@@ -150,7 +157,7 @@ class MicrobatchReduction:
     def microbatch_done(self, complete: Iterable[str], *, left: int) -> None:
         """All gradients of the microbatch are there; `left` more come."""
         self._completed |= {unit.index for unit in self._units}
-        order = self._launch_order()
+        order = self._in_launch_order()
         while self._launched < len(order):
             self._launch(self._units[order[self._launched]])
         if left:
@@ -186,7 +193,8 @@ class MicrobatchReduction:
     def _begin_microbatch(self) -> None:
         self._last = False
         self._launched = 0
-        self._order, self._last_order = [], self._order or self._last_order
+        self._order, self._last_order = {}, self._order or self._last_order
+        self._launch_order = None
         self._completed: set[int] = set()
         self._reduced: set[int] = set()
         for unit in self._units:
@@ -199,15 +207,17 @@ class MicrobatchReduction:
         """No gradient of the unit is still to come in this microbatch."""
         self._completed.add(unit.index)
         self._on_complete(unit.index)
-        order = self._launch_order()
+        order = self._in_launch_order()
         while self._launched < len(order) and order[self._launched] in self._completed:
             self._launch(self._units[order[self._launched]])
 
-    def _launch_order(self) -> list[int]:
+    def _in_launch_order(self) -> list[int]:
         """See [Note: order of reductions]."""
-        order = self._forward or self._order or self._last_order
-        reached = set(order)
-        return [*reversed(order), *(unit.index for unit in self._units if unit.index not in reached)]
+        if self._launch_order is None:
+            order = self._forward or self._order or self._last_order
+            rest = (unit.index for unit in self._units if unit.index not in order)
+            self._launch_order = [*reversed(order), *rest]
+        return self._launch_order
 
     def _launch(self, unit: _UnitGrads) -> None:
         self._launched += 1
@@ -327,6 +337,14 @@ class _AllInFlight:
 
     def wait(self) -> None:
         self._reduction.wait()
+
+
+def _late_message(key: str, unit: str) -> str:
+    return (
+        f"a gradient for parameter {key!r} arrived after its unit {unit!r} had all its gradients of the microbatch: a "
+        "module that runs several times under reentrant activation checkpointing reports a gradient for each, with no "
+        "word which is the last; checkpoint it with use_reentrant=False, or give each use a module of its own"
+    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -123,7 +123,7 @@ class StepPlan:
         as_planned: bool,
         peak: int,
     ) -> None:
-        """Assert that a step has moved what its plan says: all, or all but its gathers where units ran in another order.
+        """Assert that a step has moved what its plan says: all, or all but gathers where units ran in another order.
 
         new_weights: without, what is gathered once after a step was not (the first step, one after a skipped one).
         as_planned: whether all microbatches needed units in the planned order (gather.py). peak: the most elements

@@ -1,0 +1,150 @@
+"""`fully_shard`: units inside others, around others, partly frozen; with the double buffer; reentrant checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.module import ModelError
+from tests.harness.ranks import share_ranks
+from tests.harness.sharded_training import Block, seeded, vectors
+
+WIDTH = 16
+
+
+class Inner(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+
+
+class Outer(nn.Module):
+    """A frozen layer, a unit of its own, a trained layer."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(not frozen)
+        self.inner, self.last = Inner(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
+
+
+class Around(nn.Module):
+    """What the model owns itself, partly frozen, is used before and behind its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.frozen = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64), requires_grad=False)
+        self.blocks = nn.ModuleList(Inner() for _ in range(2))
+        self.out = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x) @ self.frozen)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ self.out
+
+
+def chain(*, frozen: bool) -> nn.Module:
+    first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    return nn.Sequential(first, Outer(frozen=frozen), Outer(frozen=frozen))
+
+
+def wrap(ctx, model: nn.Module, *units, **config) -> FullyShardedModule:
+    made = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **config)
+    return fully_shard(model, ctx.ps, made, fsdp_unit_modules=units)
+
+
+def check_gradients(ctx, model: nn.Module, *units, **config) -> FullyShardedModule:
+    """Three steps have the gradients of the model that is not sharded."""
+    reference = copy.deepcopy(model)
+    wrapped = wrap(ctx, model, *units, **config)
+    for sample in range(3):
+        wrapped.zero_grad()
+        wrapped(vectors(sample, WIDTH)).square().mean().backward()
+        reference.zero_grad()
+        reference(vectors(sample, WIDTH)).square().mean().backward()
+        buffer = wrapped.engine.buffer
+        for name in buffer.names:
+            low, high = buffer.part(name, wrapped.engine.sharding.optimizer)
+            whole = reference.get_parameter(name).grad.flatten()[low:high]
+            torch.testing.assert_close(buffer.main_grad_part(name), whole, rtol=0, atol=1e-12)
+    ledger = wrapped.engine.ledger
+    assert (ledger.live("gathered"), ledger.live("grads")) == (0, 0)
+    return wrapped
+
+
+def weights_stay_while_backward_reads_them(ctx) -> None:
+    """All trained gradients are there long before backward is through."""
+    for frozen in (False, True):
+        check_gradients(ctx, seeded(lambda frozen=frozen: chain(frozen=frozen)), Outer, Inner)
+    check_gradients(ctx, seeded(Around), Inner)
+
+
+def the_double_buffer_gives_nested_units_memory_of_their_own(ctx) -> None:
+    wrapped = check_gradients(ctx, seeded(lambda: chain(frozen=False)), Outer, Inner, fsdp_double_buffer=True)
+    nested = [unit.name for unit in wrapped.engine.units if unit.nested]
+    assert nested == ["1.inner", "2.inner"]
+    slots = [wrapped.engine._memory._slot_of[unit.name] for unit in wrapped.engine.units]
+    assert [slot is None for slot in slots] == [unit.nested for unit in wrapped.engine.units]
+    assert wrapped.engine.ledger.overflows > 0
+
+
+class Checkpointed(nn.Module):
+    """Blocks, each one or one several times, recomputed in the backward."""
+
+    def __init__(self, *, shared: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(WIDTH)] if shared else [Partly() for _ in range(6)])
+        self.repeats, self.reentrant = 3 if shared else 1, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [*self.blocks] * self.repeats:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Partly(Block):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+
+def what_the_slots_cannot_hold_is_told(ctx) -> None:
+    """With leaves for inputs and an unused parameter nothing tells that backward is through a unit."""
+    model = Checkpointed(shared=False, reentrant=True).double()
+    wrapped = wrap(ctx, model, Partly, fsdp_double_buffer=True)
+    with pytest.raises(
+        ModelError, match=r"unit 'blocks.\d' needs its slot .*unit 'blocks.\d'.*leave out --fsdp-do"
+    ):
+        wrapped(vectors(0, WIDTH)).sum().backward()
+
+
+def a_module_used_several_times_under_reentrant_checkpointing_is_told(ctx) -> None:
+    check_gradients(ctx, seeded(lambda: Checkpointed(shared=True, reentrant=False).double()), Block)
+    wrapped = wrap(ctx, Checkpointed(shared=True, reentrant=True).double(), Block)
+    with pytest.raises(
+        ModelError, match=r"'blocks.0.*arrived after its unit 'blocks.0' .*use_reentrant=False"
+    ):
+        wrapped(vectors(0, WIDTH)).sum().backward()
+
+
+CHECKS = (
+    weights_stay_while_backward_reads_them,
+    the_double_buffer_gives_nested_units_memory_of_their_own,
+    what_the_slots_cannot_hold_is_told,
+    a_module_used_several_times_under_reentrant_checkpointing_is_told,
+)
+
+
+def test_nested_units():
+    share_ranks(2, {check.__name__: check for check in CHECKS}, timeout=60)
