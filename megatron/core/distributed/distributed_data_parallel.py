@@ -90,7 +90,9 @@ class DistributedDataParallel(GradSync):
             param_meta = {n: fact for chunk in self.chunks for n, fact in infer_param_meta(chunk).items()}
         self._step: _Step | None = None
         self._weights_are_new = False
-        self.on_gradient: Callable[[], None] | None = None  # told of each contribution, inside backwards
+        # Told inside backwards: of each contribution; of each unit that backward comes to, where hooks tell of it.
+        self.on_gradient: Callable[[], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
         self.units = self._find_units(units)
         self.buffer = self._new_buffer(param_meta)
         outer = OuterSums(self.buffer, ps.dp_outer_group, self.traffic)
@@ -189,6 +191,11 @@ class DistributedDataParallel(GradSync):
     def hold_back(self, held_back: bool) -> None:
         """From here on, whether nothing is reduced before the step's last microbatch."""
         self._reduction.hold_back(held_back)
+
+    def backward_reached(self) -> None:
+        """A backward comes to a unit; it need not contribute a gradient."""
+        if self.on_backward is not None:
+            self.on_backward()
 
     def grad_begins(self, key: str) -> bool:
         """A contribution is about to be written; whether it overwrites."""

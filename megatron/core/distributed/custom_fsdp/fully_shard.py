@@ -16,26 +16,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel,
+    ranks_of,
+)
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
+from megatron.core.distributed.custom_fsdp.shard_parameters import ShardParameters
+from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.units import UnitModule
+from megatron.core.distributed.custom_fsdp.whole_state import load_whole_state, whole_state
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.sharding import Cut
-from megatron.core.module import MegatronModule, ModelError
+from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import squared_sums
-from megatron.core.parallel_state import ParallelState, data_parallel_state, parallel_state_of_mesh
-from megatron.core.weight_grad import WeightGradAccumulator
+from megatron.core.parallel_state import ParallelState
 
 
 def fully_shard(
@@ -50,17 +53,14 @@ def fully_shard(
 
     ps_or_mesh: the ranks; a mesh of one dim, or of two (instances, ranks of an instance); all of the default process
     group if not given. config: strategy and how it runs; optim_grads_params if not given. fsdp_unit_modules: classes,
-    their names, or tuples of modules' names. sync_module_states: all ranks begin with rank 0's weights.
+    their names, or tuples of modules' names; those of the config if not given. sync_module_states: all ranks begin with
+    rank 0's weights.
 
-    Communicates when called, in forward and in backward. Raises ModelError where units do not fit the module.
+    Communicates when called, in forward and in backward. Raises ModelError where units do not fit the module, or where
+    the config sets what has no effect (`standalone_config.py`); MeshError and ReshardPlanError as the engine.
     """
-    if ps_or_mesh is None:
-        ps = data_parallel_state()
-    elif isinstance(ps_or_mesh, DeviceMesh):
-        ps = parallel_state_of_mesh(ps_or_mesh)
-    else:
-        ps = ps_or_mesh
-    config = config or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    ps = ranks_of(ps_or_mesh)
+    config = resolve_standalone(config, instances=ps.dp_outer_group.size)
     return FullyShardedModule(
         module, ps, config, fsdp_unit_modules=fsdp_unit_modules, sync_module_states=sync_module_states
     )
@@ -85,34 +85,34 @@ class FullyShardedModule(nn.Module):
     ) -> None:
         super().__init__()
         config = dataclasses.replace(config, ddp_average_in_collective=True)
-        sink: WeightGradAccumulator | None = None
-        meta = None
-        if isinstance(module, MegatronModule):
-            sink, meta = module.context.grads, module.param_meta
         if sync_module_states:
             broadcast_weights([module], ps)
         # Not registered as a child: this module's parameters are the shards.
         self.__dict__["_module"] = module
         self.__dict__["_engine"] = engine = FullyShardedDataParallel(
-            module, ps, config, meta, sink, fsdp_unit_modules=fsdp_unit_modules
+            module, ps, config, fsdp_unit_modules=fsdp_unit_modules
         )
         engine.weights_changed()
-        self._names: dict[str, str] = {}  # name of the registered shard -> of the parameter
-        for name in engine.buffer.names:
-            self._names[name.replace(".", "/")] = name
-            shard = nn.Parameter(engine.buffer.main_weight_part(name))
-            self.register_parameter(name.replace(".", "/"), shard)
-        engine.on_gradient = self._arm
-        self._versions = self._current_versions()
-        self._stepped = False
-        self._watch_optimizers()
+        engine.on_gradient, engine.on_backward = self._contribution, self._arm
         self._sync = True
-        self._armed = False
+        self._armed = False  # a backward is under way
+        self._is_last = False  # that backward ends the step
+        self._contributed = False  # a gradient has come in this step
+        self._held = False  # this step adds to what `.grad` holds
         self._holds_sum = False  # the gradients are sums that a next backward adds to
+        self._in_forward = False  # of the whole module
+        # The module's own parameters and whether they were trained when it was wrapped.
+        self._trained = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
+        self._shards = shards = ShardParameters(engine.buffer, taken={*dir(self), "_shards"})
+        for registered, shard in shards.made.items():
+            self.register_parameter(registered, shard)
+        shards.watch(self._parameters)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
         for unit in engine.units:  # units may be called without the whole
             for part in unit.modules:
-                part.register_forward_pre_hook(self._before_forward, prepend=True)
+                if part is not module:
+                    part.register_forward_pre_hook(self._before_unit, prepend=True)
 
     @property
     def module(self) -> nn.Module:
@@ -138,8 +138,8 @@ class FullyShardedModule(nn.Module):
             new = fn(shard.data)
             if (new.dtype, new.device) != (shard.dtype, shard.device):
                 raise ModelError(
-                    f"{self._names[name]} would become {new.dtype} on {new.device}: a sharded module keeps dtype and "
-                    "device; convert the module before fully_shard"
+                    f"{self._shards.names[name]} would become {new.dtype} on {new.device}: a sharded module keeps "
+                    "dtype and device; convert the module before fully_shard"
                 )
         return self
 
@@ -187,45 +187,58 @@ class FullyShardedModule(nn.Module):
                 grad.mul_(max_norm / (norm + 1e-6))
         return norm
 
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """name -> whole weight, on every rank, on the host. Communicates over dp_gather, unit by unit."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """What the plain module's `state_dict()` would be, on every rank, on the host: whole weights under all of their
+        names, this rank's buffers. Communicates over dp_gather, unit by unit."""
         self._write_back()
-        engine = self.engine
-        engine.settle_weights()
-        out: dict[str, Tensor] = {}
-        for unit in engine.units:
-            engine.wait(0, unit.index)
-            out |= {name: engine.buffer.weight(name).detach().cpu().clone() for name in unit.names}
-            engine.weights_read(unit.index)
-        order = [name for name, _ in self.module.named_parameters()]
-        return {name: out[name] for name in order}
+        return whole_state(self.module, self.engine)
 
-    @torch.no_grad()
-    def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Take whole weights by name, the same on every rank. Raises ModelError where names or shapes differ."""
-        buffer = self.engine.buffer
-        shapes = {name: buffer.param_meta[name].local_shape for name, _ in self.module.named_parameters()}
-        wrong = set(shapes.keys() ^ weights.keys()) | {
-            name for name in shapes.keys() & weights.keys() if tuple(weights[name].shape) != shapes[name]
-        }
-        if wrong:
-            raise ModelError(f"weights that are missing, unknown or of another shape: {sorted(wrong)}")
-        for name, weight in weights.items():
-            buffer.write_weight(name, weight)
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a plain module's `state_dict()`, the same on every rank. Raises ModelError where names or shapes differ,
+        or where two names of one weight have different values."""
+        self._shards.take_changes()  # and drop them
+        load_whole_state(self.module, self.engine, state)
         self.engine.weights_changed()
-        self._versions = self._current_versions()
 
     # A step by itself -----------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if in_backward():
-            return
+        if not in_backward():
+            self._prepare()
+            self._in_forward = True
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._in_forward = False
+
+    def _before_unit(self, module: nn.Module, args: Any) -> None:
+        if not self._in_forward and not in_backward():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Before a forward: weights are the optimizer's, a step has begun."""
+        training = torch.is_grad_enabled()
+        if training:
+            self._check_trained()
         self._write_back()
         if self._armed:
             self._abandon_step()
-        if torch.is_grad_enabled() and not self.engine.is_stepping:
+        if training and not self.engine.is_stepping:
             self._begin_step()
+
+    def _check_trained(self) -> None:
+        changed = [
+            name for name, parameter, trained in self._trained if parameter.requires_grad is not trained
+        ]
+        changed += [
+            name
+            for name, (shard, _) in zip(self._shards.names.values(), self._shards, strict=True)
+            if not shard.requires_grad
+        ]
+        if changed:
+            raise ModelError(
+                f"requires_grad of {sorted(set(changed))} was changed after fully_shard, which cuts memory by it: "
+                "set it before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
+            )
 
     def _begin_step(self) -> None:
         engine = self.engine
@@ -242,12 +255,12 @@ class FullyShardedModule(nn.Module):
                 )
         if held:
             self._take_held()
+        self._held, self._contributed = held, False
         engine.begin_step(None, accumulate=held)
 
     def _take_held(self) -> None:
         """What is added to is what `.grad` holds now: nothing, or something else than what was reduced."""
-        for parameter, name in self._shards():
-            grad = self.engine.buffer.main_grad_part(name)
+        for parameter, grad in self._shards:
             if parameter.grad is None:
                 grad.zero_()
             elif parameter.grad.data_ptr() != grad.data_ptr():
@@ -273,8 +286,14 @@ class FullyShardedModule(nn.Module):
         """The last backward ended with an error: what it has started ends, and what it has added is not kept."""
         self._armed = False
         if self.engine.is_stepping:
-            self.engine.reduce(0, last=True).wait()
+            if self._is_last:  # other ranks reduce
+                self.engine.reduce(0, last=True).wait()
             self._begin_step()
+
+    def _contribution(self) -> None:
+        """A gradient of a parameter comes."""
+        self._arm()
+        self._contributed = True
 
     def _arm(self) -> None:
         """Called inside each backward: when it ends, the microbatch is over."""
@@ -283,6 +302,7 @@ class FullyShardedModule(nn.Module):
         self._armed = True
         if not self.engine.is_stepping:  # several forwards ran before their backwards
             self._begin_step()
+        self._is_last = self._sync
         self.engine.hold_back(not self._sync)
         if self._sync:
             self.engine.expect_last()
@@ -298,40 +318,24 @@ class FullyShardedModule(nn.Module):
             return
         self._armed = False
         self.engine.microbatch_done(0, 0)
-        if not self._sync:
+        if not self._is_last:
             return
         self.engine.finish()
+        self._shards.may_have_changed = True
+        # A backward to inputs only (torch.autograd.grad) leaves .grad alone, as it does without sharding. sync, on this
+        # path only: other ranks may have contributed.
+        if not (self._contributed or self._held or any(bool(grad.any()) for _, grad in self._shards)):
+            return
         self._holds_sum = True
-        for parameter, name in self._shards():
-            grad = self.engine.buffer.main_grad_part(name)
+        for parameter, grad in self._shards:
             if parameter.grad is None or parameter.grad.data_ptr() != grad.data_ptr():
-                parameter.grad = grad.to(parameter.dtype)
+                # A tensor of its own: whether somebody holds one decides when their memory may go.
+                parameter.grad = grad.to(parameter.dtype) if grad.dtype != parameter.dtype else grad.detach()
 
     def _write_back(self) -> None:
         """After a step of the optimizer: its weights are the model's."""
-        versions = self._current_versions()
-        if self._stepped or versions != self._versions:
+        with torch.no_grad():
+            changed = self._shards.take_changes()
+        if changed:
             self.engine.buffer.copy_main_to_weights()
             self.engine.weights_changed()
-            self._versions, self._stepped = versions, False
-
-    def _watch_optimizers(self) -> None:
-        """Fused optimizers write weights without a word to autograd: every step of an optimizer that has one of ours is
-        heard of."""
-        ours, me = {id(parameter) for parameter in self.parameters()}, weakref.ref(self)
-
-        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            module = me()
-            if module is not None and any(
-                id(p) in ours for group in optimizer.param_groups for p in group["params"]
-            ):
-                module._stepped = True
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-
-    def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters()]
-
-    def _shards(self) -> Iterator[tuple[nn.Parameter, str]]:
-        for registered, parameter in self.named_parameters():
-            yield parameter, self._names[registered]

@@ -80,12 +80,13 @@ def test_a_recomputation_is_no_new_place_in_the_order():
 
 
 def test_a_backward_makes_room_before_it_gathers_and_gathers_only_what_is_read():
-    drive, calls, _ = driven()
+    drive, calls, engine = driven()
     assert told(calls, lambda: drive.enter_backward(1)) == [
         ("reduction", "make_room", 1),
         ("weights", "need", 1),
     ]
     assert told(calls, lambda: drive.enter_backward(0)) == [("reduction", "make_room", 0)]
+    assert engine.reached == 2, "a backward may come to units and contribute nothing"
 
 
 def test_passed():

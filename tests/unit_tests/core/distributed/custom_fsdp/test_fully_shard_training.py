@@ -265,7 +265,7 @@ def two_forwards_and_one_backward(ctx) -> None:
                 net,
                 loss,
                 data_parallel_sharding_strategy=strategy,
-                fsdp_double_buffer=double_buffer,
+                fsdp_double_buffer=double_buffer and "grads" in strategy,
                 suggested_communication_unit_size=None,
             )
 
@@ -280,7 +280,7 @@ def two_forwards_and_two_backwards(ctx) -> None:
             if strategy in ("no_shard", "optim") and not deferred:
                 continue
             for double_buffer in (False, True):
-                if double_buffer and deferred:
+                if double_buffer and (deferred or "grads" not in strategy):
                     continue
                 model = sharded(
                     ctx, net, data_parallel_sharding_strategy=strategy, fsdp_double_buffer=double_buffer
@@ -586,7 +586,7 @@ def test_instances_agree_with_one_process():
                 )
                 outer = 1 if no_sync else microbatches
                 assert found.traffic["outer_reduce_scatter"][0] == outer, found.traffic
-                assert found.traffic["outer_all_gather"][0] == 1, found.traffic
+                assert found.traffic["outer_all_gather"][0] == outer, found.traffic
             check_parity(
                 ctx, few, square_loss(3), ps=ps, units=[nn.Linear], outer_dp_sharding_strategy="optim"
             )
