@@ -239,6 +239,7 @@ class DistributedDataParallel(GradSync):
         step = self._running("finish()")
         assert step.reduce_gradients, "finish() of a step begun without reduce_gradients"
         self._reduction.finish()
+        self._weights.end_step()
         self._step = None
 
     def nonfinite_keys(self) -> tuple[str, ...]:

@@ -71,6 +71,10 @@ class WholeWeights:
     def end_microbatch(self, *, last: bool) -> None:
         """Nothing to free."""
 
+    def end_step(self) -> None:
+        """Of units that the step has not come to, gathers may still send what the optimizer is about to write."""
+        self.settle()
+
     def settle(self) -> None:
         """On return all weights are those of the last step."""
         for place in tuple(self._pending):

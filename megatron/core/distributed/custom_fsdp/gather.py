@@ -237,6 +237,9 @@ class Gatherer:
         self._open = False
         self._free_all(last=last)
 
+    def end_step(self) -> None:
+        """Nothing is gathered any more."""
+
     def _is_left(self, unit: int) -> bool:
         """Whether nothing has told that the microbatch's backward is through a unit that is not to stay."""
         stays = self._keep[unit] is Keep.STEP or unit in self._ahead or self._units[unit].lasts

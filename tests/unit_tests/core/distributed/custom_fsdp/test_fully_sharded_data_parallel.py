@@ -145,6 +145,29 @@ def valid_steps_that_no_plan_knows(ctx) -> None:
             descend(ddp)
 
 
+def gathers_of_units_that_did_not_run_end_with_the_step(ctx) -> None:
+    """The optimizer writes the parts that they send."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = Block().double(), Block().double()
+
+        def forward(self, x):
+            return self.used(x)
+
+    for strategy in ("optim", "no_shard"):
+        ddp = engine(ctx, seeded(Half), data_parallel_sharding_strategy=strategy, overlap_param_gather=True)
+        for _ in range(2):
+            descend(ddp)
+            ddp.begin_step(1)
+            ddp(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
+            ddp.microbatch_done(0, 0)
+            assert bool(ddp._weights._pending) is (strategy == "optim"), "the unused block's"
+            ddp.finish()
+            assert not ddp._weights._pending
+
+
 def sizes_of_buckets_have_no_effect(ctx) -> None:
     """A unit is a bucket in every row; the plan of a step holds."""
     for strategy in STRATEGIES:
@@ -255,6 +278,7 @@ CHECKS = (
     a_step_that_moves_less_or_more_than_its_plan_is_found,
     sizes_of_buckets_have_no_effect,
     valid_steps_that_no_plan_knows,
+    gathers_of_units_that_did_not_run_end_with_the_step,
     reading_whole_weights_outside_of_the_model,
     steps_without_reduction_tell_what_is_not_finite,
     frozen_units_hold_no_more_than_the_bound,
