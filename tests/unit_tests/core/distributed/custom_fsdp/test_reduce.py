@@ -38,7 +38,7 @@ class Nothing:
 
 
 class InFlight:
-    holds_temporary = True
+    holds_temporary, temporary_bytes = True, NUMEL * 2
 
     def __init__(self, log: list[str], unit: int) -> None:
         self._log, self._unit = log, unit
@@ -65,7 +65,9 @@ class Reduced:
             )
             self.log.append(f"{'add' if accumulate else 'set'} {unit}")
             for shard, full in items:
-                shard.mul_(float(accumulate)).add_(2 * full[: shard.numel()])
+                if not accumulate:
+                    shard.zero_()  # what was there may be anything
+                shard.add_(2 * full[: shard.numel()])
             return InFlight(self.log, unit)
 
         monkeypatch.setattr(collectives, "reduce_scatter_units", scatter)
