@@ -38,7 +38,7 @@ class Pending:
     """A collective under way. `wait()` completes it (once; later calls do nothing).
 
     buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
-    rank of the other end, of a point to point message. holds_temporary: one of the buffers is neither the caller's
+    rank of the other end, of a point to point message. temporary_bytes: of buffers that are neither the caller's
     input nor output, so every one of these under way takes memory of its own.
     """
 
@@ -51,9 +51,9 @@ class Pending:
         finish: Callable[[], None] | None = None,
         peer: int | None = None,
         *,
-        holds_temporary: bool = False,
+        temporary_bytes: int = 0,
     ) -> None:
-        self.holds_temporary = holds_temporary
+        self.temporary_bytes = temporary_bytes
         self._op = op
         self._group = group
         self._work = work
@@ -61,6 +61,10 @@ class Pending:
         self._finish = finish
         self._peer = peer
         self._started = time.monotonic()
+
+    @property
+    def holds_temporary(self) -> bool:
+        return self.temporary_bytes > 0
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once, or raise. gloo says so of what was waited for, and of nothing else."""
@@ -114,7 +118,7 @@ def all_gather_units(
     buffers = tuple(tensor for pair in pairs for tensor in pair)
     start = _gather_on_gloo if group.backend == "gloo" else _gather_at_once
     call, finish, temporaries = start(flat, group)
-    return _launch("all_gather", group, async_op, call, (*buffers, *temporaries), finish)
+    return _launch("all_gather", group, async_op, call, buffers, finish, temporaries)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -160,9 +164,9 @@ def reduce_scatter_units(
         group,
         async_op,
         call,
-        (*(tensor for item in items for tensor in item), *temporaries),
+        tuple(tensor for item in items for tensor in item),
         finish,
-        holds_temporary=bool(temporaries),
+        temporaries,
     )
 
 
@@ -185,9 +189,7 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
         sum_parts()
         all_gather(bucket, share, group)
 
-    return _launch(
-        "sum_gradients", group, True, call, (bucket, *temporaries), gather_sums, holds_temporary=True
-    )
+    return _launch("sum_gradients", group, True, call, (bucket,), gather_sums, temporaries)
 
 
 class Works:
@@ -474,13 +476,13 @@ def _launch(
     call: Callable[[], dist.Work | Works],
     buffers: tuple[Tensor, ...],
     finish: Callable[[], None] | None = None,
-    *,
-    holds_temporary: bool = False,
+    temporaries: tuple[Tensor, ...] = (),
 ) -> Pending:
     _observe(op, group)
     with _peer_loss_named(op, group, time.monotonic()):
         work = call()
-    pending = Pending(op, group, work, buffers, finish, holds_temporary=holds_temporary)
+    temporary_bytes = sum(tensor.numel() * tensor.element_size() for tensor in temporaries)
+    pending = Pending(op, group, work, (*buffers, *temporaries), finish, temporary_bytes=temporary_bytes)
     if not async_op:
         pending.wait()
     return pending

@@ -69,9 +69,9 @@ class Engine:
     scaler: GradScaler
 
     @property
-    def ledger(self) -> Ledger | None:
-        """What a fully sharded engine holds; None for others."""
-        return self.model.ledger if isinstance(self.model, FullyShardedDataParallel) else None
+    def ledger(self) -> Ledger:
+        """What this rank's engine holds."""
+        return self.model.ledger
 
     @property
     def declares_units(self) -> bool:
@@ -80,10 +80,7 @@ class Engine:
 
     def persistent_bytes(self) -> int:
         """Bytes that this rank holds between steps: weights, gradients, optimizer state, slots of the double buffer."""
-        if self.ledger is not None:
-            return self.ledger.persistent_bytes
-        held = self.model.buffer.persistent_bytes(), self.optimizer.persistent_bytes()
-        return sum(sum(sizes.values()) for sizes in held)
+        return self.ledger.persistent_bytes
 
     def model_pieces(self) -> list[LocalPiece]:
         """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
@@ -158,8 +155,9 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
     if config.model.init_model_with_meta_device:
         _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
         model.weights_changed()
-    optimizer = build_optimizer(config.optimizer, model.buffer, ps)
-    engine = Engine(
+    optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.ledger)
+    model.ledger.book({"moments": sum(optimizer.persistent_bytes().values())})
+    return Engine(
         chunks=chunks,
         model=model,
         param_meta=meta,
@@ -167,9 +165,6 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
         scheduler=_scheduler(config, optimizer),
         scaler=build_grad_scaler(config.optimizer),
     )
-    if engine.ledger is not None:
-        engine.ledger.book({"moments": sum(optimizer.persistent_bytes().values())})
-    return engine
 
 
 def _data_parallel(

@@ -154,11 +154,10 @@ class TrainingLoop:
             )
 
     def _log_ledger(self, when: str) -> None:
-        """--log-fsdp-ledger: what the sharding engine of rank 0 holds."""
-        ledger = self.engine.ledger
-        if ledger is None or not self._config.ddp.log_fsdp_ledger:
+        """--log-fsdp-ledger: what the data parallel engine of rank 0 holds."""
+        if not self._config.ddp.log_fsdp_ledger:
             return
-        for line in metrics.ledger_lines(when, ledger.lines()):
+        for line in metrics.ledger_lines(when, self.engine.ledger.lines()):
             self.session.print_rank_0(line)
 
     def _load(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +70,11 @@ class BucketMemory:
     @property
     def name(self) -> str:
         return bucket_name(self.arena, self.bucket)
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their elements, whether they have memory now or not."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def bucket_name(arena: int, bucket: Bucket) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 
 from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.units import Unit, find_units
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.engine_parts import Reduction, Weights
@@ -86,6 +87,7 @@ class DistributedDataParallel(GradSync):
         self.place = _place(ps)
         self.sharding = effective_sharding(config, self.place)
         self.traffic = TrafficCounter()
+        self.ledger = Ledger()
         if param_meta is None:
             param_meta = {n: fact for chunk in self.chunks for n, fact in infer_param_meta(chunk).items()}
         self._step: _Step | None = None
@@ -95,7 +97,7 @@ class DistributedDataParallel(GradSync):
         self.on_backward: Callable[[], None] | None = None
         self.units = self._find_units(units)
         self.buffer = self._new_buffer(param_meta)
-        outer = OuterSums(self.buffer, ps.dp_outer_group, self.traffic)
+        outer = OuterSums(self.buffer, ps.dp_outer_group, self.traffic, self.ledger)
         self._reduction = self._new_reduction(outer)
         self._weights = self._new_weights()
         self._scale = 1.0
@@ -103,6 +105,7 @@ class DistributedDataParallel(GradSync):
             self._scale = 1.0 / self.place.dp_size
         self._reduction.bind(connect(self._chunks, self.buffer, sinks, self, scale=self._scale))
         self._install_hooks()
+        self._book_persistent()
 
     # What the row of the table decides ----------------------------------------------------------------
 
@@ -128,9 +131,10 @@ class DistributedDataParallel(GradSync):
         assert self.sharding.main_grads is Cut.WHOLE, (
             f"{self.sharding}: FullyShardedDataParallel cuts gradients"
         )
-        queue = ReductionQueue(self.buffer, self.ps.dp_reduce_group, self.traffic)
+        queue = ReductionQueue(self.buffer, self.ps.dp_reduce_group, self.traffic, self.ledger)
         groups = self.ps.tp_group, self.ps.embedding_group
-        return StepReduction(self.buffer, queue, outer, *groups, overlap=self.config.overlap_grad_reduce)
+        overlap = self.config.overlap_grad_reduce
+        return StepReduction(self.buffer, queue, outer, *groups, overlap=overlap, ledger=self.ledger)
 
     def _new_weights(self) -> Weights:
         return self._whole_weights()
@@ -151,6 +155,13 @@ class DistributedDataParallel(GradSync):
     def _install_hooks(self) -> None:
         if self.units:
             UnitHooks(self.chunks, self.units, Drive(self, self._reduction, self._weights), backward=False)
+
+    def _book_persistent(self) -> None:
+        """What lasts for the whole run; cut gradients, which do not, are booked unit by unit."""
+        held = self.buffer.persistent_bytes()
+        if self.sharding.main_grads is not Cut.WHOLE:
+            del held["main_grads"]
+        self.ledger.book({name: size for name, size in held.items() if size})
 
     # The model ------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import collectives, host_data
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.param_parts import RegionPart, region_parts
 from megatron.core.distributed.sharding import Cut
@@ -53,14 +54,23 @@ class PartialSums:
 
     Ranks that hold another rectangle must not be added: a region of c copies has one slot for each block of c ranks,
     a rank fills its own block's and leaves the others zero. max_packed: the packed buffer has at most so many elements
-    (and what rounds them up to the group's size); larger regions are cut. Communicates over tp.
+    (and what rounds them up to the group's size); larger regions are cut. ledger: is told of the buffer.
+    Communicates over tp.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: Group, *, max_packed: int = MAX_PACKED) -> None:
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        group: Group,
+        *,
+        max_packed: int = MAX_PACKED,
+        ledger: Ledger | None = None,
+    ) -> None:
         assert max_packed >= group.size, f"{max_packed} elements for {group.size} slots"
         self._buffer = buffer
         self._group = group
         self._max_packed = max_packed
+        self._ledger = Ledger() if ledger is None else ledger
         self._packs: dict[torch.dtype, list[_Pack]] = {}
         plan = []
         for name in buffer.names:
@@ -92,15 +102,17 @@ class PartialSums:
         """Every partial region holds the sum over its copies. Raises PeerLostError."""
         for dtype, packs in self._packs.items():
             most = max(_round_up(pack.numel, self._group.size) for pack in packs)
-            packed = torch.empty(most, dtype=dtype, device=packs[0].items[0].grad.device)
-            for pack in packs:
-                self._add_pack(pack, packed[: _round_up(pack.numel, self._group.size)])
+            with self._ledger.holding("packed", most * dtype.itemsize):
+                packed = torch.empty(most, dtype=dtype, device=packs[0].items[0].grad.device)
+                for pack in packs:
+                    self._add_pack(pack, packed[: _round_up(pack.numel, self._group.size)])
+                del packed
 
     def _add_pack(self, pack: _Pack, flat: Tensor) -> None:
         flat.zero_()
         for item in pack.items:
             _part(flat, item).copy_(item.grad)
-        collectives.sum_gradients(flat, self._group).wait()
+        _sum(flat, self._group, self._ledger)
         for item in pack.items:
             item.grad.copy_(_part(flat, item))
 
@@ -108,10 +120,11 @@ class PartialSums:
 class SharedSums:
     """Adds the gradients of parameters that the first and the last stage share. Communicates over embedding.
 
-    Gradients must be whole.
+    Gradients must be whole. ledger: is told of what padding and exchanges take.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: Group) -> None:
+    def __init__(self, buffer: FlatBuffer, group: Group, *, ledger: Ledger | None = None) -> None:
+        self._ledger = Ledger() if ledger is None else ledger
         self._buffer = buffer
         self._group = group
         self._names = tuple(name for name in buffer.names if buffer.param_meta[name].shared)
@@ -130,12 +143,21 @@ class SharedSums:
             grad = self._buffer.main_grad(name).view(-1)
             padded = _round_up(grad.numel(), self._group.size)
             if padded == grad.numel():
-                collectives.sum_gradients(grad, self._group).wait()
+                _sum(grad, self._group, self._ledger)
                 continue
-            flat = torch.zeros(padded, dtype=grad.dtype, device=grad.device)
-            flat[: grad.numel()].copy_(grad)
-            collectives.sum_gradients(flat, self._group).wait()
-            grad.copy_(flat[: grad.numel()])
+            with self._ledger.holding("packed", padded * grad.element_size()):
+                flat = torch.zeros(padded, dtype=grad.dtype, device=grad.device)
+                flat[: grad.numel()].copy_(grad)
+                _sum(flat, self._group, self._ledger)
+                grad.copy_(flat[: grad.numel()])
+                del flat
+
+
+def _sum(flat: Tensor, group: Group, ledger: Ledger) -> None:
+    """flat <- its sum over the group."""
+    pending = collectives.sum_gradients(flat, group)
+    with ledger.holding("exchange", pending.temporary_bytes):
+        pending.wait()
 
 
 def _cut(region: Region, most: int) -> Iterator[Region]:

@@ -8,9 +8,12 @@ order everywhere, and readiness is not the same everywhere (unused parameters, o
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 from megatron.core import collectives
+from megatron.core.distributed.bucket_memory import num_bytes
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.flat_buffer import BucketMemory, FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.traffic_counter import TrafficCounter
@@ -26,13 +29,17 @@ class ReductionQueue:
     """Launches the reductions of a buffer's buckets, in the order in which backward completes them.
 
     A bucket is summed in place; where the optimizer is cut, a rank gets the sum of its part only, and what it has of
-    the other parts is of no more use. Communicates over `group`.
+    the other parts is of no more use. ledger: is told of what exchanges hold beside the buffer. Communicates over
+    `group`.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: Group, traffic: TrafficCounter) -> None:
+    def __init__(
+        self, buffer: FlatBuffer, group: Group, traffic: TrafficCounter, ledger: Ledger | None = None
+    ) -> None:
         self._buffer = buffer
         self._group = group
         self._traffic = traffic
+        self._ledger = Ledger() if ledger is None else ledger
         self._scatters = buffer.sharding.optimizer is not Cut.WHOLE
         self._reducers = _in_backward_order(buffer)
         self._reducer_of = {
@@ -42,7 +49,7 @@ class ReductionQueue:
             for key in buffer.param_meta[name].grad_keys
         }
         self._fresh: set[str] = set()  # keys without a contribution in this step
-        self._in_flight: collections.deque[tuple[int, collectives.Pending]] = collections.deque()
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.num_launched = 0
 
     def reset(self, *, fresh: bool = True) -> None:
@@ -90,8 +97,8 @@ class ReductionQueue:
     def wait(self, end: int | None = None) -> None:
         """Complete the reductions under way of the first `end` buckets (all by default), oldest first: on all ranks
         alike. Raises PeerLostError."""
-        while self._in_flight and (end is None or self._in_flight[0][0] < end):
-            self._in_flight.popleft()[1].wait()
+        while self._in_flight and (end is None or self._in_flight[0].index < end):
+            self._wait_oldest()
 
     def _launch_next(self) -> None:
         """Reduce the next bucket in order. See [Note: order of collectives]."""
@@ -105,19 +112,34 @@ class ReductionQueue:
         if self._group.size == 1:
             return
         self._make_room()
-        num_bytes = reducer.grads.numel() * reducer.grads.element_size()
+        payload = num_bytes([reducer.grads])
         if self._scatters:
-            self._traffic.count("reduce_scatter", num_bytes)
+            self._traffic.count("reduce_scatter", payload)
             pending = collectives.reduce_scatter(reducer.part, reducer.grads, self._group, async_op=True)
         else:
-            self._traffic.count("all_reduce", num_bytes)
+            self._traffic.count("all_reduce", payload)
             pending = collectives.sum_gradients(reducer.grads, self._group)
-        self._in_flight.append((index, pending))
+        self._ledger.hold("exchange", reducer.name, pending.temporary_bytes)
+        self._in_flight.append(_InFlight(index, pending, reducer.name))
 
     def _make_room(self) -> None:
         """Wait until one more may hold a temporary. Safe: every rank launches the same buckets in the same order."""
-        while sum(pending.holds_temporary for _, pending in self._in_flight) >= MAX_TEMPORARIES:
-            self._in_flight.popleft()[1].wait()
+        while sum(one.pending.holds_temporary for one in self._in_flight) >= MAX_TEMPORARIES:
+            self._wait_oldest()
+
+    def _wait_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        oldest.pending.wait()
+        self._ledger.free("exchange", oldest.name, oldest.pending.temporary_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A bucket's reduction under way."""
+
+    index: int
+    pending: collectives.Pending
+    name: str
 
 
 class _Reducer:
@@ -126,7 +148,7 @@ class _Reducer:
     def __init__(self, memory: BucketMemory, param_meta: Mapping[str, ParamMeta]) -> None:
         assert memory.full_grads is not None, "a frozen bucket"
         assert memory.optimizer_grads is not None, "a frozen bucket"
-        self.bucket = memory.bucket
+        self.bucket, self.name = memory.bucket, memory.name
         self.grads, self.part = memory.full_grads, memory.optimizer_grads
         self.keys = frozenset(key for name in memory.bucket.names for key in param_meta[name].grad_keys)
         self.reset()

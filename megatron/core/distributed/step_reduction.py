@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.outer_sums import OuterSums
@@ -41,10 +42,11 @@ class StepReduction:
         embedding: Group,
         *,
         overlap: bool,
+        ledger: Ledger | None = None,
     ) -> None:
         self._buffer, self._queue, self._outer = buffer, queue, outer
-        self._partial = PartialSums(buffer, tp)
-        self._shared = SharedSums(buffer, embedding)
+        self._partial = PartialSums(buffer, tp, ledger=ledger)
+        self._shared = SharedSums(buffer, embedding, ledger=ledger)
         self._shared_keys = frozenset(
             key
             for name in buffer.names

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket_memory import Arena
+from megatron.core.distributed.bucket_memory import Arena, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import FlatSlice, ParamGroup, build_param_groups, flat_slices
@@ -40,24 +40,39 @@ class FlatUpdate:
             self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
             self._bind(self._torch, config)
 
-    def step(self, grads_of: Mapping[int, Tensor]) -> None:
-        """One update. grads_of: each bucket's gradients, in the dtype of its main weights, by the bucket's identity."""
+    def step(self, batches: Iterable[tuple[Mapping[int, Tensor], bool]]) -> None:
+        """One update. batches: buckets' gradients in the dtype of their main weights, by the buckets' identity, and
+        whether the batch is the last; together they are all trained buckets, each once. A batch is let go before the
+        next is asked for.
+
+        torch skips parameters without a gradient, their step counts included, so several calls are one update.
+        """
         if self._torch is None:
             return
-
-        def grad(piece: FlatSlice) -> Tensor:
-            return grads_of[id(piece.bucket)][piece.start : piece.end]
-
-        for piece, parameter in self._slices:
-            parameter.grad = grad(piece)
-        for ends, pieces in self._ends:
-            self._torch.state[ends.parameter].update(ends.gather([grad(piece) for piece in pieces]))
-        self._torch.step()
-        for _, parameter in self._slices:
-            parameter.grad = None  # a temporary may be freed
+        ends_of: dict[int, Tensor] = {}  # gradients of ragged ends, which are updated together, by slice
+        for grads, is_last in batches:
+            self._set_grads(grads, ends_of, copied=not is_last)
+            del grads  # a temporary may be freed
+            if is_last:
+                for ends, pieces in self._ends:
+                    gathered = ends.gather([ends_of[id(piece)] for piece in pieces])
+                    self._torch.state[ends.parameter].update(gathered)
+            self._torch.step()
+            for _, parameter in self._slices:
+                parameter.grad = None
         for ends, _ in self._ends:
             state = self._torch.state[ends.parameter]
             ends.scatter({moment: state.pop(moment) for moment in self.moments})
+
+    def _set_grads(self, grads: Mapping[int, Tensor], ends_of: dict[int, Tensor], *, copied: bool) -> None:
+        """Of these buckets: slices get theirs, ends_of those of ragged ends. copied: these outlive the batch."""
+        for piece, parameter in self._slices:
+            if (found := grads.get(id(piece.bucket))) is not None:
+                parameter.grad = found[piece.start : piece.end]
+        for piece in (piece for _, pieces in self._ends for piece in pieces):
+            if (found := grads.get(id(piece.bucket))) is not None:
+                end = found[piece.start : piece.end]
+                ends_of[id(piece)] = end.clone() if copied else end
 
     def mutable(self) -> Iterator[Tensor]:
         """What `step` changes besides main weights."""
@@ -72,10 +87,7 @@ class FlatUpdate:
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by moment."""
-        return {
-            name: sum(flat.numel() * flat.element_size() for flat in flats)
-            for name, flats in self.moments.items()
-        }
+        return {name: num_bytes(flats) for name, flats in self.moments.items()}
 
     def _ends_of_groups(self, slices: list[FlatSlice]) -> list[tuple[RaggedEnds, list[FlatSlice]]]:
         pieces_of: dict[tuple[int, str], list[FlatSlice]] = {}

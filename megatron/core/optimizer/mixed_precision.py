@@ -11,6 +11,7 @@ engine gathers what others have updated.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
+from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.param_parts import region_slices
 from megatron.core.distributed.sharding import Cut
@@ -32,6 +35,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel_state import ParallelState
 from megatron.core.protocols import Stepper
+
+MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
 
 
 class OptimizerStateError(ValueError):
@@ -61,10 +66,14 @@ class _Snapshot:
 
 
 class MixedPrecisionOptimizer(Stepper):
-    """See the module. State exists from the start, so that a checkpoint can be read into it in
-    place. Building it communicates over mp. Raises ModelError where all parameters are frozen."""
+    """See the module. State exists from the start, so that a checkpoint can be read into it in place. ledger: is told
+    of converted gradients and snapshots. Building it communicates over mp. Raises ModelError where all parameters are
+    frozen."""
 
-    def __init__(self, config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState) -> None:
+    def __init__(
+        self, config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState, ledger: Ledger | None = None
+    ) -> None:
+        self._ledger = Ledger() if ledger is None else ledger
         self.config = config
         self.buffer = buffer
         self.ps = ps
@@ -115,17 +124,10 @@ class MixedPrecisionOptimizer(Stepper):
         """Update with gradients * clip_coefficient / divisor, then round main weights into the model's.
 
         Gradients in the main weights' dtype are multiplied in place, unless there is a snapshot to go back to;
-        others are converted into a temporary. Updates this rank's parts only.
+        others are converted into temporaries, a few buckets at a time. Updates this rank's parts only.
         """
         factor = clip_coefficient * self.buffer.grads_divided_by / divisor
-        grads_of = {
-            id(memory): self._scaled(
-                memory.optimizer_grads, self.buffer.arenas[memory.arena].main_dtype, factor
-            )
-            for memory in self.buffer.buckets
-            if memory.optimizer_grads is not None
-        }
-        self._update.step(grads_of)
+        self._update.step(self._converted(factor))
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
 
@@ -133,6 +135,7 @@ class MixedPrecisionOptimizer(Stepper):
         """Keep copies of weights, main weights, moments and step counts."""
         assert self._kept is None, "a snapshot is kept already: commit() forgets it"
         self._kept = _Snapshot(self.num_steps, [tensor.clone() for tensor in self._mutable()])
+        self._ledger.hold("snapshot", "", num_bytes(self._kept.tensors))
 
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit. The snapshot stays until `commit`."""
@@ -144,6 +147,7 @@ class MixedPrecisionOptimizer(Stepper):
     def commit(self) -> None:
         """Forget what `snapshot` kept."""
         assert self._kept is not None, "commit() without snapshot()"
+        self._ledger.free("snapshot", "", num_bytes(self._kept.tensors))
         self._kept = None
 
     def params_norm(self) -> float:
@@ -199,15 +203,56 @@ class MixedPrecisionOptimizer(Stepper):
             found.append(region_slices(region, shape, part_of(name, cut), start, end))
         return found
 
-    def _scaled(self, grads: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-        """grads * factor in the dtype of main weights, rounded at most twice."""
+    def _converted(self, factor: float) -> Iterator[tuple[dict[int, Tensor], bool]]:
+        """Gradients * factor in the dtype of main weights, by bucket, in batches of temporaries of a bounded size; and
+        whether a batch is the last."""
+        batches = self._batches(factor)
+        for number, batch in enumerate(batches):
+            with contextlib.ExitStack() as held:
+                for memory in batch:
+                    size = self._cast_bytes(memory, factor)
+                    held.enter_context(self._ledger.holding("casts", size, memory.name))
+                yield (
+                    {id(memory): self._scaled(memory, factor) for memory in batch},
+                    number + 1 == len(batches),
+                )
+
+    def _batches(self, factor: float) -> list[list[BucketMemory]]:
+        """Trained buckets: first all those that need no temporary, then the others, as many at once as may be."""
+        trained = [memory for memory in self.buffer.buckets if memory.optimizer_grads is not None]
+        batches, left = [[one for one in trained if not self._cast_bytes(one, factor)]], 0
+        for memory in trained:
+            if needed := self._cast_bytes(memory, factor):
+                if needed > left:
+                    batches.append([])
+                    left = MAX_CAST_BYTES
+                batches[-1].append(memory)
+                left -= needed
+        return [batch for batch in batches if batch]
+
+    def _cast_bytes(self, memory: BucketMemory, factor: float) -> int:
+        """What `_scaled` allocates."""
+        grads, dtype = self._grads_and_dtype(memory)
+        if grads.dtype == dtype:
+            return 0 if factor == 1.0 or self._kept is None else num_bytes([grads])
+        return grads.numel() * dtype.itemsize
+
+    def _scaled(self, memory: BucketMemory, factor: float) -> Tensor:
+        """A bucket's gradients * factor in the dtype of main weights, rounded at most twice."""
+        grads, dtype = self._grads_and_dtype(memory)
         if factor == 1.0:
             return grads.to(dtype)
         if grads.dtype == dtype:
             return grads.mul_(factor) if self._kept is None else grads * factor
         if torch.promote_types(grads.dtype, dtype) == dtype:
             return grads.to(dtype).mul_(factor)
-        return (grads * factor).to(dtype)
+        with self._ledger.holding("casts", num_bytes([grads]), memory.name):
+            return (grads * factor).to(dtype)
+
+    def _grads_and_dtype(self, memory: BucketMemory) -> tuple[Tensor, torch.dtype]:
+        """The bucket's gradients, and the dtype of what the optimizer updates with them."""
+        assert memory.optimizer_grads is not None, "a frozen bucket"
+        return memory.optimizer_grads, self.buffer.arenas[memory.arena].main_dtype
 
     def _mutable(self) -> Iterator[Tensor]:
         """Everything that `step` changes."""
@@ -225,7 +270,7 @@ class MixedPrecisionOptimizer(Stepper):
 
 
 def build_optimizer(
-    config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState
+    config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState, ledger: Ledger | None = None
 ) -> MixedPrecisionOptimizer:
     """The optimizer of the flags over a flat buffer."""
-    return MixedPrecisionOptimizer(config, buffer, ps)
+    return MixedPrecisionOptimizer(config, buffer, ps, ledger)

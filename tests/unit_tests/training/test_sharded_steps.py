@@ -230,14 +230,53 @@ def kinds(ctx):
     told = {}
     for row, words in ROWS.items():
         engine = Trainer(ctx, words).engine
-        told[row] = type(engine.model) is FullyShardedDataParallel, engine.ledger is not None
+        told[row] = type(engine.model) is FullyShardedDataParallel
         assert isinstance(engine.model, DistributedDataParallel)
     return told
 
 
 def test_the_flag_chooses_the_engine():
-    for row, (sharded, ledger) in run_ranks(kinds, 1)[0].items():
-        assert sharded == ledger == (FSDP in ROWS[row]), row
+    for row, sharded in run_ranks(kinds, 1)[0].items():
+        assert sharded == (FSDP in ROWS[row]), row
+
+
+def booked(ctx):
+    """By row, the ledger after two steps: what lasts, what is left over, peaks of what is not the units'."""
+    told = {}
+    for row, words in {**ROWS, "optim, bf16": f"{ROWS['optim']} --bf16 --grad-reduce-in-bf16"}.items():
+        trainer = Trainer(ctx, words)
+        trainer.run(2)
+        engine = trainer.engine
+        engine.model.settle_weights()
+        ledger, buffer = engine.ledger, engine.model.buffer
+        expected = sum(buffer.persistent_bytes().values()) + sum(engine.optimizer.persistent_bytes().values())
+        whole = [bucket.full_grads for bucket in buffer.buckets if bucket.trained]
+        sizes = sorted(grads.numel() * grads.element_size() for grads in whole)
+        own = sum(bucket.optimizer_grads.numel() for bucket in buffer.buckets if bucket.trained)
+        told[row] = (
+            ledger.persistent_bytes - expected,
+            engine.persistent_bytes() - expected,
+            ledger.transient_bytes,
+            ledger.peak("exchange"),
+            ledger.peak("casts"),
+            sizes,
+            own,
+        )
+    return told
+
+
+def test_every_row_has_a_ledger():
+    """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too."""
+    for told in run_ranks(booked, 2):
+        for row, (held, reported, transient, exchange, casts, sizes, own) in told.items():
+            assert (held, reported, transient) == (0, 0, 0), row
+            assert casts == (4 * own if "bf16" in row else 0), row
+            if row == "no_shard":
+                assert exchange == 0, "a sum of two is made in place"
+            elif "optim_" not in row:
+                assert max(sizes) // 2 <= exchange <= sum(sizes[-2:]) // 2, (row, exchange, sizes)
+            else:
+                assert exchange > 0
 
 
 class Plain(nn.Module):

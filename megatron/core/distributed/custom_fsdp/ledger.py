@@ -1,16 +1,26 @@
 """Every byte that the engine holds: by category and unit, now and at most.
 
 Persistent categories are booked once, when the engine is built; transient ones when their memory is taken and given
-back. Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.
+back:
+
+    gathered   whole weights                 grads     whole gradients on their way to a shard
+    extra      those of further uses         exchange  what other ranks have sent, until it is added
+    outer      the packed sum over instances
+    packed     partial regions and padded shared gradients, on their way over tp and embedding
+    casts      gradients in the dtype of main weights, where it is another, or scaled beside a snapshot
+    snapshot   what the optimizer can go back to
+
+Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
-TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer")
+TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
 
 
 class Ledger:
@@ -44,6 +54,15 @@ class Ledger:
         self._by_category[category] -= num_bytes
         if category in TRANSIENT:
             self._transient_bytes -= num_bytes
+
+    @contextlib.contextmanager
+    def holding(self, category: str, num_bytes: int, unit: str = "") -> Iterator[None]:
+        """Memory that is there inside."""
+        self.hold(category, unit, num_bytes)
+        try:
+            yield
+        finally:
+            self.free(category, unit, num_bytes)
 
     def book(self, persistent: Mapping[str, int]) -> None:
         """Memory held for the whole run, by category."""

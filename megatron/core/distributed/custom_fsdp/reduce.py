@@ -240,8 +240,7 @@ class MicrobatchReduction:
         pending = collectives.reduce_scatter_units(
             unit.items, self._group, accumulate=unit.has_sum, async_op=True
         )
-        others = self._group.size - 1
-        exchanged = unit.num_bytes * others // self._group.size if pending.holds_temporary else 0
+        exchanged = pending.temporary_bytes
         self._ledger.hold("exchange", unit.name, exchanged)
         unit.has_sum = True
         unit.in_flight = True

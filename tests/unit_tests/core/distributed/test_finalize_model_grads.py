@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, SharedSums, _cut
@@ -160,7 +161,14 @@ def test_pieces_of_a_bounded_buffer_have_the_bits_of_one_collective(monkeypatch,
             assert buffer.main_grad("qkv").dtype == dtype
             for name, shape in shapes.items():
                 buffer.main_grad(name).copy_(values(name, shape, ctx.rank))
-            PartialSums(buffer, ps.tp_group, max_packed=limit).add()
+            ledger = Ledger()
+            PartialSums(buffer, ps.tp_group, max_packed=limit, ledger=ledger).add()
+            itemsize = buffer.main_grad("qkv").element_size()
+            assert ledger.peak("packed") == max(sizes) * itemsize, (limit, ledger.lines())
+            assert ledger.transient_bytes == 0
+            assert ledger.peak("exchange") == max(sizes) * itemsize, (
+                "four ranks: in rank order, beside the buffer"
+            )
             results.append(({n: buffer.main_grad(n).clone() for n in shapes}, limit, list(sizes)))
         untouched = values("qkv", shapes["qkv"], ctx.rank).to(dtype)
         assert torch.equal(results[0][0]["qkv"][:, [0, 4]], untouched[:, [0, 4]])

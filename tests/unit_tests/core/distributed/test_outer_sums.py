@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.outer_sums import OuterSums
@@ -57,7 +58,8 @@ def sums(ctx):
         if ctx.world_size == instances and outer == "optim":
             continue  # instances of one rank have nothing to cut
         buffer, traffic = built(ps, strategy, outer), TrafficCounter()
-        outers = OuterSums(buffer, ps.dp_outer_group, traffic)
+        ledger = Ledger()
+        outers = OuterSums(buffer, ps.dp_outer_group, traffic, ledger)
         fill(buffer, 10.0**outer_rank)
         outers.add()
         parts = []
@@ -72,6 +74,12 @@ def sums(ctx):
             tensor = bucket.main_grads if outer == "optim" else bucket.optimizer_grads
             by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
         kind = "outer_reduce_scatter" if outer == "optim" else "outer_all_reduce"
+        assert ledger.transient_bytes == 0
+        if outer == "optim":  # a reduce-scatter of several shards: packed in bytes, sent and received
+            peaks = 0, 2 * max(by_dtype.values())
+        else:  # packed; in place for two ranks, but for 16-bit values, of which there are none
+            peaks = max(by_dtype.values()), 0
+        assert (ledger.peak("outer"), ledger.peak("exchange")) == peaks, (strategy, outer, ledger.lines())
         assert traffic.as_dict() == {kind: (2, sum(by_dtype.values()))}, "one call a dtype"
         found[strategy, outer] = sum(part.numel() for part in parts)
     return found

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.reduction_queue import MAX_TEMPORARIES, ReductionQueue
@@ -35,17 +36,23 @@ def a_bucket_each(dp_size: int) -> FlatBuffer:
 def launch(ctx):
     """(reductions under way, those of them with a temporary) after each launch; gradients at the end."""
     buffer = a_bucket_each(ctx.world_size)
+    bucket_bytes = 4 * buffer.buckets[0].bucket.numel
     for name in NAMES:
         buffer.main_grad(name).fill_(10.0**ctx.rank)
-    queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, TrafficCounter())
+    ledger = Ledger()
+    queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, TrafficCounter(), ledger)
     assert len(queue._reducers) == len(NAMES)
     counts = []
     for name in reversed(NAMES):
         queue.complete([name])
         queue.launch_complete()
-        under_way = [pending for _, pending in queue._in_flight]
-        counts.append((len(under_way), sum(pending.holds_temporary for pending in under_way)))
+        under_way = [one.pending for one in queue._in_flight]
+        beside = sum(pending.holds_temporary for pending in under_way)
+        counts.append((len(under_way), beside))
+        received = bucket_bytes  # each rank's slice, the own one too
+        assert ledger.live("exchange") == ledger.transient_bytes == beside * received
     queue.wait()
+    assert ledger.transient_bytes == 0
     return counts, {value for name in NAMES for value in buffer.main_grad(name).tolist()}
 
 
@@ -65,7 +72,8 @@ def test_in_place_sums_between_exchanges(monkeypatch):
 
     class Fake:
         def __init__(self, number):
-            self.number, self.holds_temporary = number, number % 2 == 0
+            self.number, self.temporary_bytes = number, 8 if number % 2 == 0 else 0
+            self.holds_temporary = self.temporary_bytes > 0
 
         def wait(self):
             waited.append(self.number)
@@ -81,3 +89,27 @@ def test_in_place_sums_between_exchanges(monkeypatch):
 
     # before 3 there are 0 and 2: 0 goes; before 5 there are 2 and 4: 1 and 2 go
     assert run_ranks(body, 2) == [([0, 1, 2], [0, 1, 2, 3, 4, 5])] * 2
+
+
+def test_a_cut_optimizer_exchanges_too():
+    """optim on gloo: what the other rank sends lies beside the buffer, for at most two buckets at once."""
+
+    def body(ctx):
+        parameters = {name: nn.Parameter(torch.zeros(8)) for name in NAMES}
+        buffer = FlatBuffer(
+            parameters,
+            {name: ParamMeta(name, (8,)) for name in NAMES},
+            DistributedDataParallelConfig(ddp_bucket_size=1),
+            sharding=sharding_of("optim"),
+            place=ShardPlace(ctx.rank, 2),
+            device=torch.device("cpu"),
+        )
+        ledger = Ledger()
+        queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, TrafficCounter(), ledger)
+        queue.launch_all()
+        live = ledger.live("exchange")
+        queue.wait()
+        half = buffer.buckets[0].bucket.numel * 4 // 2
+        return live == ledger.peak("exchange") == MAX_TEMPORARIES * half, ledger.transient_bytes
+
+    assert run_ranks(body, 2) == [(True, 0)] * 2

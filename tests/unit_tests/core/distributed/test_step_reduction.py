@@ -56,7 +56,7 @@ class Step:
 
         def sums(what: str):
             class Sums:
-                def __init__(self, *groups) -> None:
+                def __init__(self, *groups, ledger=None) -> None:
                     pass
 
                 def add(self) -> None:

@@ -11,10 +11,12 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.distributed.buffer_pieces import weight_pieces
+from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.module import ModelError
+from megatron.core.optimizer import mixed_precision
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
@@ -543,3 +545,55 @@ def test_main_weights_of_the_models_own_dtype():
     for name in buffer.names:
         assert buffer.main_weight(name).dtype == torch.bfloat16
         assert torch.equal(buffer.weight(name), reference.value(name))
+
+
+# Converted gradients, and what the ledger knows of them
+
+CASTS = {  # (weights, flags) -> bytes of temporaries an element: of the batch, and for a moment
+    "bf16 gradients of fp32 weights": (torch.bfloat16, {"grad_reduce_in_bf16": True}, 4, 0),
+    "fp16 gradients of fp32 weights": (torch.float16, {}, 4, 0),
+    "fp32 gradients of bf16 weights": (torch.bfloat16, {"megatron_fsdp_main_params_dtype": "auto"}, 2, 4),
+    "no conversion": (torch.bfloat16, {}, 0, 0),
+}
+
+
+def steps_of(dtype, flags, *, most: int | None, monkeypatch, snapshot: bool = False):
+    """(weights after three steps, peaks of the ledger, buffer, calls of torch's step). most: bytes of temporaries."""
+    if most is not None:
+        monkeypatch.setattr(mixed_precision, "MAX_CAST_BYTES", most)
+    config = DistributedDataParallelConfig(ddp_bucket_size=20, **flags)
+    buffer, _ = make(model(dtype), ddp_config=config)
+    ledger = Ledger()
+    optimizer = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), buffer, PS, ledger)
+    calls, real = [], optimizer._update._torch.step
+    monkeypatch.setattr(optimizer._update._torch, "step", lambda: (calls.append(1), real())[1])
+    for step in range(3):
+        set_grads(buffer, step)
+        if snapshot:
+            optimizer.snapshot()
+        optimizer.step(4.0, 0.7)
+        if snapshot:
+            assert ledger.live("snapshot") > 0
+            optimizer.commit()
+        assert ledger.transient_bytes == 0
+    weights = {name: buffer.main_weight_part(name).clone() for name in buffer.names}
+    return weights, ledger, buffer, len(calls) // 3
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("case", CASTS)
+def test_gradients_are_converted_a_few_buckets_at_a_time_with_the_same_bits(case, snapshot, monkeypatch):
+    dtype, flags, lasting, momentary = CASTS[case]
+    if snapshot and not lasting:
+        lasting = 4  # scaled beside what the snapshot may have to read again
+    at_once, ledger, buffer, calls = steps_of(
+        dtype, flags, most=None, monkeypatch=monkeypatch, snapshot=snapshot
+    )
+    sizes = [bucket.bucket.numel for bucket in buffer.buckets]
+    assert len(sizes) >= 3
+    assert calls == 1
+    assert ledger.peak("casts") == lasting * sum(sizes) + momentary * max(sizes)
+    one_each, ledger, _, calls = steps_of(dtype, flags, most=1, monkeypatch=monkeypatch, snapshot=snapshot)
+    assert calls == (len(sizes) if lasting else 1)
+    assert ledger.peak("casts") == (lasting + momentary) * max(sizes)
+    assert all(torch.equal(at_once[name], one_each[name]) for name in at_once)
