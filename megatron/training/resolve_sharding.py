@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatron.core.distributed.sharding import Cut, sharding_of
+from megatron.core.distributed.sharding import Cut, main_grads_dtype, sharding_of
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
 from megatron.training.config import FIELDS, Config
@@ -13,6 +13,8 @@ from megatron.training.rule_table import spelled
 STRATEGY = "data_parallel_sharding_strategy"
 OUTER = "outer_dp_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
+
+_16_BIT = ("bf16", "fp16")
 
 # What acts with --use-custom-fsdp only, and what of it only where gradients (and weights) are cut.
 _BUCKETS = ("ddp_bucket_size", "ddp_num_buckets")
@@ -54,6 +56,7 @@ def resolve_sharding(r: Resolving) -> None:
     _overlap(r)
     if r.values["fp64"] and not r.given("megatron_fsdp_main_params_dtype"):
         r.derive("megatron_fsdp_main_params_dtype", "auto")
+    _wire(r)
     _without_effect(r)
 
 
@@ -105,6 +108,26 @@ def _overlap(r: Resolving) -> None:
             "--overlap-param-gather has no effect without a sharded optimizer: every rank updates all weights"
         )
         r.derive("overlap_param_gather", False)
+
+
+def _wire(r: Resolving) -> None:
+    """A unit that reduces once a step accumulates what has not travelled yet, in the dtype of the wire."""
+    v = r.values
+    wire, policy = v["megatron_fsdp_grad_comm_dtype"], v["fsdp_reshard_policy"]
+    if wire not in _16_BIT or policy not in ("step", "budget") or not grads_are_cut(v[STRATEGY]):
+        return
+    weights = next((name for name in ("fp64", "bf16", "fp16") if v[name]), "fp32")
+    accumulated = main_grads_dtype(
+        weights,
+        v["megatron_fsdp_main_grads_dtype"],
+        grad_reduce_in_bf16=v["grad_reduce_in_bf16"],
+        accumulate_in_fp32=v["accumulate_allreduce_grads_in_fp32"],
+    )
+    if wire != accumulated:
+        r.warnings.append(
+            f"{spelled('megatron_fsdp_grad_comm_dtype')} {wire} with --fsdp-reshard-policy {policy}: units that reduce "
+            f"once a step add their microbatches in {wire}, not in {accumulated}"
+        )
 
 
 def _without_effect(r: Resolving) -> None:

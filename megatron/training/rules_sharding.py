@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.distributed.sharding import main_grads_dtype
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
 from megatron.training.flag_lists import FULLY_SHARDED_PIPELINES
@@ -191,18 +192,6 @@ def params_dtype(s: Situation) -> str:
     return _SHORT[s.config.params_dtype]
 
 
-def main_grads_dtype(s: Situation) -> str:
-    """What gradients are accumulated in."""
-    asked, weights = s.value(_MAIN_GRADS), params_dtype(s)
-    if asked != "auto":
-        return str(asked)
-    if weights == "bf16":
-        return "bf16" if s.value("grad_reduce_in_bf16") else "fp32"
-    if weights == "fp16":
-        return "fp32" if s.value("accumulate_allreduce_grads_in_fp32") else "fp16"
-    return weights
-
-
 @rule(
     "main-params-dtype",
     "--megatron-fsdp-main-params-dtype --bf16 --fp16 --fp64",
@@ -237,7 +226,13 @@ def _main_grads_dtype(s: Situation) -> str | None:
     "optim_grads_params",
 )
 def _grad_comm_dtype(s: Situation) -> str | None:
-    wire, accumulated = s.value(_GRAD_COMM), main_grads_dtype(s)
+    wire = s.value(_GRAD_COMM)
+    accumulated = main_grads_dtype(
+        params_dtype(s),
+        s.value(_MAIN_GRADS),
+        grad_reduce_in_bf16=s.value("grad_reduce_in_bf16"),
+        accumulate_in_fp32=s.value("accumulate_allreduce_grads_in_fp32"),
+    )
     if wire in ("auto", accumulated) or grads_are_cut(s.value(STRATEGY)):
         return None
     where = f"gradients are summed where they are accumulated, in {accumulated}"

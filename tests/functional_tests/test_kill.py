@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.harness import launch
+from tests.harness.faults import check_survivor_of_a_sleeping_peer
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"
 ITERATIONS = 16
@@ -134,18 +135,7 @@ def test_survivor_of_a_peer_that_dies_at_start_up(tmp_path, after_s):
 
 
 def test_survivor_of_a_sleeping_peer(tmp_path):
-    flags = [*FLAGS, "--sleep-iteration", "4", "--timeout-s", "3"]
-    with launch.forked(flags, ranks=2, script=FAULTY, cwd=tmp_path) as group:
-        group.wait_for("rank 1 sleeps")
-        start = time.monotonic()
-        while group.alive(0):
-            assert time.monotonic() - start < 12.0, group.output
-            time.sleep(0.05)
-        output = group.output
-    assert "error (peer lost, exit status 6)" in output
-    reason = launch.exit_record(tmp_path / "ck")["reason"]
-    assert "rank 1 (host " in reason
-    assert "in step 4, phase forward-backward (alive, but it makes no progress" in reason, reason
+    check_survivor_of_a_sleeping_peer(FLAGS, script=FAULTY, folder=tmp_path, within_s=12.0)
 
 
 def test_torchrun_restarts_by_itself(tmp_path, undisturbed):

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.harness import launch
+from tests.harness.faults import check_survivor_of_a_sleeping_peer
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"
 FLAGS = [
@@ -91,18 +92,7 @@ def test_all_survivors_of_a_killed_rank_of_an_instance(tmp_path):
 @pytest.mark.parametrize("flags", [ZERO3, pytest.param(OPTIM, marks=full)])
 def test_survivor_of_a_sleeping_peer(tmp_path, flags):
     """A gather that never ends: after the timeout status 6, and who does not move."""
-    flags += " --sleep-iteration 4 --timeout-s 3"
-    with launch.forked([*FLAGS, *flags.split()], ranks=2, script=FAULTY, cwd=tmp_path) as group:
-        group.wait_for("rank 1 sleeps")
-        start = time.monotonic()
-        while group.alive(0):
-            assert time.monotonic() - start < 40.0, group.output
-            time.sleep(0.05)
-        output = group.output
-    assert "error (peer lost, exit status 6)" in output
-    reason = launch.exit_record(tmp_path / "ck")["reason"]
-    assert "rank 1 (host " in reason
-    assert "in step 4, phase forward-backward (alive, but it makes no progress" in reason, reason
+    check_survivor_of_a_sleeping_peer([*FLAGS, *flags.split()], script=FAULTY, folder=tmp_path, within_s=40.0)
 
 
 # --- NaN

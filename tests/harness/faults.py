@@ -1,4 +1,6 @@
-"""Faults at the system calls that change files: stop the process, or fail, at exactly the n-th one.
+"""What goes wrong in tests: peers that sleep, and faults at the system calls that change files.
+
+Faults at system calls stop the process, or fail, at exactly the n-th one:
 
     trace = count_points(save)                  # a forked child runs it and says which calls it made
     for point in range(len(trace)):
@@ -13,10 +15,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests.harness import launch
 
 KILLED = 137  # as a shell reports SIGKILL
 CHANGES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
@@ -131,3 +137,22 @@ def run_killed(action: Callable[[], object], point: int) -> int:
             traceback.print_exc()
         os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def check_survivor_of_a_sleeping_peer(
+    flags: Sequence[str], *, script: str, folder: Path, within_s: float
+) -> None:
+    """Two ranks, of which the second sleeps in step 4: the first gives up after the timeout with status 6, and says who
+    does not move. flags: of a run that saves into ck. within_s: from the beginning of the sleep to the end."""
+    words = [*flags, "--sleep-iteration", "4", "--timeout-s", "3"]
+    with launch.forked(words, ranks=2, script=script, cwd=folder) as group:
+        group.wait_for("rank 1 sleeps")
+        start = time.monotonic()
+        while group.alive(0):
+            assert time.monotonic() - start < within_s, group.output
+            time.sleep(0.05)
+        output = group.output
+    assert "error (peer lost, exit status 6)" in output
+    reason = launch.exit_record(folder / "ck")["reason"]
+    assert "rank 1 (host " in reason
+    assert "in step 4, phase forward-backward (alive, but it makes no progress" in reason, reason

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.traffic import Moved, Traffic, persistent_bytes
+from megatron.core.distributed.custom_fsdp.traffic import persistent_bytes
+from megatron.core.distributed.traffic import Moved, Traffic
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.ranks import run_ranks
 

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
+from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype
 from megatron.core.module import ModelError
 
 NewFull = Callable[[str, str, int, torch.dtype, torch.device], Tensor]
 """(role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many
 elements, whose storage may be empty."""
 
-_FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FLAGS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _FLAGS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,18 +105,14 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def main_grad_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
-    """What gradients are accumulated in: --megatron-fsdp-main-grads-dtype, or with auto:
-
-    fp32 and fp64 weights: their own. bf16: fp32 unless --grad-reduce-in-bf16. fp16: fp16 unless
-    --accumulate-allreduce-grads-in-fp32.
-    """
-    if config.megatron_fsdp_main_grads_dtype != "auto":
-        return _FLAGS[config.megatron_fsdp_main_grads_dtype]
-    if weights == torch.bfloat16:
-        return torch.bfloat16 if config.grad_reduce_in_bf16 else torch.float32
-    if weights == torch.float16:
-        return torch.float32 if config.accumulate_allreduce_grads_in_fp32 else torch.float16
-    return weights
+    """What gradients are accumulated in: `sharding.main_grads_dtype`."""
+    name = main_grads_dtype(
+        _NAMES[weights],
+        config.megatron_fsdp_main_grads_dtype,
+        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
+        accumulate_in_fp32=config.accumulate_allreduce_grads_in_fp32,
+    )
+    return _FLAGS[name]
 
 
 def grad_comm_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:

@@ -321,8 +321,7 @@ def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace)
             f"--num-distributed-optimizer-instances {place.outer_size}: an instance of one rank has nothing to shard, "
             "and --outer-dp-sharding-strategy optim needs something sharded: use fewer instances"
         )
-    cuts = (row.weights, row.main_grads, row.optimizer)
-    return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
+    return row.at(place)
 
 
 def _place(ps: ParallelState) -> ShardPlace:

@@ -62,7 +62,10 @@ class DistributedDataParallelConfig:
         None, "size of one bucket of gradients", unit="elements", derived="max(40 million, 1 million x DP)"
     )
     ddp_num_buckets: int | None = arg(None, "number of buckets, instead of their size")
-    ddp_average_in_collective: bool = arg(False, "the collective averages, instead of a division afterwards")
+    ddp_average_in_collective: bool = arg(
+        False,
+        "contributions are divided by the number of ranks as they are added, instead of their sum afterwards",
+    )
     accumulate_allreduce_grads_in_fp32: bool = arg(
         False, "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)"
     )

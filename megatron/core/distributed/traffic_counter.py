@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from megatron.core.distributed.custom_fsdp.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Moved, Traffic
 
 
 class TrafficCounter:

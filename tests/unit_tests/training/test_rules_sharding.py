@@ -218,6 +218,9 @@ NO_EFFECT = [
     (f"{FSDP} --no-overlap-grad-reduce",
      f"--overlap-grad-reduce is always on with {STRATEGY} optim_grads_params", ("overlap_grad_reduce", True)),
     ("--fsdp-double-buffer", f"--fsdp-double-buffer has no effect without {FSDP}", None),
+    (f"{FSDP} --bf16 --megatron-fsdp-grad-comm-dtype bf16 --fsdp-reshard-policy step",
+     "--megatron-fsdp-grad-comm-dtype bf16 with --fsdp-reshard-policy step: units that reduce once a step add their "
+     "microbatches in bf16, not in fp32", None),
     ("--fsdp-unit-modules Block", f"--fsdp-unit-modules has no effect without {FSDP}", None),
     ("--fsdp-reshard-policy step", f"--fsdp-reshard-policy has no effect without {FSDP}", None),
     (f"{FSDP} {STRATEGY} optim --suggested-communication-unit-size 9",
@@ -270,3 +273,14 @@ def test_the_yaml_of_a_sharded_run_reads_back(words, tmp_path):
     env = LaunchEnv(launched=True, world_size=4, local_world_size=4)
     again = parse_config(["--yaml-cfg", str(tmp_path / "run.yaml")], env=env)
     assert again.ddp == config.ddp
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{FSDP} --bf16 --megatron-fsdp-grad-comm-dtype bf16",
+        f"{FSDP} --bf16 --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype bf16 --fsdp-reshard-policy step",
+    ],
+)
+def test_a_wire_that_adds_in_what_gradients_are_kept_in_warns_of_nothing(words):
+    assert configure(words).warnings == ()

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.custom_fsdp.reshard_plan import UnitFacts, UnitPolicy, policies
 from megatron.core.distributed.custom_fsdp.traffic import (
-    Moved,
-    Traffic,
     UnitSize,
     default_bound,
     demand_order,
@@ -24,6 +22,7 @@ from megatron.core.distributed.custom_fsdp.traffic import (
 from megatron.core.distributed.custom_fsdp.units import Unit, forward_order
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.traffic import Moved, Traffic
 
 
 class StepPlan:

@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from megatron.core.distributed.custom_fsdp.reshard_plan import Keep, UnitPolicy
 from megatron.core.distributed.custom_fsdp.run_order import RunOrder
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
+from megatron.core.distributed.traffic import Moved, Traffic, moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,47 +37,6 @@ class UnitSize:
     def __post_init__(self) -> None:
         assert min(self.weight_bytes, self.wire_bytes, self.numel, self.buckets) >= 0, self
         assert 0 <= self.frozen_bytes <= self.weight_bytes, self
-
-
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """Calls of one collective and the bytes they were called with."""
-
-    calls: int = 0
-    payload_bytes: int = 0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
-
-
-def moved(payloads: Iterable[int], times: int = 1) -> Moved:
-    """So many times a call for each payload; what is empty needs none."""
-    sizes = [size for size in payloads if size]
-    return Moved(times * len(sizes), times * sum(sizes))
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What a rank's collectives move in a step: over the inner ranks, and over the outer ones."""
-
-    all_gather: Moved = Moved()
-    reduce_scatter: Moved = Moved()
-    all_reduce: Moved = Moved()
-    outer_all_gather: Moved = Moved()
-    outer_reduce_scatter: Moved = Moved()
-    outer_all_reduce: Moved = Moved()
-
-    def __add__(self, other: Traffic) -> Traffic:
-        names = [field.name for field in dataclasses.fields(Traffic)]
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
-    def sent_bytes(self, inner_size: int, outer_size: int = 1) -> float:
-        """What one rank sends, in rings: an all-reduce goes round twice, the others once."""
-        inner = self.all_gather.payload_bytes + self.reduce_scatter.payload_bytes
-        outer = self.outer_all_gather.payload_bytes + self.outer_reduce_scatter.payload_bytes
-        inner += 2 * self.all_reduce.payload_bytes
-        outer += 2 * self.outer_all_reduce.payload_bytes
-        return inner * (inner_size - 1) / inner_size + outer * (outer_size - 1) / outer_size
 
 
 def predict_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.custom_fsdp.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Moved, Traffic
 from megatron.core.distributed.traffic_counter import TrafficCounter
 
 

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from megatron.core.distributed.custom_fsdp.reshard_plan import Keep, UnitPolicy
 from megatron.core.distributed.custom_fsdp.traffic import (
-    Moved,
-    Traffic,
     UnitSize,
     default_bound,
     demand_order,
@@ -20,6 +18,7 @@ from megatron.core.distributed.custom_fsdp.traffic import (
     run_gathers,
 )
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.distributed.traffic import Moved, Traffic
 
 PARAMETERS = 3_421_696
 LAYER, EMBEDDING = 789_504, 263_680
