@@ -15,14 +15,17 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.buffer_pieces import weight_pieces
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel,
+    declared_units,
+)
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
-from megatron.core.module import MegatronModule, ModelContext, ModelError, ModelUnit
+from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
@@ -76,7 +79,7 @@ class Engine:
     @property
     def declares_units(self) -> bool:
         """Whether the model itself names what is gathered together, so that --fsdp-unit-modules has no effect."""
-        return _units([chunk.module for chunk in self.chunks]) is not None
+        return declared_units([chunk.module for chunk in self.chunks]) is not None
 
     def persistent_bytes(self) -> int:
         """Bytes that this rank holds between steps: weights, gradients, optimizer state, slots of the double buffer."""
@@ -173,7 +176,7 @@ def _data_parallel(
     """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
     modules = [chunk.module for chunk in chunks]
     sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
-    units = _units(modules)
+    units = declared_units(modules)
     if not config.ddp.use_custom_fsdp:
         return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
     return FullyShardedDataParallel(
@@ -186,17 +189,6 @@ def _data_parallel(
         units=units,
         fsdp_unit_modules=config.ddp.fsdp_unit_modules,
     )
-
-
-def _units(modules: list[nn.Module]) -> list[ModelUnit] | None:
-    """What all chunks declare; None where one of them does not, so that all are derived."""
-    units: list[ModelUnit] = []
-    for module in modules:
-        declared = module.units() if isinstance(module, MegatronModule) else None
-        if declared is None:
-            return None
-        units += declared
-    return units
 
 
 def _build_chunk(

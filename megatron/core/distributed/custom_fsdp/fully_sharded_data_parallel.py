@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.debug import watch_released
@@ -85,7 +85,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
                 f"{len(self.chunks)} model chunks shards no more than its optimizer: use optim"
             )
         if declared is None:
-            declared = _declared(self.chunks)
+            declared = declared_units(self.chunks)
         units = find_units(self.chunks, self._chunks.parameters, declared, self._unit_modules)
         self._memory = self._new_memory(units)
         return units
@@ -273,7 +273,7 @@ def _param_meta(chunk: nn.Module) -> Mapping[str, ParamMeta]:
     return chunk.param_meta if isinstance(chunk, MegatronModule) else infer_param_meta(chunk)
 
 
-def _declared(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
+def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
     """What the chunks declare themselves; None where one of them does not."""
     units: list[ModelUnit] = []
     for chunk in chunks:
@@ -282,7 +282,3 @@ def _declared(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
             return None
         units += own
     return units
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

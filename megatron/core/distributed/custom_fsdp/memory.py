@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.bucket_memory import own_storage
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.module import ModelError
 
@@ -43,7 +44,7 @@ class AllocatedMemory:
         self._ledger = ledger
 
     def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty_storage(numel, dtype, device)
+        return own_storage(role, unit, numel, dtype, device)
 
     def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -138,10 +139,3 @@ class DoubleBuffer:
     def _slot(self, role: str, unit: str) -> tuple[str, int] | None:
         slot = self._slot_of[unit] if role in ("weights", "grads") else None
         return None if slot is None else (role, slot)
-
-
-def empty_storage(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel] with a storage of its own that has no memory."""
-    tensor = torch.empty(numel, dtype=dtype, device=device)
-    tensor.untyped_storage().resize_(0)
-    return tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
-from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, empty_storage
+from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer
 from megatron.core.module import ModelError
 
 CPU = torch.device("cpu")
@@ -137,8 +137,3 @@ def test_units_that_overflow_have_memory_of_their_own_which_is_counted():
     assert not memory.is_blocked("weights", "tied")
     memory.release("weights", "tied", [tied])
     assert (ledger.live("gathered"), tied.untyped_storage().nbytes()) == (0, 0)
-
-
-def test_empty_storage():
-    tensor = empty_storage(5, torch.float16, CPU)
-    assert (tensor.shape, tensor.dtype, tensor.untyped_storage().nbytes()) == ((5,), torch.float16, 0)
