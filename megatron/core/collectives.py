@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_order import add_in_rank_order
 
@@ -105,8 +105,7 @@ def all_gather_units(
     """Several all-gathers in one call: of each (output, input), output [size * n] <- every rank's input [n].
 
     Types and sizes may differ from pair to pair, and are the same on all ranks; an `input` may be its own slice of
-    its `output`. One pair is copied nowhere; several are packed on gloo. Neither is read or written by others before
-    `wait()`.
+    its `output`. Nothing is copied or packed on the way. Neither is read or written by others before `wait()`.
     """
     for output, input in pairs:
         assert output.numel() == group.size * input.numel(), f"{output.shape} != {group.size} x {input.shape}"
@@ -116,9 +115,8 @@ def all_gather_units(
         _copy_own(flat, 0)
         return _done("all_gather", group)
     buffers = tuple(tensor for pair in pairs for tensor in pair)
-    start = _gather_on_gloo if group.backend == "gloo" else _gather_at_once
-    call, finish, temporaries = start(flat, group)
-    return _launch("all_gather", group, async_op, call, buffers, finish, temporaries)
+    start = _gather_each if group.backend == "gloo" else _gather_at_once
+    return _launch("all_gather", group, async_op, lambda: start(flat, group), buffers)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -185,29 +183,10 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     call, sum_parts, temporaries = _exchange([_Part(share, parts, False)], group)
 
     def gather_sums() -> None:
-        assert sum_parts is not None, "an exchange ends with its sum"
         sum_parts()
         all_gather(bucket, share, group)
 
     return _launch("sum_gradients", group, True, call, (bucket,), gather_sums, temporaries)
-
-
-class Works:
-    """Several works of a backend that end as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-# How a collective begins, what is left to do once its data has arrived, and temporaries of its own.
-_Started = tuple[Callable[[], "dist.Work | Works"], Callable[[], None] | None, tuple[Tensor, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,107 +211,44 @@ def _copy_own(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
             output[rank].copy_(input)
 
 
-def _gather_on_gloo(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> _Started:
-    """All-gather on gloo: one as it is, several packed, all as bytes, since it knows no 8-bit floating types."""
-    if len(flat) == 1:
-        output, input = (_as_bytes(tensor) for tensor in flat[0])
-        return lambda: _all_gather_flat(output, input, group=group.process_group, async_op=True), None, ()
-    rows, starts = [_as_bytes(input) for _, input in flat], _starts([_as_bytes(input) for _, input in flat])
-    mine = rows[0].new_empty(starts[-1])
-    packed = rows[0].new_empty(group.size, starts[-1])
-    for row, start in zip(rows, starts, strict=False):
-        mine[start : start + row.numel()].copy_(row)
-
-    def unpack() -> None:
-        for (output, input), start in zip(flat, starts, strict=False):
-            num_bytes = input.numel() * input.element_size()
-            _as_bytes(output).view(group.size, -1).copy_(packed[:, start : start + num_bytes])
-
-    def call() -> dist.Work:
-        return _all_gather_flat(packed.view(-1), mine, group=group.process_group, async_op=True)
-
-    return call, unpack, (mine, packed)
+def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Works:
+    """All-gather on gloo."""
+    works = gather_in_pairs(flat, _process_group(group))
+    _copy_own(flat, group.rank)
+    return works
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _starts(rows: Sequence[Tensor]) -> list[int]:
-    """Where rows of bytes lie in a packed one, on boundaries that suit any type, and where it ends."""
-    return list(itertools.accumulate((-(-row.numel() // 16) * 16 for row in rows), initial=0))
-
-
-def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> _Started:
+def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> dist.Work | Works:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
+    if len(flat) == 1:
+        output, input = flat[0]
+        return _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
+    with dist._coalescing_manager(group.process_group, async_ops=True) as together:
+        for output, input in flat:
+            _all_gather_flat(
+                output.view(-1).view(torch.uint8),
+                input.view(torch.uint8),
+                group=group.process_group,
+                async_op=True,
+            )
+    return Works(together.works)
 
-    def call() -> dist.Work | Works:
-        if len(flat) == 1:
-            output, input = flat[0]
-            return _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
-        with dist._coalescing_manager(group.process_group, async_ops=True) as together:
-            for output, input in flat:
-                _all_gather_flat(
-                    _as_bytes(output), _as_bytes(input), group=group.process_group, async_op=True
-                )
-        return Works(together.works)
 
-    return call, None, ()
+_Started = tuple[Callable[[], "dist.Work | Works"], Callable[[], None], tuple[Tensor, ...]]
 
 
 def _exchange(parts: Sequence[_Part], group: Group) -> _Started:
-    """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order.
-
-    CPU ms a rank, 2 ranks, 1 MB and 16 MB of fp32 on free cores: gloo's own reduce-scatter 0.71, 12.4; an all-to-all
-    and the sum 0.39, 6.3; without the own slice, as here between two, 0.31, 4.5. Messages between pairs took 0.30, 4.9
-    there, but in a training step, whose ranks wait for each other, twice the CPU time of an all-to-all.
-    """
-    if len(parts) > 1:
-        return _exchange_packed(parts, group)
-    (part,) = parts
-    if group.size == 2:
-        other = 1 - group.rank
-        received = part.full.new_empty(1, part.full.shape[1])
-        splits = [part.full.shape[1] if rank == other else 0 for rank in range(2)]
-        sent = part.full[other]
-    else:
-        received, splits, sent = torch.empty_like(part.full), None, part.full.view(-1)
-
-    def call() -> dist.Work:
-        return dist.all_to_all_single(
-            received.view(-1), sent, splits, splits, group=group.process_group, async_op=True
-        )
+    """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
+    received = [part.full.new_empty(group.size - 1, part.full.shape[1]) for part in parts]
 
     def finish() -> None:
-        rows = list(received)
-        if group.size == 2:
-            rows.insert(group.rank, part.full[group.rank])
-        add_in_rank_order(rows, part.shard, accumulate=part.accumulate)
+        for part, others in zip(parts, received, strict=True):
+            own = part.full[group.rank]
+            in_order = [*others[: group.rank], own, *others[group.rank :]]
+            add_in_rank_order(in_order, part.shard, accumulate=part.accumulate)
 
-    return call, finish, (received,)
-
-
-def _exchange_packed(parts: Sequence[_Part], group: Group) -> _Started:
-    """Several, whose types may differ, in one exchange of bytes."""
-    starts = _starts([_as_bytes(part.full[0]) for part in parts])
-    sent = parts[0].full.new_empty(group.size, starts[-1], dtype=torch.uint8)
-    received = torch.empty_like(sent)
-    for part, start in zip(parts, starts, strict=False):
-        rows = _as_bytes(part.full).view(group.size, -1)
-        sent[:, start : start + rows.shape[1]].copy_(rows)
-
-    def call() -> dist.Work:
-        return dist.all_to_all_single(
-            received.view(-1), sent.view(-1), group=group.process_group, async_op=True
-        )
-
-    def finish() -> None:
-        for part, start in zip(parts, starts, strict=False):
-            num_bytes = part.shard.numel() * part.full.element_size()
-            rows = [row[start : start + num_bytes].view(part.full.dtype) for row in received]
-            add_in_rank_order(rows, part.shard, accumulate=part.accumulate)
-
-    return call, finish, (sent, received)
+    full = [part.full for part in parts]
+    return lambda: exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
 
 
 def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
