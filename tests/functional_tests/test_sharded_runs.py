@@ -268,7 +268,7 @@ def test_the_ledger(run):
          ["--fsdp-double-buffer has no effect without --use-custom-fsdp",
           "--fsdp-unit-modules has no effect without --use-custom-fsdp"]),
         (f"{ZERO3} --ddp-bucket-size 10 --outer-dp-sharding-strategy optim --no-overlap-param-gather",
-         ["--ddp-bucket-size has no effect with --data-parallel-sharding-strategy optim_grads_params",
+         ["--ddp-bucket-size has no effect with --use-custom-fsdp: each unit is a bucket",
           "--outer-dp-sharding-strategy optim has no effect at --num-distributed-optimizer-instances 1",
           "--overlap-param-gather is always on with --data-parallel-sharding-strategy optim_grads_params"]),
     ],

@@ -166,8 +166,8 @@ def test_pieces_of_a_bounded_buffer_have_the_bits_of_one_collective(monkeypatch,
             itemsize = buffer.main_grad("qkv").element_size()
             assert ledger.peak("packed") == max(sizes) * itemsize, (limit, ledger.lines())
             assert ledger.transient_bytes == 0
-            assert ledger.peak("exchange") == max(sizes) * itemsize, (
-                "four ranks: in rank order, beside the buffer"
+            assert ledger.peak("exchange") == max(sizes) * itemsize * 3 // 4, (
+                "four ranks: in rank order, what the other three send beside the buffer"
             )
             results.append(({n: buffer.main_grad(n).clone() for n in shapes}, limit, list(sizes)))
         untouched = values("qkv", shapes["qkv"], ctx.rank).to(dtype)

@@ -75,8 +75,8 @@ def sums(ctx):
             by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
         kind = "outer_reduce_scatter" if outer == "optim" else "outer_all_reduce"
         assert ledger.transient_bytes == 0
-        if outer == "optim":  # a reduce-scatter of several shards: packed in bytes, sent and received
-            peaks = 0, 2 * max(by_dtype.values())
+        if outer == "optim":  # a reduce-scatter: the other rank's slice beside the buffer
+            peaks = 0, max(by_dtype.values()) // 2
         else:  # packed; in place for two ranks, but for 16-bit values, of which there are none
             peaks = max(by_dtype.values()), 0
         assert (ledger.peak("outer"), ledger.peak("exchange")) == peaks, (strategy, outer, ledger.lines())

@@ -49,7 +49,7 @@ def launch(ctx):
         under_way = [one.pending for one in queue._in_flight]
         beside = sum(pending.holds_temporary for pending in under_way)
         counts.append((len(under_way), beside))
-        received = bucket_bytes  # each rank's slice, the own one too
+        received = bucket_bytes * (ctx.world_size - 1) // ctx.world_size  # the other ranks' slices
         assert ledger.live("exchange") == ledger.transient_bytes == beside * received
     queue.wait()
     assert ledger.transient_bytes == 0
