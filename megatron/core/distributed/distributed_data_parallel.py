@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.distributed.bucket_memory import NewFull, own_storage
 from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.ledger import Ledger
@@ -117,6 +118,15 @@ class DistributedDataParallel(GradSync):
         return find_units(self.chunks, self._chunks.parameters, declared or whole, None)
 
     def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
+        return self._flat_buffer(param_meta)
+
+    def _flat_buffer(
+        self,
+        param_meta: Mapping[str, ParamMeta],
+        *,
+        unit_of: Mapping[str, str] | None = None,
+        new_full: NewFull = own_storage,
+    ) -> FlatBuffer:
         return FlatBuffer(
             self._chunks.parameters,
             param_meta,
@@ -125,6 +135,8 @@ class DistributedDataParallel(GradSync):
             place=self.place,
             device=self.ps.device.torch_device,
             stages=self._chunks.stage_of,
+            units=unit_of,
+            new_full=new_full,
         )
 
     def _new_reduction(self, outer: OuterSums) -> Reduction:

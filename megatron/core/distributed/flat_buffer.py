@@ -32,6 +32,7 @@ from megatron.core.distributed.bucket_memory import (
     NewFull,
     bucket_name,
     grad_comm_dtype,
+    num_bytes,
     own_storage,
     with_memory,
 )
@@ -263,10 +264,10 @@ class FlatBuffer:
         extra = self.extra_grads.values() if self.sharding.main_grads is Cut.WHOLE else ()
         own = [arena.own_main_weights for arena in self.arenas]
         return {
-            "weights": _bytes(arena.weights for arena in self.arenas) + _bytes(alone),
-            "main_weights": _bytes(tensor for tensor in own if tensor is not None),
-            "main_grads": _bytes(self.grads_at_rest()),
-            "extra_grads": _bytes(extra),
+            "weights": num_bytes(arena.weights for arena in self.arenas) + num_bytes(alone),
+            "main_weights": num_bytes(tensor for tensor in own if tensor is not None),
+            "main_grads": num_bytes(self.grads_at_rest()),
+            "extra_grads": num_bytes(extra),
         }
 
     def _build(
@@ -389,7 +390,3 @@ def _repoint(parameter: nn.Parameter, storage: Tensor) -> None:
         return
     storage.copy_(parameter.detach())
     parameter.data = storage
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -104,17 +104,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
         return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in units})
 
     def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
-        return FlatBuffer(
-            self._chunks.parameters,
-            param_meta,
-            self.config,
-            sharding=self.sharding,
-            place=self.place,
-            device=self.ps.device.torch_device,
-            stages=self._chunks.stage_of,
-            units={name: unit.name for unit in self.units for name in unit.names},
-            new_full=self._memory.new,
-        )
+        unit_of = {name: unit.name for unit in self.units for name in unit.names}
+        return self._flat_buffer(param_meta, unit_of=unit_of, new_full=self._memory.new)
 
     def _new_reduction(self, outer: OuterSums) -> Reduction:
         if self.sharding.main_grads is Cut.WHOLE:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import collectives
+from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.reshard_plan import Keep
 from megatron.core.distributed.custom_fsdp.run_order import RunOrder
@@ -285,7 +286,7 @@ class Gatherer:
                 by_dtype[bucket.weights.dtype].append((bucket.weights, part))
         assert sharding.weights is Cut.INNER, sharding
         for pairs in by_dtype.values():
-            self._traffic.count("outer_all_gather", sum(_bytes(full) for full, _ in pairs))
+            self._traffic.count("outer_all_gather", num_bytes(full for full, _ in pairs))
             collectives.all_gather_units(pairs, self._outer, async_op=True).wait()
 
     def _start(self, unit: int, kind: str | None = None) -> None:
@@ -302,7 +303,7 @@ class Gatherer:
         if self._group.size > 1:
             is_training = self._order is self._orders[True]
             kind = kind or ("all_gather" if is_training else "evaluation_all_gather")
-            self._traffic.count(kind, sum(_bytes(full) for full in fulls))
+            self._traffic.count(kind, num_bytes(fulls))
         self._pending[unit] = collectives.all_gather_units(pairs, self._group, async_op=True)
         self._state[unit] = State.GATHERING
 
@@ -316,7 +317,3 @@ class Gatherer:
             if unit != but:
                 self.free(unit)
         self._passed.discard(but)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket_memory import BucketMemory
+from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.custom_fsdp.reshard_plan import UnitFacts, UnitPolicy, policies
 from megatron.core.distributed.custom_fsdp.traffic import (
     UnitSize,
@@ -148,12 +148,12 @@ def _size(unit: Unit, buffer: FlatBuffer) -> UnitSize:
     frozen = [one for one in buckets if not one.trained]
     return UnitSize(
         unit.name,
-        weight_bytes=sum(_bytes(one.full_weights) for one in buckets),
-        wire_bytes=sum(_bytes(one.full_grads) for one in buckets if one.full_grads is not None),
+        weight_bytes=num_bytes(one.full_weights for one in buckets),
+        wire_bytes=num_bytes(one.full_grads for one in buckets if one.full_grads is not None),
         numel=sum(one.full_weights.numel() for one in buckets),
         backward_reads=unit.backward_reads,
         buckets=len(buckets),
-        frozen_bytes=sum(_bytes(one.full_weights) for one in frozen),
+        frozen_bytes=num_bytes(one.full_weights for one in frozen),
     )
 
 
@@ -161,9 +161,5 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[int]:
     """Bytes of each dtype."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + _bytes(tensor)
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + num_bytes([tensor])
     return list(sizes.values())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
