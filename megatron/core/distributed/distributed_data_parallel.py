@@ -22,20 +22,20 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed.bucket_memory import NewFull, own_storage
-from megatron.core.distributed.custom_fsdp.drive import Drive
-from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
-from megatron.core.distributed.custom_fsdp.units import Unit, find_units
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.drive import Drive
 from megatron.core.distributed.engine_parts import Reduction, Weights
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import Sinks, connect
+from megatron.core.distributed.hooks import UnitHooks
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.reduction_queue import ReductionQueue
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
 from megatron.core.distributed.step_reduction import StepReduction
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.distributed.units import Unit, find_units
 from megatron.core.distributed.whole_weights import WholeWeights
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import collectives, host_data
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.param_parts import RegionPart, region_parts
 from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import Group

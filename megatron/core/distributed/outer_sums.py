@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.traffic_counter import TrafficCounter
 from megatron.core.parallel_state import Group

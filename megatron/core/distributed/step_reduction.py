@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.reduction_queue import ReductionQueue
 from megatron.core.parallel_state import Group

@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.param_parts import region_slices
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
 from megatron.core.distributed.bucket_memory import BucketMemory
-from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.units import Unit
 from megatron.core.module import ModelError
 
 # They take a tensor's shape and type, and read no element.

@@ -28,14 +28,14 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.shard_parameters import ShardParameters
 from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
-from megatron.core.distributed.custom_fsdp.units import UnitModule
 from megatron.core.distributed.custom_fsdp.whole_state import load_whole_state, whole_state
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.hooks import in_backward
 from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.units import UnitModule
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import squared_sums
 from megatron.core.parallel_state import ParallelState

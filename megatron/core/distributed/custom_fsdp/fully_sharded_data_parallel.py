@@ -14,22 +14,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.debug import watch_released
-from megatron.core.distributed.custom_fsdp.drive import Drive
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
-from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
-from megatron.core.distributed.custom_fsdp.units import Unit, UnitModule, find_units
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.drive import Drive
 from megatron.core.distributed.engine_parts import Reduction, Weights
 from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import Sinks
+from megatron.core.distributed.hooks import UnitHooks
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.units import Unit, UnitModule, find_units
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState, data_parallel_state, parallel_state_of_mesh
 from megatron.core.param_meta import ParamMeta, infer_param_meta
@@ -43,7 +43,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
     `MegatronModule`'s own where they are not given.
     units: declared by the model (of all chunks); without, a `MegatronModule` says them itself. fsdp_unit_modules: for
     other models, the classes of their modules that are one unit each, or tuples of names of modules that are one
-    together; those of the config if not given. What is in none of them forms units of its own (`custom_fsdp/units.py`).
+    together; those of the config if not given. What is in none of them forms units of its own (`units.py`).
 
     A step is that of `DistributedDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
     in forward and backward, over dp_reduce in backward, over dp_outer once a step.

@@ -24,10 +24,10 @@ from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.reshard_plan import Keep
 from megatron.core.distributed.custom_fsdp.run_order import RunOrder
-from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.distributed.units import Unit
 from megatron.core.parallel_state import Group
 
 

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
-from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.distributed.units import Unit
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 from megatron.core.protocols import Work

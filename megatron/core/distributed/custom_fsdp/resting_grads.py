@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
+from megatron.core.distributed.ledger import Ledger
 
 
 class RestingGrads:

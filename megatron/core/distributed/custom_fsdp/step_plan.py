@@ -19,10 +19,10 @@ from megatron.core.distributed.custom_fsdp.traffic import (
     peak_gathered,
     predict_step,
 )
-from megatron.core.distributed.custom_fsdp.units import Unit, forward_order
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.traffic import Moved, Traffic
+from megatron.core.distributed.units import Unit, forward_order
 
 
 class StepPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.ir import BW, PlanError, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 
@@ -14,26 +14,27 @@ class CostModel:
     """Costs of one microbatch, by global stage; times in any one unit, activations in any one unit.
 
     f, b, w: durations; a BW takes b + w. comm: latency of one transfer. activation: what F allocates.
-    memory_after_b: share of it still held between B and W.
+    held_after_b: what of it is still held between B and W.
     """
 
     f: tuple[float, ...]
     b: tuple[float, ...]
     w: tuple[float, ...]
     activation: tuple[float, ...]
+    held_after_b: tuple[float, ...]
     comm: float = 0.0
-    memory_after_b: float = 1.0
 
     def __post_init__(self) -> None:
-        lengths = {len(self.f), len(self.b), len(self.w), len(self.activation)}
+        lengths = {len(self.f), len(self.b), len(self.w), len(self.activation), len(self.held_after_b)}
         assert len(lengths) == 1, f"costs for different numbers of stages: {lengths}"
-        every = (*self.f, *self.b, *self.w, *self.activation, self.comm, self.memory_after_b)
+        every = (*self.f, *self.b, *self.w, *self.activation, *self.held_after_b, self.comm)
         if not all(0 <= value < float("inf") for value in every):
             raise PlanError("costs must be finite and at least 0")
-        if self.memory_after_b > 1:
-            raise PlanError(
-                f"the share of an activation held after B is at most 1, not {self.memory_after_b}"
-            )
+        for stage, (all_of_it, held) in enumerate(zip(self.activation, self.held_after_b, strict=True)):
+            if held > all_of_it:
+                raise PlanError(
+                    f"stage {stage}: held after B {held} is more than the activation, {all_of_it}"
+                )
 
     @classmethod
     def of_ranks(
@@ -47,7 +48,10 @@ class CostModel:
         activation: Sequence[float] = (1.0,),
         memory_after_b: float = 1.0,
     ) -> CostModel:
-        """From figures of whole ranks, one for all or one a rank, divided evenly over a rank's chunks."""
+        """From figures of whole ranks, one for all or one a rank, divided evenly over a rank's chunks.
+
+        memory_after_b: the share of an activation that is held between B and W.
+        """
 
         def spread(name: str, values: Sequence[float]) -> tuple[float, ...]:
             if len(values) not in (1, placement.num_ranks):
@@ -57,14 +61,24 @@ class CostModel:
             full = list(values) * (placement.num_ranks if len(values) == 1 else 1)
             return tuple(full[rank] / placement.num_chunks for rank in placement.ranks())
 
+        if not 0 <= memory_after_b <= 1:
+            raise PlanError(f"the share of an activation held after B is 0 to 1, not {memory_after_b}")
+        activations = spread("activation", activation)
         return cls(
             spread("time of F", time_f),
             spread("time of B", time_b),
             spread("time of W", time_w),
-            spread("activation", activation),
+            activations,
+            tuple(size * memory_after_b for size in activations),
             comm,
-            memory_after_b,
         )
+
+    def released(self, kind: int, stage: int) -> float:
+        """What B, W or BW gives back of what F has allocated."""
+        if kind == BW:
+            return self.activation[stage]
+        held = self.held_after_b[stage]
+        return held if kind == W else self.activation[stage] - held
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """By computing kind (F, B, W, BW), then by global stage."""

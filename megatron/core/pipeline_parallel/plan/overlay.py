@@ -87,7 +87,7 @@ def measured_costs(
         ]
 
     activation = (1 / plan.placement.num_chunks,) * plan.placement.num_stages
-    return CostModel(tuple(times(F)), tuple(times(B)), tuple(times(W)), activation, comm_s)
+    return CostModel(tuple(times(F)), tuple(times(B)), tuple(times(W)), activation, activation, comm_s)
 
 
 def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulation:

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
     LAST_COMPUTE,
     LAST_TRANSFER,
     SEND_B,
     SEND_F,
-    B,
     F,
     Kind,
-    W,
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
@@ -201,7 +198,7 @@ class _Trace:
         for start, end, place, label in bars(self.simulation, rank):
             kind, stage = self.simulation.plan.rows[rank][place][:2]
             self._slice(rank, COMPUTE_LANE, label, Kind(kind).name, start, end)
-            held += activation_change(kind, costs.activation[stage], costs.memory_after_b)
+            held += costs.activation[stage] if kind == F else -costs.released(kind, stage)
             self._count(process, start if kind == F else end, held)
             if self.simulation.plan.forward_only:  # nothing is kept for a backward
                 held -= costs.activation[stage]
@@ -229,11 +226,6 @@ class _Trace:
     def _slice(self, rank: int, lane: int, name: str, category: str, start: float, end: float) -> None:
         process = self.first_process + rank
         self.events.append(trace_slice(process, lane, name, category, start, end, self.unit_us))
-
-
-def activation_change(kind: int, size: float, memory_after_b: float) -> float:
-    """What a computation adds to the activations that are held."""
-    return {F: size, B: -size * (1 - memory_after_b), W: -size * memory_after_b, BW: -size}[kind]
 
 
 def bars(simulation: Simulation, rank: int) -> list[Bar]:

@@ -260,7 +260,6 @@ def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool
     forward_only: F itself frees them at its end.
     """
     held = peak = 0.0
-    kept = costs.memory_after_b
     for place, op in enumerate(row):
         kind = op[0]
         if kind > LAST_COMPUTE:
@@ -272,7 +271,7 @@ def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool
             if forward_only:
                 held -= size
         else:
-            held -= size if kind == BW else size * (1 - kept) if kind == B else size * kept
+            held -= costs.released(kind, op[1])
             if held < -1e-6:
                 raise PlanError(
                     f"rank {rank}, place {place}, {op_text(op)}: frees more activation than is held"

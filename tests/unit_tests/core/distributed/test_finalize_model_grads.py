@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, SharedSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from tests.harness.cut_models import shard_place

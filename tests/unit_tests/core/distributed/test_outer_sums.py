@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.sharding import sharding_of
 from megatron.core.distributed.traffic_counter import TrafficCounter

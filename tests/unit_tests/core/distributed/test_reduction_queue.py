@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.reduction_queue import MAX_TEMPORARIES, ReductionQueue
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.distributed.traffic_counter import TrafficCounter

@@ -11,9 +11,9 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.distributed.buffer_pieces import weight_pieces
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision

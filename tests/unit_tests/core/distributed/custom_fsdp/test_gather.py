@@ -10,14 +10,14 @@ from torch import nn
 
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.gather import Gatherer, State
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.reshard_plan import Keep
-from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.distributed.units import Unit
 from megatron.core.param_meta import ParamMeta
 from tests.harness.ranks import run_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.module import ModelError
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.ledger import Ledger
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
-from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.distributed.units import Unit
 from megatron.core.module import ModelError
 from megatron.core.param_meta import LOOKUP, ParamMeta
 from tests.harness.ranks import share_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron.core.distributed.custom_fsdp.units import Unit
 from megatron.core.distributed.engine_parts import Reduction, Weights
+from megatron.core.distributed.units import Unit
 
 
 class _Engine(Protocol):

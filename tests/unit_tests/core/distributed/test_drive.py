@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.distributed.custom_fsdp.drive import Drive
+from megatron.core.distributed.drive import Drive
 
 
 @dataclasses.dataclass

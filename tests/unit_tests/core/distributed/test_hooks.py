@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.custom_fsdp.hooks import UnitHooks, in_backward, tensors_in
-from megatron.core.distributed.custom_fsdp.units import find_units
+from megatron.core.distributed.hooks import UnitHooks, in_backward, tensors_in
+from megatron.core.distributed.units import find_units
 from megatron.core.module import ModelError
 
 

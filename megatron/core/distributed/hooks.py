@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron.core.distributed.custom_fsdp.units import Unit
+from megatron.core.distributed.units import Unit
 from megatron.core.module import ModelError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.units import Unit, derive_units, find_units, forward_order
+from megatron.core.distributed.units import Unit, derive_units, find_units, forward_order
 from megatron.core.module import ModelError, ModelUnit
 
 
