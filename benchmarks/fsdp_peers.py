@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.fsdp_workload import Batches, Trainer, Work, plain_adam, plain_model
 from benchmarks.plain_gpt import Block
+from megatron.core.mesh import device_mesh
 from megatron.core.optional import available
 
 
@@ -85,7 +86,7 @@ class Fsdp2Loop(PlainLoop):
             if bf16
             else MixedPrecisionPolicy()
         )
-        mesh, model = work.ps.device_mesh("dp"), plain_model(work)
+        mesh, model = device_mesh(work.ps, "dp"), plain_model(work)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
         # The root's backward follows its forward at once: its own default keeps it gathered between them.
@@ -108,7 +109,9 @@ class DeepSpeedLoop:
     def __init__(self, work: Work, stage: int) -> None:
         deepspeed = importlib.import_module("deepspeed")
         self.batches = work.mine
-        os.environ["LOCAL_RANK"] = str(work.ps.rank)  # it insists on having been launched by a launcher
+        # DeepSpeed learns its device from this variable only, at any time; torchrun would have set it, these ranks are
+        # forked. Our own code reads its environment in launch_env alone, which nothing here calls.
+        os.environ["LOCAL_RANK"] = str(work.ps.rank)
         deepspeed.init_distributed(dist_backend=work.device.backend, auto_mpi_discovery=False, verbose=False)
         bf16 = work.dtype == torch.bfloat16
         model = plain_model(work)

@@ -5,8 +5,8 @@ purposes over the same ranks have separate communicators, because one communicat
 after the other.
 
 Size and rank along an axis (`ps.dp_size`, `ps.dp_rank`) are those of the grid; rank r of the world is
-`grid.coordinates(r)`. Without our trainer, a torch mesh (`parallel_state_of_mesh`) or all ranks that there are
-(`data_parallel_state`) become a state; its world may then be a part of torch's.
+`grid.coordinates(r)`. What torch has already, a mesh or its default process group, becomes a state in `mesh.py`; the
+state's world may then be a part of torch's.
 """
 
 from __future__ import annotations
@@ -18,22 +18,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core import collectives
-from megatron.core.device import Device, current_device, device_in_use
+from megatron.core.device import Device, current_device
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_grid import RankGrid
-from megatron.core.rank_groups import (
-    PURPOSES,
-    MeshError,
-    Purpose,
-    WorldPart,
-    check_instances,
-    parts_from_places,
-)
+from megatron.core.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -172,28 +162,6 @@ class ParallelState:
     def pp_size(self) -> int:
         return self.grid.pp
 
-    def device_mesh(self, *purposes: str) -> DeviceMesh:
-        """A torch DeviceMesh over groups that exist already, for interoperation: `ps.device_mesh("dp", "tp")`.
-
-        One dim a purpose, named after it, slowest first: axes ("pp", "dp", "tp"), or ("dp_outer", "dp_gather")
-        for hybrid sharding. Ranks along axes that are not named have meshes of their own. Makes no
-        communicator, so a group of one cannot be a dim: leave it out. Communicates nothing.
-        """
-        groups = [self.group(purpose) for purpose in purposes]
-        handles = [group.process_group for group in groups if group.process_group is not None]
-        alone = [group.purpose for group in groups if group.size == 1]
-        assert groups, "a mesh over no purpose"
-        assert not alone, f"mesh over {purposes}: {alone} have one rank and no communicator"
-        # Distances along the axes add up: this is what a grid is.
-        own = groups[0].ranks[groups[0].rank]
-        ranks = torch.tensor(own)
-        for group in groups:
-            ranks = ranks.unsqueeze(-1) + (torch.tensor(group.ranks) - own)
-        assert ranks.unique().numel() == ranks.numel(), f"{purposes} are not independent: {ranks.tolist()}"
-        if len(groups) == 1:
-            return DeviceMesh.from_group(handles[0], self.device.kind, mesh_dim_names=purposes)
-        return DeviceMesh.from_group(handles, self.device.kind, ranks, mesh_dim_names=purposes)
-
     @property
     def is_first_rank(self) -> bool:
         return self.rank == 0
@@ -277,93 +245,21 @@ def make_parallel_state(
     world_size = dist.get_world_size()
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
     everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
-    return _make_state([everyone], everyone, device, timeout, observer)
+    return make_state_of_parts([everyone], everyone, device, timeout, observer)
 
 
-def parallel_state_of_mesh(
-    mesh: DeviceMesh, device: Device | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT
-) -> ParallelState:
-    """A state of data parallel ranks, those of a torch mesh: (inner,), or (outer, inner) for hybrid sharding.
-
-    Its world is the mesh: `ps.rank` is this rank's place in it, the last dim fastest. Makes communicators of its
-    own and uses none of the mesh's. Communicates over the default process group, and every rank of that calls it,
-    with its own mesh: ranks may stand in different ones, such as slices of a larger mesh. device: what
-    `mesh.device_type` says, CUDA's current one.
-
-    Raises MeshError for more than two dims, for a rank outside its mesh, and for meshes that overlap.
-    """
-    device = device or device_in_use(mesh.device_type)
-    world = tuple(range(dist.get_world_size()))
-    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
-    outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
-    usable = mesh.ndim <= 2 and dist.get_rank() in ranks
-    # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
-    # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.
-    here = (ranks[0], ranks.index(dist.get_rank()), len(ranks), outer) if usable else (-1, 0, 0, 0)
-    told = _gather_numbers(here, world, device, timeout)
-    _check_mesh(mesh, dist.get_rank())
-    parts = parts_from_places(told)
-    own = next(part for part in parts if dist.get_rank() in part.ranks)
-    return _make_state(parts, own, device, timeout, None)
-
-
-def data_parallel_state(
-    device: Device | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT
-) -> ParallelState:
-    """All ranks of torch's default process group, data parallel; one process where there is no such group.
-
-    device: CUDA's current one where there is one and the ranks do not talk over gloo alone. Communicates over the
-    default process group.
-    """
-    if not dist.is_initialized():
-        return single_process(device or device_in_use(), timeout=timeout)
-    device = device or device_in_use("cpu" if dist.get_backend() == "gloo" else None)
-    world_size = dist.get_world_size()
-    return make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
-
-
-def _check_mesh(mesh: DeviceMesh, rank: int) -> None:
-    shape = tuple(mesh.mesh.shape)
-    if mesh.ndim > 2:
-        raise MeshError(
-            f"a mesh of {mesh.ndim} dims {shape}: data parallelism takes one, or two as (outer, inner) for hybrid "
-            f"sharding; pass the slice of these dims, as in mesh['dp'] or mesh['outer', 'inner']"
-        )
-    if rank not in mesh.mesh.flatten().tolist():
-        raise MeshError(
-            f"rank {rank} is not in the mesh {mesh.mesh.tolist()}; give every rank a mesh that it is in, "
-            "such as one of its own, [rank]"
-        )
-
-
-def _gather_numbers(
-    own: tuple[int, ...], world: tuple[int, ...], device: Device, timeout: datetime.timedelta
-) -> list[list[int]]:
-    """Everybody's numbers in rank order, over the default process group."""
-    host = dist.get_backend() == "gloo"
-    group = Group(
-        "default",
-        world,
-        dist.get_rank(),
-        "gloo" if host else device.backend,
-        dist.group.WORLD,
-        device,
-        timeout,
-    )
-    place = torch.device("cpu") if host else device.torch_device
-    told = torch.empty(len(world), len(own), dtype=torch.int64, device=place)
-    collectives.all_gather(told, torch.tensor(own, device=place), group)
-    return told.tolist()
-
-
-def _make_state(
+def make_state_of_parts(
     parts: list[WorldPart],
     own: WorldPart,
     device: Device,
     timeout: datetime.timedelta,
-    observer: Observer | None,
+    observer: Observer | None = None,
 ) -> ParallelState:
-    """The groups of all parts, of which this rank keeps its own. All ranks go through the same parts."""
+    """A state of `own`, the part of torch's world in which this rank stands. parts: all of them, on every rank.
+
+    Communicates over the default process group: every rank goes through the groups of all parts and keeps its own.
+    Raises PeerLostError naming the purpose whose group was being made.
+    """
     rank = dist.get_rank()
     groups: dict[str, Group] = {}
     for purpose in PURPOSES:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from megatron.core.mesh import device_mesh
 from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, assembled, microbatch, reference_config, train
 from tests.harness.ranks import run_ranks
 from tests.harness.reference_gpt import ReferenceGPT
@@ -142,7 +143,7 @@ def train_fsdp2(ctx, case, weights, steps) -> Outcome:
     """torch's FSDP2 of the plain GPT, with its layers as units."""
     global_batch = case.ga * ctx.world_size
     model = new_reference(case.model, weights, torch.float64)
-    mesh = ctx.ps.device_mesh("dp_reduce")
+    mesh = device_mesh(ctx.ps, "dp_reduce")
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)

@@ -30,8 +30,9 @@ from megatron.core.distributed.hooks import UnitHooks
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.units import Unit, UnitModule, find_units
+from megatron.core.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
-from megatron.core.parallel_state import ParallelState, data_parallel_state, parallel_state_of_mesh
+from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.protocols import Work
 
