@@ -53,6 +53,28 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Ordered(nn.Module):
+    """Blocks of vectors that run in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.order = [2, 0, 3, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+class Tied(Net):
+    """Two blocks; the head has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.head.weight = self.embed.weight
+
+
 def tokens(sample: int) -> Tensor:
     """[2, 6]"""
     return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(sample))
@@ -176,6 +198,11 @@ def train_sharded(
         losses.append(total)
     moved = {op: (traffic[op, "calls"], traffic[op, "bytes"]) for op, _ in traffic}
     return Trained(losses, model.full_state_dict(), moved, model)
+
+
+def calls(traffic: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """Of each collective in `Trained.traffic`."""
+    return {name: count for name, (count, _) in traffic.items()}
 
 
 def assert_same_weights(

@@ -1,9 +1,8 @@
-"""`fully_shard`: what moves, in which order, what is held; unused, frozen and shared parameters; what is refused."""
+"""`fully_shard`: what moves, in which order, what is held, what is refused, and how training goes on after errors."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 
 import pytest
@@ -19,8 +18,11 @@ from tests.harness.sharded_training import (
     WIDTH,
     Block,
     Net,
+    Ordered,
+    Tied,
     assert_at_rest,
     assert_same_weights,
+    calls,
     check_parity,
     seeded,
     sharded,
@@ -32,6 +34,8 @@ from tests.harness.sharded_training import (
 )
 
 UNITS = 5  # of Net: embed, three blocks, norm+head
+
+
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -39,11 +43,7 @@ def net() -> nn.Module:
     return Net().double()
 
 
-def calls(traffic) -> dict[str, int]:
-    return {name: count for name, (count, _) in traffic.items()}
-
-
-# What moves --------------------------------------------------------------------------------------------
+# What moves ---------------------------------------------------------------------------------------------
 
 
 def counts_of_every_strategy_and_accumulation(ctx) -> None:
@@ -123,21 +123,7 @@ def the_double_buffer_changes_no_bit(ctx) -> None:
                 assert buffered.model.engine.ledger.live("slots") > 0
 
 
-# In which order ----------------------------------------------------------------------------------------
-
-
-class Ordered(nn.Module):
-    """Runs its blocks in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.order = [2, 0, 3, 1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
+# In which order -----------------------------------------------------------------------------------------
 
 
 def an_order_other_than_that_of_registration(ctx) -> None:
@@ -182,7 +168,7 @@ def an_order_that_changes_is_recorded_again(ctx) -> None:
     assert_at_rest(model)
 
 
-# What is held ------------------------------------------------------------------------------------------
+# What is held -------------------------------------------------------------------------------------------
 
 
 def persistent_bytes_are_those_of_the_formula(ctx) -> None:
@@ -211,212 +197,7 @@ def persistent_bytes_are_those_of_the_formula(ctx) -> None:
             assert sum(held.values()) == model.engine.ledger.persistent_bytes
 
 
-# Unused, frozen, shared --------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """Two outputs of which one is never used, a module that never runs, a parameter that only some ranks use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = TwoOutputs()
-        self.never = Block()
-        self.second = Sometimes()
-
-    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
-        used, _ = self.first(x)
-        return self.second(used, extra)
-
-
-class TwoOutputs(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.side = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(x), self.side(x)
-
-
-class Sometimes(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
-        y = super().forward(x)
-        return self.extra(y) if extra else y
-
-
-def unused_outputs_modules_and_parameters_on_one_rank(ctx) -> None:
-    for strategy in STRATEGIES:
-        for microbatches in (1, 2):
-            check_parity(
-                ctx,
-                lambda: Branches().double(),
-                lambda model, sample: model(vectors(sample, WIDTH), sample % 2 == 0).square().mean(),
-                ga=microbatches,
-                optimizer=SGD,  # a plain Adam would skip what has no gradient at all
-                units=[TwoOutputs, Sometimes, Block],
-                data_parallel_sharding_strategy=strategy,
-            )
-
-
-def whole_units_unused_on_one_rank_where_weights_and_gradients_are_whole(ctx) -> None:
-    def loss(model, sample):
-        inner = getattr(model, "module", model)
-        inner.order = [0, 2] if sample % 2 else [0, 1, 2, 3]
-        return square_loss(WIDTH)(model, sample)
-
-    for strategy in ("no_shard", "optim"):
-        check_parity(
-            ctx, lambda: Ordered().double(), loss, optimizer=SGD, data_parallel_sharding_strategy=strategy
-        )
-
-
-def frozen(which: str) -> nn.Module:
-    model = Net().double()
-    for name, parameter in model.named_parameters():
-        within = name.endswith(".bias") or name.endswith("up.weight")
-        keep = {
-            "within": not within,
-            "units": not name.startswith(("embed", "blocks.1")),
-            "last": not name.startswith(("norm", "head")),
-            "all but one": name == "blocks.1.down.weight",
-        }[which]
-        parameter.requires_grad_(keep)
-    return model
-
-
-def frozen_parameters(ctx) -> None:
-    for which in ("within", "units", "last", "all but one"):
-        for strategy in STRATEGIES:
-            for microbatches in (2,):
-                found = check_parity(
-                    ctx,
-                    functools.partial(frozen, which),
-                    token_loss,
-                    ga=microbatches,
-                    data_parallel_sharding_strategy=strategy,
-                )
-        trained = [name for name, p in frozen(which).named_parameters() if p.requires_grad]
-        assert [name.replace("/", ".") for name, _ in found.model.named_parameters()] == trained
-        if which == "all but one":
-            assert calls(found.traffic)["reduce_scatter"] == 2, found.traffic  # one unit, two microbatches
-
-
-class Tied(Net):
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.head.weight = self.embed.weight
-
-
-def shared_parameters_declared_as_one_unit(ctx) -> None:
-    for strategy in STRATEGIES:
-        for microbatches in (2,):
-            for double_buffer in (False, True):
-                found = check_parity(
-                    ctx,
-                    lambda: Tied().double(),
-                    token_loss,
-                    units=[Block, ("embed", "head")],
-                    ga=microbatches,
-                    data_parallel_sharding_strategy=strategy,
-                    fsdp_double_buffer=double_buffer and "grads" in strategy,
-                )
-    assert calls(found.traffic)["all_gather"] == 2 * (1 + 2 + 2 + 2), found.traffic  # tied: once a microbatch
-    names = [unit.name for unit in found.model.engine.units]
-    assert "embed+head" in names, names
-
-
-class SharedLayer(nn.Module):
-    """One linear layer in two blocks, of a width that two ranks do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.c = nn.Linear(7, 7)
-        self.c.weight = self.a.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(self.b(self.a(x).tanh()).tanh())
-
-
-def shared_parameters_of_uneven_shape(ctx) -> None:
-    for units in ([SharedLayer], [("a", "c"), "b"]):
-        check_parity(
-            ctx, lambda: SharedLayer().double(), square_loss(7), units=[u for u in units if u != "b"]
-        )
-
-
-class Odd(nn.Module):
-    """A scalar, a transposed and an empty parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.turned = nn.Parameter(torch.randn(WIDTH, 9).t())
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x * self.scale) @ self.turned.t() + self.empty.sum()
-
-
-def scalar_empty_and_noncontiguous_parameters(ctx) -> None:
-    for strategy in STRATEGIES:
-        check_parity(
-            ctx, lambda: Odd().double(), square_loss(WIDTH), data_parallel_sharding_strategy=strategy
-        )
-
-
-@dataclasses.dataclass
-class Batch:
-    x: torch.Tensor
-    nested: dict[str, list[torch.Tensor]]
-    label: str
-
-
-class Structured(nn.Module):
-    """A dataclass in, a dict of tuples out; keyword arguments, None and strings between units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = _Opening(), _Closing()
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        out = self.first(batch, scale=2.0, nothing=None)
-        return self.second(**out)
-
-
-class _Opening(Block):
-    def forward(self, batch: Batch, *, scale: float, nothing: None) -> dict[str, object]:
-        x = super().forward(batch.x * scale + batch.nested["more"][0])
-        return {"pair": (x, x.detach()), "label": batch.label, "count": x.shape[0]}
-
-
-class _Closing(Block):
-    def forward(self, *, pair: tuple[torch.Tensor, torch.Tensor], label: str, count: int) -> torch.Tensor:
-        assert label == "kept", label
-        return super().forward(pair[0] + pair[1] / count)
-
-
-def nested_and_keyword_inputs_and_outputs(ctx) -> None:
-    def loss(model, sample):
-        x = vectors(sample, WIDTH)
-        return model(Batch(x, {"more": [x.cos()]}, "kept")).square().mean()
-
-    for strategy in STRATEGIES:
-        found = check_parity(
-            ctx,
-            lambda: Structured().double(),
-            loss,
-            units=[_Opening, _Closing],
-            data_parallel_sharding_strategy=strategy,
-        )
-    assert calls(found.traffic) == {"all_gather": 3, "reduce_scatter": 2}, found.traffic
-
-
-# Errors ------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------------
 
 
 class Failing(Net):
@@ -517,13 +298,6 @@ CHECKS_ON_TWO = (
     an_order_other_than_that_of_registration,
     an_order_that_changes_is_recorded_again,
     persistent_bytes_are_those_of_the_formula,
-    unused_outputs_modules_and_parameters_on_one_rank,
-    whole_units_unused_on_one_rank_where_weights_and_gradients_are_whole,
-    frozen_parameters,
-    shared_parameters_declared_as_one_unit,
-    shared_parameters_of_uneven_shape,
-    scalar_empty_and_noncontiguous_parameters,
-    nested_and_keyword_inputs_and_outputs,
     training_goes_on_after_an_exception,
     refusals,
     a_second_backward_of_whole_gradients_is_refused,
