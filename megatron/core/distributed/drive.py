@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.core.distributed.engine_parts import Reduction, Weights
+from megatron.core.distributed.sharding import Cut, Sharding
 from megatron.core.distributed.units import Unit
+from megatron.core.module import ModelError
 
 
 class _Engine(Protocol):
     @property
     def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def sharding(self) -> Sharding: ...
 
     @property
     def more_microbatches(self) -> bool: ...
@@ -47,7 +52,16 @@ class Drive:
         else:
             self._weights.leave_forward(unit, training=self._training)
 
-    def enter_backward(self, unit: int) -> None:
+    def enter_backward(self, unit: int, *, differentiable: bool) -> None:
+        """Raises ModelError where weights would be freed that a second backward reads."""
+        if differentiable:
+            if self._engine.sharding.weights is not Cut.WHOLE:
+                raise ModelError(
+                    f"unit {self._engine.units[unit].name!r}: create_graph=True with --data-parallel-sharding-strategy "
+                    "optim_grads_params, which frees weights behind a backward, so that a backward through it could "
+                    "not read them; use optim_grads, optim or no_shard, whose weights stay whole"
+                )
+            return  # it takes no part in the step: gradients of parameters come with the backward through it
         self._engine.backward_reached()
         self._reduction.make_room(unit)  # before more is gathered: activations are at their most
         if self._engine.units[unit].backward_reads:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.module import ModelError
 from megatron.core.param_meta import GradRoute
 from megatron.core.protocols import GradListener
 from megatron.core.weight_grad import WeightGradAccumulator, add_gradient
@@ -47,6 +48,15 @@ def connect(
     return reports
 
 
+def late_message(key: str, whose: str) -> str:
+    """What is wrong where a gradient comes after the last one that was to come. whose: "its unit 'x'"."""
+    return (
+        f"a gradient for parameter {key!r} arrived after {whose} had all its gradients of the microbatch: a "
+        "module that runs several times under reentrant activation checkpointing reports a gradient for each, with no "
+        "word which is the last; checkpoint it with use_reentrant=False, or give each use a module of its own"
+    )
+
+
 def _sink_of_each_chunk(chunks: ModelChunks, sinks: Sinks) -> tuple[WeightGradAccumulator | None, ...]:
     if sinks is None or isinstance(sinks, WeightGradAccumulator):
         return (sinks,) * len(chunks.modules)
@@ -62,10 +72,16 @@ def _autograd_hook(
     def take(parameter: Tensor) -> None:
         engine = heard()
         assert engine is not None, f"a gradient for {name}: the engine around the module is gone"
-        assert parameter.grad is not None
+        grad, parameter.grad = parameter.grad, None  # first, so that nothing of it stays where it is refused
+        assert grad is not None
+        if grad.requires_grad:
+            raise ModelError(
+                f"a gradient of parameter {name!r} comes with create_graph=True: parameters' gradients are added into "
+                "memory that they share, through which no backward goes; take gradients of inputs, with "
+                "torch.autograd.grad(outputs, inputs, create_graph=True), and leave it out of backward()"
+            )
         overwrite = engine.grad_begins(name)
-        add_gradient(main_grad, parameter.grad, overwrite=overwrite, scale=scale)
-        parameter.grad = None
+        add_gradient(main_grad, grad, overwrite=overwrite, scale=scale)
         engine.grad_ready(name, 0)
 
     return take

@@ -4,6 +4,7 @@ forward pre-hook of a module      -> `enter_forward`
 forward hook                      -> `leave_forward`
 gradient of an output arrives     -> `enter_backward`
 gradient of every input is there  -> `passed`: backward has gone through the unit
+a parameter is read though its unit's forward has never run -> `enter_forward` (see [Note: modules that are not called])
 
 [Note: sources] Nothing tells when a call is passed that has no differentiable input (lookups), or one that is a leaf
 (of a reentrant checkpoint; a parameter): a leaf's gradient and the last ones of the unit's parameters only wait to be
@@ -13,6 +14,12 @@ graph behind its outputs lives: several microbatches may be under way.
 [Note: one tensor, two units] What one unit hands on, the next one takes: the gradient of one tensor says that backward
 is through the latter and comes to the former. Hooks of the tensor run before those of the operation that made it:
 the first are for who takes it, the second for who made it, so that one unit's weights go before the other's come.
+
+[Note: modules that are not called] Some modules' forwards never run: whoever is around them reads their parameters
+(`nn.MultiheadAttention` its `out_proj`, anybody an `nn.ParameterList`). Without memory behind them such a read ends in
+torch's error about a storage, or in a crash. So reads of their parameters are listened to (`parameter_reads.py`). A
+unit that is read so stays from its first read in a forward to the end of the microbatch, a backward needs it from the
+model's output on, and only its last gradient completes it.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from megatron.core.distributed.parameter_reads import ParameterReads
 from megatron.core.distributed.units import Unit
 from megatron.core.module import ModelError
 
@@ -42,10 +50,12 @@ class UnitDriver(Protocol):
 
     def leave_forward(self, unit: int, *, recomputing: bool) -> None: ...
 
-    def enter_backward(self, unit: int) -> None: ...
+    def enter_backward(self, unit: int, *, differentiable: bool) -> None:
+        """differentiable: another backward is to go through this one (create_graph=True)."""
 
     def passed(self, unit: int, *, last: bool) -> None:
-        """Backward has gone through one call of the unit; last: through all of them."""
+        """Backward has gone through one call of the unit; last: through all of them. Not told of a backward that is
+        differentiable: what it goes through is gone through again."""
 
 
 class _Call:
@@ -75,6 +85,11 @@ class UnitHooks:
         # Of the calls, those without a differentiable input that is no leaf.
         self._sources: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
         self._entered: dict[int, _Call] = {}  # those of them whose forward is under way, by module
+        self._in_chunk = False  # a chunk's forward is under way
+        self._reads = ParameterReads(units, self._read)
+        self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
+        # Forwards that have read a unit so, as calls.
+        self._readers: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
         for chunk in chunks:
             chunk.register_forward_pre_hook(self._begin_forward)
         for unit in units:
@@ -83,22 +98,50 @@ class UnitHooks:
                 module.register_forward_hook(self._leave(unit), with_kwargs=True)
         for chunk in chunks:
             chunk.register_forward_hook(self._end_forward)
+            chunk.register_forward_hook(self._forward_over, always_call=True)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._runs.clear()  # of a forward that ended with an error
             self._entered.clear()
+            self._read_units.clear()
             for ran in self._ran.values():
                 ran.clear()
+            self._in_chunk = True
             self._driver.begin_forward(training=torch.is_grad_enabled())
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
+            self._watch_read(output)
             self._driver.end_forward(training=torch.is_grad_enabled())
+
+    def _forward_over(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also where it ended with an error."""
+        if not in_backward():
+            self._in_chunk = False
+
+    def _read(self, unit: Unit) -> None:
+        """See [Note: modules that are not called]. Outside of forwards only the user asks, for a shape perhaps."""
+        recomputing = in_backward()
+        if not recomputing:
+            if unit.index in self._read_units or not (self._in_chunk or self._runs):
+                return
+            self._read_units[unit.index] = unit
+        self._driver.enter_forward(unit.index, recomputing=recomputing)
+
+    def _watch_read(self, output: Any) -> None:
+        """Backward needs what was read from the outermost output on."""
+        if self._backward and torch.is_grad_enabled():
+            for unit in self._read_units.values():
+                reader = _Call()
+                self._readers[unit.index].add(reader)
+                self._watch_outputs(unit, output, reader)
+        self._read_units.clear()
 
     def _enter(self, unit: Unit) -> Any:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             recomputing = in_backward()
+            self._reads.called(module)
             self._driver.enter_forward(unit.index, recomputing=recomputing)
             graph = self._backward and torch.is_grad_enabled()
             inputs = list(tensors_in((args, kwargs))) if graph else []
@@ -122,6 +165,8 @@ class UnitHooks:
             source = self._entered.pop(id(module), None)
             if self._backward and torch.is_grad_enabled():
                 self._watch_outputs(unit, output, source)
+            if run is not None and not self._runs and not self._in_chunk:  # a unit called without the whole
+                self._watch_read(output)
             ran = self._ran[unit.index]
             ran.add(id(module))
             if len(ran) == len(unit.modules):
@@ -141,7 +186,11 @@ class UnitHooks:
         calls.add(call)
 
         def through(_: Any) -> None:
+            if torch.is_grad_enabled():  # create_graph=True
+                return
             calls.discard(call)
+            if self._readers[unit.index]:
+                return
             self._driver.passed(unit.index, last=not calls and not self._sources[unit.index])
 
         if len(inputs) == 1:
@@ -159,7 +208,7 @@ class UnitHooks:
             backward = torch._C._current_graph_task_id()
             if backward not in backwards:
                 backwards.add(backward)
-                self._driver.enter_backward(unit.index)
+                self._driver.enter_backward(unit.index, differentiable=torch.is_grad_enabled())
 
         for node in nodes:
             node.register_prehook(arrives)

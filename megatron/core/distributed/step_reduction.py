@@ -2,7 +2,8 @@
 
 [Note: complete gradients] A gradient is complete once its key has been reported as often as the step has
 microbatches, in whatever order: pipelines have several microbatches under way at once. What is used on no microbatch
-is completed by `complete_chunk`, where somebody calls it, else by `finish`.
+is completed by `complete_chunk`, where somebody calls it, else by `finish`. Where reductions are overlapped, further
+contributions are refused before they are written: the bucket may be on its way.
 
 [Note: sums in rank order] Up to two ranks a sum has one order. With more, gloo's ring adds each part of the
 buffer in another order, and 16-bit sums round at every hop; there a bucket is exchanged, added in rank order in fp32,
@@ -19,9 +20,11 @@ from collections.abc import Iterable, Mapping
 
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.gradient_sources import late_message
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.reduction_queue import ReductionQueue
+from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 from megatron.core.protocols import Work
 
@@ -78,7 +81,13 @@ class StepReduction:
         """Nothing is reduced before the last microbatch anyway."""
 
     def grad_begins(self, key: str) -> bool:
-        """Whether the contribution is the first."""
+        """Whether the contribution is the first. Raises ModelError where all have come, with overlap."""
+        is_counted = self._overlap and self._reduce and bool(self._missing)
+        if is_counted and (self._missing[key] == 0 or self._queue.is_launched(key)):
+            raise ModelError(
+                late_message(key, "its bucket")
+                + ", or leave out --overlap-grad-reduce. (Or more microbatches ran than begin_step() was told of.)"
+            )
         return self._queue.begins(key)
 
     def grad_ready(self, key: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from megatron.core.module import ModelError, ModelUnit
 # A class, the name of one, or names of modules that form one unit together.
 UnitModule = type[nn.Module] | str | tuple[str, ...]
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)  # plain modules whose backward does not read their weights
 
 
@@ -146,7 +147,37 @@ def _matched(
         names = {cls.__name__ for cls in type(module).__mro__}
         if id(module) not in found and (isinstance(module, classes) or names & spelled):
             found[id(module)] = (name or type(module).__name__, (module,))
+    for name, module in by_name.items():
+        if id(module) in found and isinstance(module, CONTAINERS) and not _has_forward(module):
+            _refuse_uncalled(name, module, found)
     return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _refuse_uncalled(name: str, module: nn.Module, units: Collection[int]) -> None:
+    """Raises ModelError where a container is a unit of its own parameters. units: ids of modules."""
+    own = _first_own_parameter(name, module, units)
+    if own is not None:
+        raise ModelError(
+            f"--fsdp-unit-modules (fsdp_unit_modules): {name!r} is a {type(module).__name__}, which has no forward, so "
+            f"that nothing tells when its parameters ({own!r}) are in use: name the class of the modules inside it, or "
+            "of the module around it, whose forward runs"
+        )
+
+
+def _first_own_parameter(name: str, module: nn.Module, units: Collection[int]) -> str | None:
+    """The first parameter at or below a module that is in no unit inside it."""
+    for own, _ in module.named_parameters(name, recurse=False):
+        return own
+    below = (
+        _first_own_parameter(f"{name}.{word}", child, units)
+        for word, child in module.named_children()
+        if id(child) not in units
+    )
+    return next((own for own in below if own is not None), None)
 
 
 def _with_rest(

@@ -24,6 +24,7 @@ from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
 from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.gradient_sources import late_message
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.outer_sums import OuterSums
 from megatron.core.distributed.traffic_counter import TrafficCounter
@@ -115,7 +116,7 @@ class MicrobatchReduction:
     def grad_begins(self, key: str) -> bool:
         unit = self._of_key[key]
         if unit.index in self._reduced:
-            raise ModelError(_late_message(key, unit.name))
+            raise ModelError(late_message(key, f"its unit {unit.name!r}"))
         if key not in unit.fresh:
             return False
         self._hold(unit)  # waits for the microbatch before, whose end makes all keys fresh
@@ -129,7 +130,7 @@ class MicrobatchReduction:
         unit = self._of_key[key]
         unit.missing[key] -= 1
         if unit.missing[key] < 0:
-            raise ModelError(_late_message(key, unit.name))
+            raise ModelError(late_message(key, f"its unit {unit.name!r}"))
         if unit.missing[key] == 0:
             unit.open_keys -= 1
             if unit.open_keys == 0:
@@ -336,14 +337,6 @@ class _AllInFlight:
 
     def wait(self) -> None:
         self._reduction.wait()
-
-
-def _late_message(key: str, unit: str) -> str:
-    return (
-        f"a gradient for parameter {key!r} arrived after its unit {unit!r} had all its gradients of the microbatch: a "
-        "module that runs several times under reentrant activation checkpointing reports a gradient for each, with no "
-        "word which is the last; checkpoint it with use_reentrant=False, or give each use a module of its own"
-    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from megatron.core.distributed.drive import Drive
+from megatron.core.distributed.sharding import sharding_of
+from megatron.core.module import ModelError
 
 
 @dataclasses.dataclass
 class AUnit:
+    name: str = "a unit"
     backward_reads: bool = True
     lasts: bool = False
 
@@ -27,6 +32,7 @@ class Engine:
     def __init__(self) -> None:
         self.units = [AUnit(backward_reads=False), AUnit(), AUnit(lasts=True)]
         self.more_microbatches = False
+        self.sharding = sharding_of("optim_grads_params")
         self.reached = 0
 
     def backward_reached(self) -> None:
@@ -81,12 +87,25 @@ def test_a_recomputation_is_no_new_place_in_the_order():
 
 def test_a_backward_makes_room_before_it_gathers_and_gathers_only_what_is_read():
     drive, calls, engine = driven()
-    assert told(calls, lambda: drive.enter_backward(1)) == [
+    assert told(calls, lambda: drive.enter_backward(1, differentiable=False)) == [
         ("reduction", "make_room", 1),
         ("weights", "need", 1),
     ]
-    assert told(calls, lambda: drive.enter_backward(0)) == [("reduction", "make_room", 0)]
+    assert told(calls, lambda: drive.enter_backward(0, differentiable=False)) == [
+        ("reduction", "make_room", 0)
+    ]
     assert engine.reached == 2, "a backward may come to units and contribute nothing"
+
+
+def test_a_backward_that_another_one_goes_through_takes_no_part_in_the_step():
+    drive, calls, engine = driven()
+    with pytest.raises(
+        ModelError, match=r"unit 'a unit': create_graph=True .*use optim_grads, optim or no_shard"
+    ):
+        drive.enter_backward(1, differentiable=True)
+    engine.sharding = sharding_of("optim_grads")
+    assert told(calls, lambda: drive.enter_backward(1, differentiable=True)) == []
+    assert engine.reached == 0
 
 
 def test_passed():

@@ -11,9 +11,10 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.gradient_sources import connect
+from megatron.core.distributed.gradient_sources import connect, late_message
 from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.module import ModelError
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.weight_grad import WeightGradAccumulator
 
@@ -128,3 +129,28 @@ def test_hooks_of_parameters_hold_no_engine():
     assert gone() is None
     with pytest.raises(AssertionError, match="a gradient for plain: the engine around the module is gone"):
         model.plain.sum().backward()
+
+
+def test_a_gradient_with_a_graph_is_refused_and_nothing_of_it_stays():
+    model, buffer, listener, _ = built(None)
+    buffer.main_grad("plain").fill_(9.0)
+    with pytest.raises(
+        ModelError, match=r"parameter 'plain' comes with create_graph=True.*gradients of inputs"
+    ):
+        (model.plain.square().sum()).backward(create_graph=True)
+    assert (model.plain.grad, buffer.main_grad("plain").sum(), listener.heard) == (None, 27.0, [])
+
+
+def test_what_the_listener_refuses_does_not_stay_either():
+    """It would be added to the parameter's next gradient."""
+    model, _, listener, _ = built(None)
+
+    def refuse(key: str) -> bool:
+        raise ModelError(late_message(key, "its unit 'all'"))
+
+    listener.grad_begins = refuse
+    with pytest.raises(
+        ModelError, match=r"parameter 'plain' arrived after its unit 'all' had all its gradients"
+    ):
+        model.plain.sum().backward()
+    assert model.plain.grad is None

@@ -32,8 +32,8 @@ class Events:
     def leave_forward(self, unit: int, *, recomputing: bool) -> None:
         self.log.append(f"{'left again' if recomputing else 'leave'} {unit}")
 
-    def enter_backward(self, unit: int) -> None:
-        self.log.append(f"back {unit}")
+    def enter_backward(self, unit: int, *, differentiable: bool) -> None:
+        self.log.append(f"{'first back' if differentiable else 'back'} {unit}")
 
     def passed(self, unit: int, *, last: bool) -> None:
         self.log.append(f"{'passed' if last else 'one of'} {unit}")
@@ -252,6 +252,114 @@ def test_an_output_that_is_a_leaf():
     events = hooked(model, Hands)
     model(torch.ones(3)).sum().backward()
     assert events.since() == "begin True, enter 0, leave 0, end True, back 0"
+
+
+class Reader(nn.Module):
+    """Reads the weights of a layer that it does not call, and calls another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.called, self.fails = Layer(), Layer(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.called(x)
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return y * self.layer.w * self.layer.w
+
+
+def test_reads_of_a_module_that_is_not_called():
+    model = Reader()
+    events = hooked(model)
+    for _ in range(2):
+        out = model(torch.ones(3))
+        assert events.since() == "begin True, enter 1, leave 1, enter 0, end True", (
+            "once a forward, and not left"
+        )
+        out.sum().backward()
+        assert events.since() == "back 0, back 1", "from the output on"
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert events.since() == "begin False, enter 1, leave 1, enter 0, end False"
+
+
+def test_nobody_hears_of_reads_outside_of_forwards_or_of_what_is_called():
+    model = Reader()
+    events = hooked(model)
+    assert model.layer.w.shape == model.called.w.shape == (3,)
+    assert len(list(model.parameters())) == len(model.state_dict()) == 2
+    model.fails = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(torch.ones(3))
+    events.since()
+    assert model.layer.w.shape == (3,)
+    assert events.since() == "", "the forward is over, though with an error"
+
+
+def test_reads_in_a_recomputation():
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.reader = Layer(), Reader()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.reader, self.first(x), use_reentrant=False)
+
+    model = Recomputed()
+    events = hooked(model)
+    out = model(torch.ones(3))
+    assert "enter 2, leave 2, enter 1, end" in events.since(), "0: first, 1: reader.layer, 2: reader.called"
+    out.sum().backward()
+    log = events.since().split(", ")
+    assert log[0] == "back 1"
+    assert log.index("again 2") < log.index("again 1") < log.index("back 2")
+
+
+def test_only_the_last_gradient_completes_a_unit_of_which_a_module_is_only_read():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer, self.called = Layer(), Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.called(self.first(x) * self.layer.w)
+
+    model = Half()
+    events = hooked(model, ("layer", "called"), Layer)
+    for _ in range(2):
+        model(torch.ones(3)).sum().backward()
+        log = events.since()
+        assert "passed 1" not in log, log
+        assert "leave 1" not in log, "one of its modules never runs"
+
+
+def test_a_unit_called_without_the_whole_reads_too():
+    class Scaled(Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    model = nn.Sequential(Layer(), Scaled())
+    events = hooked(model, Scaled, Layer)
+    out = model[1](torch.ones(3))
+    assert events.since() == "enter 1, enter 3, leave 3, enter 2, leave 1", "2: what is only read"
+    out.sum().backward()
+    assert events.since() == "back 1, back 2, back 3"
+
+
+def test_a_backward_that_another_one_goes_through():
+    """It passes nothing: all calls are gone through again."""
+    model = nn.Sequential(Layer(), Layer())
+    events = hooked(model)
+    x = torch.ones(3, requires_grad=True) * 1
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert events.since().endswith("end True, first back 1, first back 0")
+    grad.square().sum().backward()
+    log = events.since().split(", ")
+    assert [event for event in log if event.startswith("passed")] == ["passed 1", "passed 0"], log
 
 
 def test_tensors_in_nested_values():

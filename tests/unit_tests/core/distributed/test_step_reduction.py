@@ -13,6 +13,7 @@ from megatron.core.distributed.reduction_queue import ReductionQueue
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.distributed.step_reduction import StepReduction
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.module import ModelError
 from megatron.core.param_meta import LOOKUP, ParamMeta
 
 NAMES = ("embedding", "w1", "w2")
@@ -183,6 +184,24 @@ def test_sums_may_be_added_to_those_of_the_step_before(made):
             assert step.give(name) is not accumulate
         step.reduction.finish()
     assert step.buffer.main_grad("w1").tolist() == [2.0] * 8
+
+
+def test_gradients_behind_the_last_one_are_refused_before_they_are_written(made):
+    step = made()
+    begin(step, 2)
+    for _ in range(2):
+        step.give("w1")
+    with pytest.raises(
+        ModelError,
+        match=r"parameter 'w1' arrived after its bucket .*use_reentrant=False.*--overlap-grad-reduce",
+    ):
+        step.give("w1")
+    assert step.buffer.main_grad("w1").tolist() == [2.0] * 8
+    alone = made(overlap=False)
+    begin(alone, 1)
+    for _ in range(3):
+        alone.give("w1")
+    assert alone.buffer.main_grad("w1").tolist() == [3.0] * 8, "nothing is on its way before the end"
 
 
 def test_too_many_or_too_late_gradients_are_programming_errors(made):

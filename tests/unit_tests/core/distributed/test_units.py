@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from megatron.core.distributed.units import Unit, derive_units, find_units, forward_order
@@ -163,6 +164,18 @@ def test_errors_name_what_is_wrong():
     text = r"'embed.weight' is shared by the units 'embed\+position' and 'norm\+head': .*tuple of the modules' names"
     with pytest.raises(ModelError, match=text):
         units_of(tied, Layer)
+
+
+def test_containers_are_no_units():
+    model = nn.Sequential(linear(), nn.ModuleList([linear(), linear()]), nn.ParameterList([torch.ones(2)]))
+    with pytest.raises(
+        ModelError, match=r"'1' is a ModuleList, which has no forward, .*\('1.0.weight'\).*inside"
+    ):
+        units_of(model, nn.ModuleList)
+    with pytest.raises(ModelError, match=r"'2' is a ParameterList.*\('2.0'\)"):
+        units_of(model, ("0", "2"))
+    # Not where it would hold nothing, and not where nobody asked for it.
+    assert names(units_of(model, nn.ModuleList, nn.Linear)) == ["0", "1.0", "1.1", "2"]
 
 
 def test_derived_units_of_a_matched_chunk_have_no_rest():
