@@ -71,6 +71,7 @@ class ParamMeta:
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
     decay: weight decay applies. embedding_or_output: `--decoupled-lr` applies.
     layer: global layer number, or None outside the layers.
+    expert: of an expert, which lies in flat buffers of its own: other ranks hold copies of it than of the rest.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ParamMeta:
     layer: int | None = None
     regions: tuple[Region, ...] = ()
     shared: bool = False
+    expert: bool = False
 
     @property
     def parts(self) -> tuple[Region, ...]:

@@ -1,8 +1,8 @@
 """Where each parameter lies in the flat buffers (pure: ints only).
 
-All trained parameters of one dtype share one flat buffer, and all frozen ones another. Seen from its start: buckets, in
-the order in which backward completes them; in a bucket, parameters; at its end, padding. A bucket is what one
-collective moves.
+All trained parameters of one dtype share one flat buffer, all frozen ones another, and experts' are apart from both:
+what one rank in several holds is reduced over other ranks. Seen from its start: buckets, in the order in which backward
+completes them; in a bucket, parameters; at its end, padding. A bucket is what one collective moves.
 
     [ bucket 0: p9 p8 p7 .. pad | bucket 1: p6 p5 .. pad | ... ]
 
@@ -45,7 +45,7 @@ Placement = Literal["flat", "tensor_atomic"]
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """What the layout needs to know of a parameter. group: any name; equal for parameters treated alike. unit: what of
-    the model is gathered and reduced with it. trained: has a gradient."""
+    the model is gathered and reduced with it. trained: has a gradient. expert: an expert's."""
 
     name: str
     numel: int
@@ -53,6 +53,7 @@ class ParamSpec:
     group: str = ""
     unit: str = ""
     trained: bool = True
+    expert: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,7 @@ class FlatLayout:
     buckets: tuple[Bucket, ...]
     slots: tuple[Slot, ...]
     trained: bool = True
+    expert: bool = False
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Slot]:
@@ -207,7 +209,7 @@ def plan_layouts(
     by_unit: bool = False,
     placement: Placement = "flat",
 ) -> tuple[FlatLayout, ...]:
-    """One layout a (dtype, trained), for parameters given in the order they were registered in.
+    """One layout a (dtype, trained, expert), for parameters given in the order they were registered in.
 
     by_unit: a bucket a unit, units in the reverse of their first appearance: what is gathered and reduced together is
     the unit, and no size of a bucket can be asked for. Raises ValueError for sizes that make no bucket.
@@ -222,13 +224,21 @@ def plan_layouts(
         limit = bucket_size_of(sum(spec.numel for spec in specs), dp_size, bucket_size, num_buckets)
     units = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
     layouts = []
-    for dtype, trained in dict.fromkeys((spec.dtype, spec.trained) for spec in reversed(specs)):
-        backward = [spec for spec in reversed(specs) if (spec.dtype, spec.trained) == (dtype, trained)]
+    for kind in dict.fromkeys(_kind(spec) for spec in reversed(specs)):
+        backward = [spec for spec in reversed(specs) if _kind(spec) == kind]
         if by_unit:
             backward.sort(key=lambda spec: -units[spec.unit])
         buckets = _cut(backward, limit, by_unit=by_unit)
-        layouts.append(layout_of_buckets(dtype, dp_size, buckets, trained=trained, placement=placement))
+        dtype, trained, expert = kind
+        layouts.append(
+            layout_of_buckets(dtype, dp_size, buckets, trained=trained, expert=expert, placement=placement)
+        )
     return tuple(layouts)
+
+
+def _kind(spec: ParamSpec) -> tuple[str, bool, bool]:
+    """What lies in one flat buffer."""
+    return spec.dtype, spec.trained, spec.expert
 
 
 def layout_of_buckets(
@@ -237,6 +247,7 @@ def layout_of_buckets(
     buckets: Iterable[Sequence[ParamSpec]],
     *,
     trained: bool = True,
+    expert: bool = False,
     placement: Placement = "flat",
 ) -> FlatLayout:
     """The layout for buckets that are already chosen (by size, or one a unit), each in backward order."""
@@ -256,7 +267,7 @@ def layout_of_buckets(
         names, units = (spec.name for spec in members), dict.fromkeys(spec.unit for spec in members)
         made.append(Bucket(index, start, used_end, end, tuple(names), tuple(units), padding))
         start = end
-    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots), trained)
+    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots), trained, expert)
 
 
 def _cut(specs: Sequence[ParamSpec], limit: int, *, by_unit: bool) -> list[list[ParamSpec]]:

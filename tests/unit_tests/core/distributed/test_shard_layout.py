@@ -164,6 +164,7 @@ unit_specs = st.lists(
         st.sampled_from(["decay", "no_decay"]),
         st.sampled_from(["embedding", "l0", "l1", "head"]),
         st.booleans(),
+        st.booleans(),
     ),
     min_size=1,
     max_size=30,
@@ -176,14 +177,15 @@ def test_units_are_never_split_and_follow_backward_order(specs, dp_size):
     first = list(dict.fromkeys(spec.unit for spec in specs))
     by_name = {spec.name: spec for spec in specs}
     layouts = plan_layouts(specs, dp_size, by_unit=True)
-    assert len({(layout.dtype, layout.trained) for layout in layouts}) == len(layouts)
+    assert len({(layout.dtype, layout.trained, layout.expert) for layout in layouts}) == len(layouts)
     assert sorted(slot.name for layout in layouts for slot in layout.slots) == sorted(by_name)
     for layout in layouts:
         in_order = [unit for bucket in layout.buckets for unit in bucket.units]
         assert in_order == sorted(set(in_order), key=lambda unit: -first.index(unit))  # each once
         for bucket in layout.buckets:
             members = [by_name[name] for name in bucket.names]
-            assert {(m.dtype, m.trained) for m in members} == {(layout.dtype, layout.trained)}
+            found = {(m.dtype, m.trained, m.expert) for m in members}
+            assert found == {(layout.dtype, layout.trained, layout.expert)}
             assert tuple(dict.fromkeys(m.unit for m in members)) == bucket.units
             assert bucket.padding == bucket.numel - sum(m.numel for m in members)
             assert bucket.padding < ALIGNMENT * dp_size
@@ -270,6 +272,26 @@ def test_bucket_sizes_from_flags():
         bucket_size_of(1, 1, 0)
     with pytest.raises(ValueError, match="--ddp-num-buckets 0"):
         bucket_size_of(1, 1, None, 0)
+
+
+def test_experts_lie_in_buffers_of_their_own():
+    """One bucket holds nothing that is reduced over other ranks than the rest of it, by units and by sizes."""
+    rows = [
+        ("w0", "layer0", False),
+        ("expert0", "layer0", True),
+        ("w1", "layer1", False),
+        ("expert1", "layer1", True),
+    ]
+    specs = [ParamSpec(name, 100, "float32", unit=unit, expert=expert) for name, unit, expert in rows]
+    for how in ({"by_unit": True}, {"bucket_size": 1}, {}):
+        experts, rest = plan_layouts(specs, 2, **how)
+        assert (experts.expert, [slot.name for slot in experts.slots]) == (True, ["expert1", "expert0"])
+        assert (rest.expert, [slot.name for slot in rest.slots]) == (False, ["w1", "w0"])
+    assert [bucket.units for bucket in experts.buckets] == [("layer1", "layer0")]
+    plain = plan_layouts(
+        [ParamSpec(name, 100, "float32", unit=unit) for name, unit, _ in rows], 2, by_unit=True
+    )
+    assert [layout.expert for layout in plain] == [False]
 
 
 def test_chosen_buckets_are_kept():
