@@ -1,0 +1,161 @@
+"""What a search has to solve: a placement, its costs and what each rank may hold; orders, and plans made of them.
+
+An order is one list of codes a rank. A code is kind * num_stages + stage with kind F, B or W; microbatches need not
+be named, because every stage takes each of the three in increasing order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import F, Plan, PlanError, RawOp, W
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+
+Order = list[list[int]]
+
+# Sums of activations and of times are compared with this much of tolerance, relative to their size.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """limits: by rank, the activation that it may hold, in the costs' unit."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: CostModel
+    limits: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Global stages."""
+        return self.placement.num_stages
+
+    @property
+    def num_ops(self) -> int:
+        """Computations of all ranks."""
+        return 3 * self.num_stages * self.num_microbatches
+
+    def stages(self) -> list[list[int]]:
+        """By rank: its stages, first chunk first."""
+        chunks = range(self.placement.num_chunks)
+        return [
+            [self.placement.stage_of(rank, c) for c in chunks] for rank in range(self.placement.num_ranks)
+        ]
+
+    def latencies(self) -> list[float]:
+        """By stage: what a result takes to the next stage (a gradient from there); 0 on one rank."""
+        ranks = self.placement.ranks()
+        return [self.costs.comm if a != b else 0.0 for a, b in itertools.pairwise(ranks)] + [0.0]
+
+    def of_length(self, num_microbatches: int) -> Problem:
+        """The same with another number of microbatches."""
+        return replace(self, num_microbatches=num_microbatches)
+
+    @property
+    def work(self) -> float:
+        """What the busiest rank computes."""
+        return self.num_microbatches * max(self.costs.rank_times(self.placement))
+
+    def bound(self) -> float:
+        """A cost that no order can beat: work, and what a rank must wait for its first gradients.
+
+        Until its first B from another rank a rank computes forwards that its memory holds, and gradients of its later
+        chunks; the first F of a rank and the first B of its last stage are one way through all later stages apart.
+        """
+        costs, total = self.costs, self.num_microbatches
+        latencies = self.latencies()
+        best = 0.0
+        per_rank = costs.rank_times(self.placement)
+        for rank, stages in enumerate(self.stages()):
+            first = stages[0]
+            trip = sum(costs.f[first:]) + sum(costs.b[first + 1 :]) + 2 * sum(latencies[first:])
+            size = min((costs.activation[stage] for stage in stages), default=0.0)
+            held = (
+                min(total * len(stages), int(self.limits[rank] / size + TOLERANCE))
+                if size
+                else total * len(stages)
+            )
+            useful = total * per_rank[rank]
+            if len(stages) == 1:
+                useful = min(trip, held * costs.f[first])
+            best = max(best, total * per_rank[rank] + max(0.0, trip - useful))
+        return best
+
+
+def check_limits(name: str, problem: Problem) -> None:
+    """Raises PlanError where a rank may hold less than one microbatch of its stages: no order can do with that.
+
+    A rank's forwards of one microbatch all come before the first of its gradients, on any placement where each of the
+    rank's stages is later in the pipeline than the one before.
+    """
+    activation = problem.costs.activation
+    for rank, (stages, limit) in enumerate(zip(problem.stages(), problem.limits, strict=True)):
+        least = sum(activation[stage] for stage in stages)
+        if limit < least - slack(least):
+            raise PlanError(
+                f"{name}: rank {rank} may hold {limit:g} of activations, and no order can do with less than {least:g},"
+                f" one microbatch of its {len(stages)} stage{'s' * (len(stages) > 1)}; raise --pipeline-memory-limit or"
+                " give the rank fewer layers"
+            )
+
+
+def slack(size: float) -> float:
+    """The tolerance of a comparison of sums of this size."""
+    return TOLERANCE * max(1.0, abs(size))
+
+
+def limits_of(
+    request: Request, placement: Placement, costs: CostModel, whole_stages: float
+) -> tuple[float, ...]:
+    """The request's limits, or `whole_stages` activations of the rank that has the largest, on every rank."""
+    if request.memory_limit is not None:
+        return request.memory_limit
+    held = [0.0] * placement.num_ranks
+    for stage, rank in enumerate(placement.ranks()):
+        held[rank] += costs.activation[stage]
+    return (whole_stages * max(held),) * placement.num_ranks
+
+
+def peaks(problem: Problem, order: Order) -> list[float]:
+    """By rank: the most that it holds, in program order."""
+    num_stages, activation, held_after_b = (
+        problem.num_stages,
+        problem.costs.activation,
+        problem.costs.held_after_b,
+    )
+    change = (
+        list(activation)
+        + [h - a for a, h in zip(activation, held_after_b, strict=True)]
+        + [-h for h in held_after_b]
+    )
+    assert len(change) == 3 * num_stages
+    return [max(itertools.accumulate((change[code] for code in row), initial=0.0)) for row in order]
+
+
+def fits(problem: Problem, order: Order) -> bool:
+    """Whether an order keeps to the limits of all ranks."""
+    return all(
+        peak <= limit + slack(limit)
+        for peak, limit in zip(peaks(problem, order), problem.limits, strict=True)
+    )
+
+
+def plan_of(name: str, problem: Problem, order: Sequence[Sequence[int]]) -> Plan:
+    """The plan, without transfers."""
+    num_stages = problem.num_stages
+    rows = []
+    for codes in order:
+        done = [0] * (3 * num_stages)
+        row: list[RawOp] = []
+        for code in codes:
+            kind, stage = divmod(code, num_stages)
+            row.append((kind, stage, done[code], 0, -1, -1, -1, -1))
+            done[code] += 1
+        rows.append(tuple(row))
+    assert F == 0 and W == 2, (F, W)
+    return Plan(name, problem.placement, problem.num_microbatches, tuple(rows))

@@ -1,0 +1,60 @@
+"""The searched schedules by name: zb-1p, zb-2p on the linear placement; zbv, v-half, v-min on the V."""
+
+from __future__ import annotations
+
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_of, plan_of
+from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
+from megatron.core.pipeline_parallel.plan.search.solve import solve
+from megatron.core.pipeline_parallel.plan.two_chunks import v_placement
+
+
+def zb_1p(request: Request) -> Plan:
+    """B and W apart on the linear placement, with 1F1B's memory (or the request's limit)."""
+    return zero_bubble("zb-1p", request, float(request.num_ranks))
+
+
+def zb_2p(request: Request) -> Plan:
+    """B and W apart on the linear placement, with twice 1F1B's memory (or the request's limit)."""
+    return zero_bubble("zb-2p", request, 2.0 * request.num_ranks)
+
+
+def zbv(request: Request) -> Plan:
+    """The V without a bubble at equal times, with 1F1B's memory (or the request's limit)."""
+    return adaptive_v("zbv", request, float(request.num_ranks))
+
+
+def v_half(request: Request) -> Plan:
+    """The V with about half of 1F1B's memory (or the request's limit)."""
+    return adaptive_v("v-half", request, v_block_peak(request.num_ranks, half=True))
+
+
+def v_min(request: Request) -> Plan:
+    """The V with about a third of 1F1B's memory (or the request's limit)."""
+    return adaptive_v("v-min", request, v_block_peak(request.num_ranks, half=False))
+
+
+def zero_bubble(name: str, request: Request, whole_stages: float) -> Plan:
+    """The linear placement with any memory limit: the request's, or this many activations of the largest stage.
+
+    Raises PlanError naming the rank where a limit is lower than any order needs.
+    """
+    request.one_chunk(name)
+    return _searched(name, request, Placement(LINEAR, request.num_ranks), whole_stages)
+
+
+def adaptive_v(name: str, request: Request, whole_stages: float) -> Plan:
+    """The V with any memory limit: the request's, or this many whole-stage activations of the largest rank.
+
+    Raises PlanError naming the rank where a limit is lower than any order needs.
+    """
+    return _searched(name, request, v_placement(request, name), whole_stages)
+
+
+def _searched(name: str, request: Request, placement: Placement, whole_stages: float) -> Plan:
+    costs = request.costs_on(placement)
+    limits = limits_of(request, placement, costs, whole_stages)
+    problem = Problem(placement, request.num_microbatches, costs, limits)
+    return plan_of(name, problem, solve(name, problem).order)
