@@ -163,10 +163,3 @@ def saved_gathers(unit: UnitFacts, keep: Keep, num_microbatches: int) -> int:
         return 0
     all_gathers = unit.gathers * num_microbatches
     return all_gathers - (1 if keep is Keep.STEP else num_microbatches)
-
-
-def held_bytes(facts: Sequence[UnitFacts], policies: Sequence[UnitPolicy]) -> int:
-    """What the policies hold on a rank beyond the least, at most: whole weights and whole gradients."""
-    assert len(facts) == len(policies), (len(facts), len(policies))
-    weights = sum(u.gather_bytes for u, p in zip(facts, policies, strict=True) if p.keep is not Keep.NOTHING)
-    return weights + sum(u.unreduced_bytes for u, p in zip(facts, policies, strict=True) if p.reduce_late)

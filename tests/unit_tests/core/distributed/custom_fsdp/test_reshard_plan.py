@@ -13,7 +13,6 @@ from megatron.core.distributed.custom_fsdp.reshard_plan import (
     ReshardPlanError,
     UnitFacts,
     UnitPolicy,
-    held_bytes,
     policies,
     saved_gathers,
 )
@@ -25,6 +24,14 @@ units_lists = st.lists(
     min_size=1,
     max_size=4,
 ).map(lambda rows: [UnitFacts(f"u{i}", g, r, n, late) for i, (g, r, n, late) in enumerate(rows)])
+
+
+def held_bytes(facts, chosen):
+    """What is held beyond the least, at most: whole weights and whole gradients."""
+    weights = sum(
+        unit.gather_bytes for unit, p in zip(facts, chosen, strict=True) if p.keep is not Keep.NOTHING
+    )
+    return weights + sum(unit.unreduced_bytes for unit, p in zip(facts, chosen, strict=True) if p.reduce_late)
 
 
 def travelling(facts, chosen, num_microbatches, *, weights_cut=True, grads_cut=True):
