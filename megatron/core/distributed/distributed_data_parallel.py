@@ -37,6 +37,7 @@ from megatron.core.distributed.step_reduction import StepReduction
 from megatron.core.distributed.traffic_counter import TrafficCounter
 from megatron.core.distributed.units import Unit, find_units
 from megatron.core.distributed.whole_weights import WholeWeights
+from megatron.core.host_memory import shared_zeros
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
@@ -137,6 +138,7 @@ class DistributedDataParallel(GradSync):
             stages=self._chunks.stage_of,
             units=unit_of,
             new_full=new_full,
+            new_shared=lambda numel, dtype: shared_zeros(numel, dtype, self.ps.dp_gather_group),
         )
 
     def _new_reduction(self, outer: OuterSums) -> Reduction:

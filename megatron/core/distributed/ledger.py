@@ -1,7 +1,7 @@
 """Every byte that the engine holds: by category and unit, now and at most.
 
-Persistent categories are booked once, when the engine is built; transient ones when their memory is taken and given
-back:
+Persistent categories are booked once, when the engine is built (`slots`: of the double buffer); transient ones when
+their memory is taken and given back:
 
     gathered   whole weights                 grads     whole gradients on their way to a shard
     extra      those of further uses         exchange  what other ranks have sent, until it is added
@@ -9,6 +9,9 @@ back:
     packed     partial regions and padded shared gradients, on their way over tp and embedding
     casts      gradients in the dtype of main weights, where it is another, or scaled beside a snapshot
     snapshot   what the optimizer can go back to
+
+One category is neither: `outbox`, gradients on their way to other ranks of the host, which stays as long as the engine.
+It belongs to the communication, and not to what is held of a parameter.
 
 Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.
 """
@@ -20,6 +23,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
+COMMUNICATION = ("outbox",)
 TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
 
 
@@ -43,7 +47,8 @@ class Ledger:
             self._transient_bytes += num_bytes
             self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
         else:
-            assert category in PERSISTENT, f"category {category!r}; known: {PERSISTENT + TRANSIENT}"
+            known = PERSISTENT + COMMUNICATION + TRANSIENT
+            assert category in known, f"category {category!r}; known: {known}"
 
     def free(self, category: str, unit: str, num_bytes: int) -> None:
         """Memory was given back."""
@@ -93,7 +98,7 @@ class Ledger:
     def lines(self) -> list[str]:
         """A table for the log: a row a category, then the units that hold something now."""
         out = [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}"]
-        for category in (*PERSISTENT, *TRANSIENT):
+        for category in (*PERSISTENT, *COMMUNICATION, *TRANSIENT):
             if self._peaks[category]:
                 out.append(f"{category:<14}{self._by_category[category]:>16,}{self._peaks[category]:>16,}")
         out.append(f"{'persistent':<14}{self.persistent_bytes:>16,}")

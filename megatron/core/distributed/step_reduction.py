@@ -130,7 +130,7 @@ class StepReduction:
         self._queue.zero_fresh(self._shared_keys)
         self._shared.add()
         self._queue.launch_all()  # all without overlap; else those with unused parameters
-        self._queue.wait()
+        self._queue.finish()
         self._outer.add()
         self._partial.add()
 

@@ -46,13 +46,15 @@ def noted(monkeypatch, *, overlap: bool):
         def wait(self) -> None:
             log.append(f"wait {self.place}")
 
-    def gather(output, part, group, *, async_op):
+    def gather(pairs, group, *, readable, async_op):
+        [(output, part)] = pairs
+        assert readable is None
         assert part.data_ptr() == output.data_ptr(), "in place: rank 0's part comes first"
         assert (part.numel(), async_op) == (128, True)
         log.append(f"gather {place_of[id(output)]}")
         return Waits(place_of[id(output)])
 
-    monkeypatch.setattr(collectives, "all_gather", gather)
+    monkeypatch.setattr(collectives, "all_gather_units", gather)
     traffic = TrafficCounter()
     weights = WholeWeights(buffer, Two(), traffic, overlap=overlap, buckets_of=BUCKETS_OF)
     return weights, log, traffic

@@ -59,7 +59,7 @@ class Reduced:
         class Two:
             size = 2
 
-        def scatter(items, group, *, accumulate, async_op):
+        def scatter(items, group, *, accumulate):
             unit = next(
                 i for i in range(UNITS) if self.buffer.buckets_of_unit(f"u{i}")[0].full_grads is items[0][1]
             )
@@ -82,6 +82,7 @@ class Reduced:
             self.ledger,
             self.traffic,
             bound=bound,
+            outbox=None,
             on_complete=self.complete.append,
             forward=forward,
         )
@@ -368,6 +369,7 @@ def real_sums(ctx) -> list[list[float]]:
         ledger,
         TrafficCounter(),
         bound=1,
+        outbox=None,
         on_complete=lambda unit: None,
     )
     reduction.bind({f"w{i}": 1 for i in range(UNITS)} | {TIED: 1})

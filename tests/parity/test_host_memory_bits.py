@@ -1,0 +1,75 @@
+"""Ranks of one host read each other's memory; ranks of several send messages. Training has the same bits either way."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core import host_memory
+from tests.harness.layouts import Layout, train
+from tests.harness.ranks import run_ranks
+
+ZERO3 = ("--use-custom-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
+RUNS = {
+    "no_shard": (),
+    "no_shard, small buckets": ("--ddp-bucket-size", "2000", "--overlap-grad-reduce"),
+    "optim": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "optim_grads": ("--use-custom-fsdp", "--data-parallel-sharding-strategy", "optim_grads"),
+    "optim_grads_params": ZERO3,
+    "double buffer": (*ZERO3, "--fsdp-double-buffer"),
+}
+INSTANCES = {
+    "HSDP optim": ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
+    "HSDP": (*ZERO3, "--num-distributed-optimizer-instances", "2"),
+    "HFSDP": (*ZERO3, "--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-strategy", "optim"),
+}
+
+
+def run(ctx, more, dtype, *, shared):
+    """What some steps give on this rank, and how often memory was asked for."""
+    made = []
+    real = host_memory._new_file
+
+    def new_file(num_bytes):
+        made.append(num_bytes)
+        return real(num_bytes) if shared else -1
+
+    with mock.patch.object(host_memory, "_new_file", new_file):
+        found = train(
+            ctx,
+            Layout(dp=ctx.world_size, more=more),
+            ["--num-layers", "2", *dtype],
+            global_batch=2 * ctx.world_size,
+            steps=4,
+            masked=True,
+        )
+    return found, len(made)
+
+
+def both(ctx, runs, dtype):
+    torch.set_num_threads(1)
+    for name, more in runs.items():
+        (one, shared), (other, asked) = (run(ctx, more, dtype, shared=shared) for shared in (True, False))
+        assert shared == asked >= 1, f"{name}: nothing is shared"
+        assert one.losses == other.losses, name
+        assert one.norms == other.norms, name
+        for kind in ("weights", "model", "moments"):
+            here, there = getattr(one, kind), getattr(other, kind)
+            assert len(here) == len(there) > 0, (name, kind)
+            for parameter, rectangles in here.items():
+                for (offset, values), (place, expected) in zip(rectangles, there[parameter], strict=True):
+                    assert offset == place
+                    assert np.array_equal(values, expected), (name, kind, parameter)
+    return True
+
+
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_two_ranks(dtype):
+    assert run_ranks(both, 2, RUNS, dtype, timeout=300) == [True] * 2
+
+
+def test_four_ranks_in_two_instances():
+    assert run_ranks(both, 4, INSTANCES, (), timeout=300) == [True] * 4
