@@ -209,6 +209,8 @@ class FullyShardedModule(nn.Module):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._in_forward = False
+        if torch.is_grad_enabled() and not in_backward():
+            self.engine.weights_were_read()  # its backward may never run, and weights be written next
 
     def _before_unit(self, module: nn.Module, args: Any) -> None:
         if not self._in_forward and not in_backward():

@@ -240,6 +240,12 @@ class FullyShardedDataParallel(DistributedDataParallel):
         if self.sharding.weights is not Cut.WHOLE:
             self._gatherer.unfetch(unit)
 
+    def weights_were_read(self) -> None:
+        """On return all ranks have read what they needed so far, and this rank's weights may be written. Needed only
+        between a forward in training and a write without that forward's backward: steps and evaluations end so."""
+        if self.sharding.weights is not Cut.WHOLE:
+            self._gatherer.fence()
+
     def reshard(self, chunk: int, unit: int | None = None) -> None:
         """Free the whole weights of a unit, or of all: at once what `wait` gathered, what the model uses when it needs
         the next one."""

@@ -169,7 +169,7 @@ class Gatherer:
         """They are read: what `fetch` has gathered goes, unless the model has come to need it."""
         if unit in self._fetched:
             self.free(unit)
-            self._fence()
+            self.fence()
 
     def _make_room(self, unit: int) -> None:
         """Free what only waits and can be gathered again: all where the unit's slot is taken, and of units that were
@@ -229,7 +229,7 @@ class Gatherer:
                 self.free(unit)
         if self._open:
             self._order = self._orders[True]
-        self._fence()
+        self.fence()
 
     def end_microbatch(self, *, last: bool) -> None:
         """Free all but what stays for the whole step and what was gathered ahead; with the last one, all."""
@@ -239,7 +239,7 @@ class Gatherer:
         self.as_planned = self.as_planned and in_order
         self._open = False
         self._free_all(last=last)
-        self._fence()
+        self.fence()
 
     def end_step(self) -> None:
         """Nothing is gathered any more."""
@@ -276,9 +276,9 @@ class Gatherer:
                 self.free(unit)
         self._outer_stale = self._outer.size > 1 and self._buffer.sharding.optimizer is Cut.FULL
         if not self._outer_stale:
-            self._fence()
+            self.fence()
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
         """Where other ranks read this one's shards by themselves: they begin to, or have ended. See host_memory."""
         if self._buffer.shares_weights:
             collectives.fence(self._group)
@@ -298,7 +298,7 @@ class Gatherer:
         for pairs in by_dtype.values():
             self._traffic.count("outer_all_gather", num_bytes(full for full, _ in pairs))
             collectives.all_gather_units(pairs, self._outer, async_op=True).wait()
-        self._fence()
+        self.fence()
 
     def _start(self, unit: int, kind: str | None = None) -> None:
         """kind: for whom, in the count of traffic; for the model, if not given."""
