@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from megatron.core.pipeline_parallel.plan.dualpipe_v import dualpipe_v
 from megatron.core.pipeline_parallel.plan.gpipe import gpipe
+from megatron.core.pipeline_parallel.plan.grouped import grouped
+from megatron.core.pipeline_parallel.plan.hand_orders import zb_h1, zb_h2
 from megatron.core.pipeline_parallel.plan.interleaved import interleaved
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
+from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
 from megatron.core.pipeline_parallel.plan.request import Request
 
 SCHEDULES: Mapping[str, Callable[[Request], Plan]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "gis": grouped,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "1f1b-v": one_f_one_b_v,
+    "dualpipe-v": dualpipe_v,
 }
 # Names that are known and not built yet, with their heading in docs/roadmap.md.
 PLANNED: Mapping[str, str] = dict.fromkeys(
-    ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zbv", "v-half", "v-min", "1f1b-v", "dualpipe-v", "gis"),
-    "zero-bubble schedules",
+    ("zb-1p", "zb-2p", "zbv", "v-half", "v-min"), "zero-bubble schedules"
 )
 
 

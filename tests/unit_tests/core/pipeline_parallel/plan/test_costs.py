@@ -1,8 +1,9 @@
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.ir import BW, B, Plan, PlanError, W, parse_row
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.verify import verify
 
 
 def test_rank_figures_are_divided_over_chunks():
@@ -18,8 +19,44 @@ def test_bad_costs_are_refused():
     placement = Placement("linear", 3)
     with pytest.raises(PlanError, match="time of B: 2 numbers for 3 stages"):
         CostModel.of_ranks(placement, time_b=[1, 2])
-    for bad in ({"time_f": [-1]}, {"comm": float("nan")}, {"time_w": [float("inf")]}):
+    for bad in ({"time_f": [-1]}, {"comm": float("nan")}, {"time_w": [float("inf")]}, {"activation": [-2]}):
         with pytest.raises(PlanError, match="finite and at least 0"):
             CostModel.of_ranks(placement, **bad)
-    with pytest.raises(PlanError, match="at most 1"):
-        CostModel.of_ranks(placement, memory_after_b=1.5)
+    for share in (1.5, -0.1, float("nan")):
+        with pytest.raises(PlanError, match="held after B is 0 to 1, not"):
+            CostModel.of_ranks(placement, memory_after_b=share)
+    with pytest.raises(PlanError, match="stage 1: held after B 3 is more than the activation, 2"):
+        CostModel((1, 1), (1, 1), (1, 1), activation=(2, 2), held_after_b=(2, 3))
+    with pytest.raises(PlanError, match="finite and at least 0"):
+        CostModel((1,), (1,), (1,), activation=(2,), held_after_b=(-1,))
+    with pytest.raises(AssertionError, match="different numbers of stages"):
+        CostModel((1, 1), (1, 1), (1, 1), activation=(2, 2), held_after_b=(2,))
+
+
+def test_what_is_held_between_b_and_w_is_by_stage():
+    """B gives back the rest: an embedding has nothing to keep for its W, a head keeps all."""
+    costs = CostModel((1, 1, 1), (1, 1, 1), (1, 1, 1), activation=(2, 4, 5), held_after_b=(0, 3, 5))
+    assert [costs.released(B, stage) for stage in range(3)] == [2, 1, 0]
+    assert [costs.released(W, stage) for stage in range(3)] == [0, 3, 5]
+    assert [costs.released(BW, stage) for stage in range(3)] == [2, 4, 5]
+
+
+def test_a_share_is_held_of_every_stage():
+    costs = CostModel.of_ranks(Placement("v", 2, 2), activation=[4, 8], memory_after_b=0.25)
+    assert costs.activation == (2, 4, 4, 2)
+    assert costs.held_after_b == (0.5, 1, 1, 0.5)
+    assert CostModel.of_ranks(Placement("linear", 2)).held_after_b == (1, 1)
+
+
+def test_peaks_follow_what_is_released():
+    """The row of verify's rule, by hand: after two B's, the second stage holds what waits for W."""
+    rows = (parse_row("0F0 0F1 0BW0 0BW1".split()), parse_row("1F0 1B0 1F1 1B1 1W0 1W1".split()))
+    plan = Plan("x", Placement("linear", 2), 2, rows)
+    costs = CostModel((1, 1), (1, 1), (1, 1), activation=(2, 4), held_after_b=(0, 3))
+    assert verify(plan, costs).peak_activation == (4, 7)
+
+
+def test_forward_only_times():
+    placement = Placement("v", 2, 2)
+    costs = CostModel.of_ranks(placement, time_f=[4, 8], time_b=[2], time_w=[1, 3])
+    assert costs.rank_times(placement, forward_only=True) == (4, 8)

@@ -1,13 +1,14 @@
 import dataclasses
 
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.registry import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.text import (
     from_csv,
@@ -18,11 +19,12 @@ from megatron.core.pipeline_parallel.plan.text import (
     to_torch_csv,
 )
 from megatron.core.pipeline_parallel.plan.verify import verify
+from tests.harness.schedules import check_torch_accepts, check_torch_runs_our_transfers, chunk_costs
 
 
 def plans():
-    for name in ("gpipe", "1f1b", "interleaved"):
-        plan = build_plan(name, Request(3, 5))
+    for name in SCHEDULES:
+        plan = build_plan(name, Request(3, 7))
         yield plan
         yield lower(plan, CostModel.of_ranks(plan.placement))
         yield forward_only(plan)
@@ -100,3 +102,42 @@ def test_torch_csv_is_read():
         from_torch_csv("0F0,0SEND_F0\n", Placement("linear", 1))
     with pytest.raises(PlanError, match="1 lines for 2 ranks"):
         from_torch_csv("0F0\n", Placement("linear", 2))
+
+
+def test_overlapped_pairs_are_written_and_read():
+    plan = build_plan("dualpipe-v", Request(2, 5))
+    text = to_torch_csv(plan)
+    # rank 1 takes its first pair apart
+    assert text.splitlines()[0].count("OVERLAP_F_B") == 2 * (5 - 4 + 1) + 1
+    assert ",(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B," in text
+    read = from_torch_csv(text, plan.placement)
+    assert read.rows == plan.rows
+    for wrong in ("(0F0)OVERLAP_F_B", "(0F0;1B0;2B0)OVERLAP_F_B"):
+        with pytest.raises(PlanError, match="two computations overlap"):
+            from_torch_csv(f"{wrong}\n", Placement("linear", 1))
+
+
+def torch_zbv(p, m):
+    """Torch's ZBV as a plan of ours: another source of V plans with B and W apart."""
+    schedule = torch_schedules.ScheduleZBVZeroBubble.__new__(torch_schedules.ScheduleZBVZeroBubble)
+    schedule.pp_group_size, schedule.num_stages, schedule._n_microbatches = p, 2 * p, m
+    rows = (schedule._calculate_single_rank_operations(rank) for rank in range(p))
+    lines = [",".join("" if action is None else str(action) for action in row) for row in rows]
+    return from_torch_csv("\n".join(lines), Placement("v", p, 2)), lines
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (3, 2), (4, 10), (5, 12)])
+def test_plans_on_the_v_go_to_torch_and_back(p, m, tmp_path):
+    plan, lines = torch_zbv(p, m)
+    assert verify(plan, chunk_costs(plan.placement)).in_order
+    written = [line.split(",") for line in to_torch_csv(plan).splitlines()]
+    assert written == [[cell for cell in line.split(",") if cell] for line in lines]
+    check_torch_accepts(plan, tmp_path / "plan.csv")
+    check_torch_runs_our_transfers(plan, chunk_costs(plan.placement), tmp_path / "plan.csv")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torch_accepts_every_schedule(name, tmp_path):
+    plan = build_plan(name, Request(3, 7))
+    check_torch_accepts(plan, tmp_path / "plan.csv")
+    check_torch_runs_our_transfers(plan, chunk_costs(plan.placement), tmp_path / "plan.csv")
