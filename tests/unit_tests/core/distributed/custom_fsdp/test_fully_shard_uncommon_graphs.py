@@ -15,12 +15,15 @@ from tests.harness.sharded_training import (
     STRATEGIES,
     WIDTH,
     Block,
+    Net,
     assert_at_rest,
     assert_same_weights,
     check_parity,
     seeded,
     sharded,
     square_loss,
+    token_loss,
+    train_sharded,
     train_whole,
     vectors,
 )
@@ -135,6 +138,31 @@ def _assert_same_grads(model, reference: nn.Module) -> None:
         torch.testing.assert_close(
             shard.grad, expected, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def policies_debug_and_slots_with_modules_that_are_not_called(ctx) -> None:
+    for how in ({"fsdp_debug": True}, {"fsdp_reshard_policy": "backward"}, {"fsdp_reshard_policy": "step"}):
+        for make in (Attends, Reads):
+            check_parity(ctx, _double(make), square_loss(WIDTH), steps=3, **how)
+    check_parity(ctx, _double(Attends), square_loss(WIDTH), steps=3, fsdp_double_buffer=True)
+    model = sharded(ctx, _double(Reads), fsdp_double_buffer=True)
+    with pytest.raises(ModelError, match=r"--fsdp-double-buffer: unit 'table\+plain' needs its slot"):
+        square_loss(WIDTH)(model, 0)
+
+
+class Looks(Net):
+    """Asks for the type of a weight before its unit runs, as much code does."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.head.weight.dtype == torch.float64
+        return super().forward(tokens)
+
+
+def a_look_at_a_weight_costs_something_in_the_first_forward_only(ctx) -> None:
+    looks = check_parity(ctx, _double(Looks), token_loss, steps=3)
+    plain = train_sharded(ctx, _double(Net), token_loss, steps=3)
+    assert looks.traffic == plain.traffic
+    assert looks.model.engine.peak_gathered >= plain.model.engine.peak_gathered
 
 
 def containers_as_units_are_refused(ctx) -> None:
@@ -294,6 +322,8 @@ CHECKS_ON_TWO = (
     modules_that_are_not_called,
     gathered_where_they_are_read_and_ahead_in_later_steps,
     several_forwards_and_evaluations_of_modules_that_are_not_called,
+    policies_debug_and_slots_with_modules_that_are_not_called,
+    a_look_at_a_weight_costs_something_in_the_first_forward_only,
     containers_as_units_are_refused,
     blocks_used_twice_under_reentrant_checkpoints,
     double_backward_where_weights_are_whole,
