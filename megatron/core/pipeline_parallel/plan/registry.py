@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_min, zb_1p, zb_2p, zbv
 
 SCHEDULES: Mapping[str, Callable[[Request], Plan]] = {
     "gpipe": gpipe,
@@ -21,13 +22,16 @@ SCHEDULES: Mapping[str, Callable[[Request], Plan]] = {
     "gis": grouped,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zb-1p": zb_1p,
+    "zb-2p": zb_2p,
+    "zbv": zbv,
+    "v-half": v_half,
+    "v-min": v_min,
     "1f1b-v": one_f_one_b_v,
     "dualpipe-v": dualpipe_v,
 }
 # Names that are known and not built yet, with their heading in docs/roadmap.md.
-PLANNED: Mapping[str, str] = dict.fromkeys(
-    ("zb-1p", "zb-2p", "zbv", "v-half", "v-min"), "zero-bubble schedules"
-)
+PLANNED: Mapping[str, str] = {}
 
 
 def build_plan(schedule: str, request: Request) -> Plan:
