@@ -160,6 +160,7 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
         model.weights_changed()
     optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.ledger)
     model.ledger.book({"moments": sum(optimizer.persistent_bytes().values())})
+    model.release_gradients()
     return Engine(
         chunks=chunks,
         model=model,

@@ -108,16 +108,12 @@ def phases(ctx: RankContext) -> dict[str, int]:
 
 
 def test_what_the_engine_holds_stays_within_fsdp2s_bounds():
-    """sharded: this rank's part of the weights; unit: the largest block; others: what is in no block.
-
-    One bound is not FSDP2's: built, it holds sharded + unit, ours the shards of gradients besides, which have their
-    memory until the first step takes it (`resting_grads.py`).
-    """
+    """sharded: this rank's part of the weights; unit: the largest block; others: what is in no block."""
     for found in run_ranks(phases, 2):
         sharded, unit, others = found["sharded"], found["unit"], found["others"]
         assert found["moments"] == 2 * sharded
         bounds = {
-            "init": sharded + unit + sharded,
+            "init": sharded + unit,
             "forward": sharded + 3 * unit + others,
             "backward": 2 * sharded + 3 * unit + others,
             "optimizer": 4 * sharded,

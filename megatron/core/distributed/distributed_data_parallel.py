@@ -206,6 +206,11 @@ class DistributedDataParallel(GradSync):
         left = None if num_microbatches is None else [num_microbatches] * len(self.chunks)
         self._step = _Step(num_microbatches, reduce_gradients, new_weights, left)
 
+    def release_gradients(self) -> None:
+        """What gradients there are means nothing: cut ones have no memory until their unit's next reduction, unless
+        somebody has made views of them since this was first called."""
+        self._reduction.release()
+
     def expect_last(self) -> None:
         """The microbatch whose backward comes next is the last of a step whose length was not told."""
         step = self._running("expect_last()")

@@ -386,7 +386,9 @@ def _spec(name: str, parameter: nn.Parameter, meta: ParamMeta, unit: str) -> Par
         raise ModelError(f"parameter {name} is {parameter.dtype}: trained parameters are one of {known}")
     assert meta.grad_keys[0] == name, f"parameter {name}: its first use is {meta.grad_keys[0]!r}"
     trained = parameter.requires_grad
-    return ParamSpec(name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained)
+    return ParamSpec(
+        name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained, meta.expert
+    )
 
 
 def _repoint(parameter: nn.Parameter, storage: Tensor) -> None:

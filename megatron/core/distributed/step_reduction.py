@@ -73,6 +73,9 @@ class StepReduction:
         if num_microbatches is not None:
             self.expect(num_microbatches)
 
+    def release(self) -> None:
+        """Whole gradients have their memory."""
+
     def expect(self, num_microbatches: int) -> None:
         """So many microbatches are still to come."""
         self._missing = {key: num_microbatches * reports for key, reports in self._reports.items()}

@@ -107,6 +107,7 @@ class FullyShardedModule(nn.Module):
         for registered, shard in shards.made.items():
             self.register_parameter(registered, shard)
         shards.watch(self._parameters)
+        engine.release_gradients()
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
         for unit in engine.units:  # units may be called without the whole

@@ -46,7 +46,8 @@ class Gatherer:
     bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last
     as long as nothing is recorded. planned: the order in which a microbatch needs units, see [Note: what is planned].
     peak_gathered: the most elements at once so far; step_peak: since the step began. group: the inner ranks; outer: the
-    instances over which the optimizer is cut besides, which gather what it has written first.
+    instances over which the optimizer is cut besides, which gather what it has written first. Communicates over these,
+    over `group` when built too.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Gatherer:
         self._held_by_training: set[int] | None = None  # while a forward without backward runs
         self._waiting: set[int] = set()  # for their backward, gathered in the forward
         self._recomputed: set[int] = set()  # likewise, inside a backward
+        self.fence()  # all have laid their shards down
 
     def set_keep(self, keep: Sequence[Keep]) -> None:
         """For how long each unit stays gathered. Between steps."""

@@ -107,11 +107,16 @@ class MicrobatchReduction:
         for unit in self._units:
             unit.has_sum = accumulate
             self._drop(unit)
-            if not accumulate:
-                unit.resting.release()
+        if not accumulate:
+            self.release()
         self._begin_microbatch()
         if num_microbatches is not None:
             self.expect(num_microbatches)
+
+    def release(self) -> None:
+        """What the shards hold is of no more use."""
+        for unit in self._units:
+            unit.resting.release()
 
     def expect(self, num_microbatches: int) -> None:
         """So many microbatches are still to come, the one under way included."""

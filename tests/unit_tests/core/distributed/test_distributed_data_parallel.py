@@ -105,7 +105,9 @@ def test_overlap_reduces_buckets_during_backward_in_one_order(monkeypatch):
         launched = []
         real = collectives.sum_gradients
         monkeypatch.setattr(
-            collectives, "sum_gradients", lambda b, g, **k: (launched.append(b.data_ptr()), real(b, g, **k))[1]
+            collectives,
+            "sum_gradients",
+            lambda b, g, **k: (launched.append(b.data_ptr()), real(b, g, **k))[1],
         )
         ddp.begin_step(2)
         counts = []

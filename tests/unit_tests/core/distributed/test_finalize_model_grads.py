@@ -137,7 +137,9 @@ def test_pieces_of_a_bounded_buffer_have_the_bits_of_one_collective(monkeypatch,
     shapes = {"norm": (7,), "qkv": (6, 5), "deep": (2, 3, 4), "one": (1, 1)}
     sizes = []
     real = collectives.sum_gradients
-    monkeypatch.setattr(collectives, "sum_gradients", lambda b, g, **k: (sizes.append(b.numel()), real(b, g, **k))[1])
+    monkeypatch.setattr(
+        collectives, "sum_gradients", lambda b, g, **k: (sizes.append(b.numel()), real(b, g, **k))[1]
+    )
 
     def body(ctx):
         ps = ctx.make_ps(tp=4)
