@@ -124,7 +124,7 @@ def test_survivor_of_a_killed_peer(tmp_path, victim):
 @pytest.mark.parametrize("after_s", [0.0, 0.03])
 def test_survivor_of_a_peer_that_dies_at_start_up(tmp_path, after_s):
     """Before or while the ranks meet and make their groups: the other gives up after the timeout, status 6."""
-    flags = [*FLAGS, "--timeout-s", "3"]
+    flags = [*FLAGS, "--timeout-s", "1"]
     with launch.forked(flags, ranks=2, script=FAULTY, cwd=tmp_path) as group:
         time.sleep(after_s)
         group.kill(1)

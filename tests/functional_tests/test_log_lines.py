@@ -1,4 +1,4 @@
-"""What a run prints and records, as scripts written for Megatron-LM read it: one run of two ranks under torchrun."""
+"""What a run prints and records, as scripts written for Megatron-LM read it: one run of two ranks."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def two_ranks(tmp_path_factory):
         "--tensorboard-dir tb --log-timers-to-tensorboard --log-memory-to-tensorboard "
         "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 4"
     ).split()
-    return folder, launch.ok(launch.run([*launch.TINY, *flags], ranks=2, cwd=folder)).output
+    return folder, launch.ok(launch.run_forked([*launch.TINY, *flags], ranks=2, cwd=folder)).output
 
 
 def test_iteration_lines(two_ranks):

@@ -76,10 +76,9 @@ def assert_same_but_for_rounding(one, other, rel=2e-6):
 # --- the documentation's line
 
 
-def test_the_documented_line_simply_runs(run, tmp_path):
-    """Under torchrun, as a user types it: no_shard's losses, and the plan says what is sharded."""
-    words = [*BASE, *LOGGED.split(), *DOCUMENTED.split()]
-    documented = Run(tmp_path, launch.ok(launch.run(words, ranks=2, cwd=tmp_path)))
+def test_the_documented_line_simply_runs(run):
+    """As a user types it: no_shard's losses, and the plan says what is sharded."""
+    documented = run(2, f"{LOGGED} {DOCUMENTED}")
     assert_same_but_for_rounding(run(2, LOGGED), documented)
     plan = json.loads(re.findall(r"^ > plan: (\{.*\})$", documented.output, re.MULTILINE)[0])
     assert plan["sharding"] == "optim_grads_params"

@@ -10,7 +10,7 @@ def test_custom_trainer_as_its_docstring_says(tmp_path):
     line = text.partition("torchrun --nproc-per-node 2 ")[2].partition('"""')[0].replace("\\\n", " ").split()
     assert line[0] == EXAMPLE
     words = [*line[1:], "--save", "ck", "--save-interval", "10", "--load", "ck"]
-    run = launch.ok(launch.run(words, script=EXAMPLE, ranks=2, cwd=tmp_path))
+    run = launch.ok(launch.run_forked(words, script=EXAMPLE, ranks=2, cwd=tmp_path))
     losses = [float(text.split()[0]) for text in run.losses().values()]
     assert list(run.losses()) == [1, 5, 10, 15, 20]
     assert losses[-1] < losses[0]

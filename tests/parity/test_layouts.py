@@ -107,8 +107,13 @@ REPEATED = [
 
 
 def train_twice(ctx):
-    words = ["--num-layers", "4"]
-    return [[train(ctx, layout, words, global_batch=4, steps=3) for _ in range(2)] for layout in REPEATED]
+    return [
+        [
+            train(ctx, layout, ["--num-layers", str(size_of(layout)[0])], global_batch=4, steps=2)
+            for _ in range(2)
+        ]
+        for layout in REPEATED
+    ]
 
 
 def test_a_run_repeated_at_one_layout_has_the_same_bits():

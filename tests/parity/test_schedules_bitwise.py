@@ -1,24 +1,24 @@
 """Every pipeline schedule at TP = DP = 1 gives the bits of one process.
 
-Losses, norms, gradients, and weights after ten clipped steps, with dropout.
+Losses, norms, gradients, and weights after clipped steps, with dropout: ten in the full grid, four in the sample.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
-from tests.harness.layouts import CLIP, Layout, assembled, train
+from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, assembled, train
 from tests.harness.ranks import run_ranks
 
-STEPS = 10
 MODELS = {
-    "fp32 tied": ["--num-layers", "8"],
-    "fp32 untied": ["--num-layers", "8", "--untie-embeddings-and-output-weights"],
-    "bf16 tied": ["--num-layers", "8", "--bf16"],
-    "bf16 untied": ["--num-layers", "8", "--bf16", "--untie-embeddings-and-output-weights", "--swiglu"],
+    "fp32 tied": [],
+    "fp32 untied": ["--untie-embeddings-and-output-weights"],
+    "bf16 tied": ["--bf16"],
+    "bf16 untied": ["--bf16", "--untie-embeddings-and-output-weights", "--swiglu"],
 }
 SCHEDULES = {
     (pp, name): Layout(pp=pp, schedule=name, chunks=2 if name == "interleaved" else 1)
@@ -35,18 +35,39 @@ SAMPLE = [
 ]
 
 
-def run_cases(ctx, cases):
-    return [train(ctx, layout, words, steps=STEPS) for layout, words in cases]
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """layers: as many as 4 pipeline ranks have chunks, or as 2 have."""
+
+    layers: int = 8
+    steps: int = 10
+    microbatches: int = 8
+
+
+FULL, SHORT, SHALLOW = Size(), Size(steps=4), Size(layers=4, steps=4)
+
+
+def run_cases(ctx, cases, size):
+    return [
+        train(
+            ctx,
+            layout,
+            ["--num-layers", str(size.layers), *words],
+            steps=size.steps,
+            global_batch=size.microbatches,
+        )
+        for layout, words in cases
+    ]
 
 
 @functools.cache
-def in_one_process(model):
-    (trained,) = run_ranks(run_cases, 1, [(Layout(), MODELS[model])], timeout=120)[0]
+def in_one_process(model, size):
+    (trained,) = run_ranks(run_cases, 1, [(Layout(), MODELS[model])], size, timeout=120)[0]
     return trained
 
 
-def assert_same_bits(results, model):
-    alone = in_one_process(model)
+def assert_same_bits(results, model, size):
+    alone = in_one_process(model, size)
     for rank in results:
         assert rank.losses == alone.losses
         assert rank.norms == alone.norms
@@ -59,34 +80,32 @@ def assert_same_bits(results, model):
             assert np.array_equal(ours[name], values), f"{kind} of {name} differ"
 
 
-def check(cases):
-    for pp in sorted({schedule[0] for schedule, _ in cases}):
+def check(cases, sizes):
+    """sizes: by the number of stages."""
+    for pp, size in sizes.items():
         mine = [(schedule, model) for schedule, model in cases if schedule[0] == pp]
-        by_rank = run_ranks(
-            run_cases, pp, [(SCHEDULES[schedule], MODELS[model]) for schedule, model in mine], timeout=240
-        )
+        layouts = [(SCHEDULES[schedule], MODELS[model]) for schedule, model in mine]
+        by_rank = run_ranks(run_cases, pp, layouts, size, timeout=240)
         for number, (schedule, model) in enumerate(mine):
             try:
-                assert_same_bits([rank[number] for rank in by_rank], model)
+                assert_same_bits([rank[number] for rank in by_rank], model, size)
             except AssertionError as error:
                 raise AssertionError(f"{SCHEDULES[schedule]}, {model}: {error}") from error
 
 
 def test_schedules_have_the_bits_of_one_process():
-    check(SAMPLE)
+    check(SAMPLE, {2: SHALLOW, 4: SHORT})
 
 
 @pytest.mark.full
 def test_every_schedule_has_the_bits_of_one_process():
-    check([(schedule, model) for schedule in SCHEDULES for model in MODELS])
+    check([(schedule, model) for schedule in SCHEDULES for model in MODELS], {2: FULL, 4: FULL})
 
 
 def test_dropout_and_clipping_act():
     """What the comparison above would not show if both sides lacked it."""
     model = "fp32 tied"
-    with_dropout = in_one_process(model)
-    (without,) = run_ranks(
-        run_cases, 1, [(Layout(), [*MODELS[model], "--hidden-dropout", "0", "--attention-dropout", "0"])]
-    )[0]
+    with_dropout = in_one_process(model, SHALLOW)
+    (without,) = run_ranks(run_cases, 1, [(Layout(), [*MODELS[model], *NO_DROPOUT])], SHALLOW)[0]
     assert with_dropout.losses[0] != without.losses[0]
     assert min(with_dropout.norms) > CLIP

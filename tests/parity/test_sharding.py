@@ -237,13 +237,17 @@ def test_strategies_and_fsdp2_equal_the_plain_loop_over_two_ranks():
         "distributed optimizer": PER_TOKEN,
     }
     cases = [Case(Layout(dp=2, more=SHARDED[name]), words[name], ga=1 + (name in CUT)) for name in SHARDED]
-    cases += [
-        Case(None, PER_TOKEN, ga=2),
-        Case(Layout(dp=2, more=SHARDED["optim_grads_params"]), (*UNTIED, *RECOMPUTE)),
-        Case(Layout(dp=2, more=SHARDED["optim_grads_params"]), fp32=True),
-        Case(Layout(dp=2, more=(*SHARDED["optim_grads_params"], "--init-model-with-meta-device"))),
+    check(2, [*cases, Case(None, PER_TOKEN, ga=2)])
+
+
+def test_models_and_precision_equal_the_plain_loop_over_two_ranks():
+    zero3 = SHARDED["optim_grads_params"]
+    cases = [
+        Case(Layout(dp=2, more=zero3), (*UNTIED, *RECOMPUTE)),
+        Case(Layout(dp=2, more=zero3), fp32=True),
+        Case(Layout(dp=2, more=(*zero3, "--init-model-with-meta-device"))),
     ]
-    check(2, cases)
+    check(2, cases, steps=5)
 
 
 def test_instances_and_other_parallelism_equal_the_plain_loop_over_four_ranks():

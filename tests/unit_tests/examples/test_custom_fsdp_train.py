@@ -5,28 +5,26 @@ from __future__ import annotations
 import ast
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
+
+from tests.harness import launch
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "custom_fsdp" / "train.py"
 
 
 def test_two_ranks_hold_halves_and_train_as_one_process(tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launch, str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    output = launch.ok(launch.run_forked([], script=str(SCRIPT), ranks=2, cwd=tmp_path)).output
     first, last, held, whole = re.search(
-        r"loss ([\d.]+) -> ([\d.]+); ([\d,]+) of ([\d,]+) weights", done.stdout
+        r"loss ([\d.]+) -> ([\d.]+); ([\d,]+) of ([\d,]+) weights", output
     ).groups()
     assert float(last) < 0.8 * float(first)
     held, whole = (int(number.replace(",", "")) for number in (held, whole))
     assert 0.45 * whole < held < 0.55 * whole  # padding of each unit lies on the last rank
     weights = load_file(tmp_path / "runs" / "custom_fsdp" / "model.safetensors")
     assert sum(math.prod(weight.shape) for weight in weights.values()) == whole
-    losses_off, weights_off = re.search(r"losses (\S+), weights (\S+)", done.stdout).groups()
+    losses_off, weights_off = re.search(r"losses (\S+), weights (\S+)", output).groups()
     assert float(losses_off) < 1e-12
     assert float(weights_off) < 1e-10
 
