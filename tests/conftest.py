@@ -1,5 +1,8 @@
 """Shared by every test: one thread in this process, so that forked ranks do not hang (facts: gloo and OpenMP)."""
 
+import gc
+import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -7,3 +10,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 torch.set_num_threads(1)
+# Torch's optimizers import their compiler (a second) at their first step: once here, before ranks are forked, instead of
+# once in every rank.
+os.register_at_fork(before=lambda: importlib.import_module("torch._dynamo"))
+# What a rank inherits from this process, all modules and tests, is not to be walked by its collections of garbage.
+os.register_at_fork(after_in_child=gc.freeze)
+
+
+def pytest_collection_finish():
+    """Thousands of collected tests stay until the end: no collection of garbage has to walk them."""
+    gc.collect()
+    gc.freeze()

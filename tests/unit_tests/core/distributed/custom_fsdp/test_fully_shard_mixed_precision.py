@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
 from megatron.core.distributed.bucket_memory import grad_comm_dtype, main_grad_dtype, main_weight_dtype
-from tests.harness.ranks import share_ranks
+from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (
     STRATEGIES,
     WIDTH,
@@ -81,11 +82,23 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.dtype == torch.float64 else tensor.float()
 
 
-def every_combination_of_dtypes_against_an_emulation(ctx) -> None:
+# Of main gradients and wire: each dtype of either, and either of them left to the other flags.
+SAMPLE = (
+    ("auto", "auto"),
+    ("auto", "fp16"),
+    ("bf16", "auto"),
+    ("bf16", "bf16"),
+    ("bf16", "fp16"),
+    ("fp16", "fp32"),
+    ("fp32", "bf16"),
+)
+
+
+def combinations_of_dtypes_against_an_emulation(ctx, pairs=SAMPLE) -> None:
     """Model x main gradients x wire x main weights, over two microbatches: bit for bit with fp32 main weights."""
     expected: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for kept, wire, main in itertools.product(("auto", *FLAGS), ("auto", *FLAGS), ("fp32", "auto")):
+        for (kept, wire), main in itertools.product(pairs, ("fp32", "auto")):
             if dtype == torch.float32 and (main == "auto" or kept == "auto"):
                 continue  # the same as fp32
             if main == "auto" and wire != kept:
@@ -265,7 +278,7 @@ def a_scaled_loss_in_fp16(ctx) -> None:
 
 
 CHECKS_ON_TWO = (
-    every_combination_of_dtypes_against_an_emulation,
+    combinations_of_dtypes_against_an_emulation,
     older_flags_against_an_emulation,
     main_weights_keep_what_16_bits_lose,
     kept_in_another_dtype_than_the_weights,
@@ -276,3 +289,9 @@ CHECKS_ON_TWO = (
 
 def test_mixed_precision_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})
+
+
+@pytest.mark.full
+def test_every_combination_of_dtypes_on_two_ranks():
+    pairs = list(itertools.product(("auto", *FLAGS), repeat=2))
+    run_ranks(combinations_of_dtypes_against_an_emulation, 2, pairs)
