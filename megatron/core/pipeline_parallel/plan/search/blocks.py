@@ -8,10 +8,11 @@ last bubble (the controllable-memory paper, arXiv 2405.15362).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, slack
+from megatron.core.pipeline_parallel.plan.search.problem import TOLERANCE, Order, Problem, slack
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,54 @@ class Block:
             rows.append([one[3] for one in sorted(starts)])
         return rows
 
+    def peaks(self, problem: Problem) -> list[float]:
+        """By rank: what it holds at most once the block repeats, in program order."""
+        num_stages, costs, period = problem.num_stages, problem.costs, self.period
+        found = []
+        for mine in problem.stages():
+            highest = 0.0
+            for now in (self.offsets[stage] for stage in mine):
+                held = 0.0
+                for stage in mine:
+                    size, kept = costs.activation[stage], costs.held_after_b[stage]
+                    forwards = math.floor((now - self.offsets[stage]) / period + TOLERANCE)
+                    backwards = math.ceil((now - self.offsets[num_stages + stage]) / period - TOLERANCE)
+                    weights = math.ceil((now - self.offsets[2 * num_stages + stage]) / period - TOLERANCE)
+                    # Microbatches up to `forwards` have begun; those before `backwards` and `weights` are through.
+                    held += (forwards + 1 - backwards) * size + (backwards - weights) * kept
+                highest = max(highest, held)
+            found.append(highest)
+        return found
 
-def repeat(problem: Problem, period: float, delays: Sequence[float], w_last: bool = False) -> Block | None:
+    def fits(self, problem: Problem) -> bool:
+        """Whether the block can repeat for ever within the limits of all ranks."""
+        return all(
+            peak <= limit + slack(limit)
+            for peak, limit in zip(self.peaks(problem), problem.limits, strict=True)
+        )
+
+
+def repeat(
+    problem: Problem,
+    period: float,
+    delays: Sequence[float],
+    turns: Sequence[float] = (),
+    grid: float = 0.0,
+) -> Block | None:
     """The block with this period; None where its operations do not fit.
 
     delays: for F by chunk and then for B by chunk, what is waited at least between the arrival of an input and its use.
+    turns: the same for each place where the way goes on on the same rank: between chunks and at the loss.
+    grid: F and B start at multiples of it, 0: anywhere.
     """
-    return _Layout(problem, period).block(delays)
+    return _Layout(problem, period, grid).block(delays, turns)
 
 
 class _Layout:
     """rooms: by rank, the free intervals of the period, as (start, end) within 0 to period."""
 
-    def __init__(self, problem: Problem, period: float) -> None:
-        self.problem, self.period = problem, period
+    def __init__(self, problem: Problem, period: float, grid: float) -> None:
+        self.problem, self.period, self.grid = problem, period, grid
         self.tolerance = slack(period)
         num_stages, costs = problem.num_stages, problem.costs
         self.num_stages = num_stages
@@ -62,26 +97,26 @@ class _Layout:
             for mine in problem.stages()
         ]
 
-    def block(self, delays: Sequence[float]) -> Block | None:
+    def block(self, delays: Sequence[float], turns: Sequence[float]) -> Block | None:
         num_stages, num_ranks = self.num_stages, self.problem.placement.num_ranks
-        latencies = self.problem.latencies()
+        latencies, ranks = self.problem.latencies(), self.ranks
+        num_chunks = num_stages // num_ranks
         offsets = [0.0] * (3 * num_stages)
-        arrival = 0.0
+        arrival, before, turned = 0.0, -1, 0
         for code in [*range(num_stages), *range(2 * num_stages - 1, num_stages - 1, -1)]:
             kind, stage = divmod(code, num_stages)
-            chunk = stage // num_ranks
-            chunks = num_stages // num_ranks
-            crossed = latencies[stage] if kind else latencies[stage - 1] if stage else 0.0
-            turn = code == 2 * num_stages - 1
-            extra = 0.0 if code == 0 or turn else delays[kind * chunks + chunk]
-            start = self._place(code, arrival + (0.0 if turn else crossed) * (code != 0) + extra)
+            if before >= 0 and ranks[before] == ranks[stage]:
+                arrival += turns[turned] if turned < len(turns) else 0.0
+                turned += 1
+            elif before >= 0:
+                arrival += latencies[min(stage, before)] + delays[kind * num_chunks + stage // num_ranks]
+            start = self._place(code, arrival)
             if start < 0:
                 return None
             offsets[code] = start
-            arrival = start + self.durations[code]
+            arrival, before = start + self.durations[code], stage
         for stage in range(num_stages - 1, -1, -1):
-            code = 2 * num_stages + stage
-            backward = num_stages + stage
+            code, backward = 2 * num_stages + stage, num_stages + stage
             start = self._place(code, offsets[backward] + self.durations[backward])
             if start < 0:
                 return None
@@ -93,16 +128,18 @@ class _Layout:
         rank, duration = self.ranks[code % self.num_stages], self.durations[code]
         left = self.left[rank]
         left.remove(duration)
-        base = earliest % self.period
-        best = -1.0
-        for wait in sorted({round(one, 9) for one in self._waits(rank, base, duration, left)}):
-            if self._roomy(rank, (base + wait) % self.period, duration, left):
-                best = wait
-                break
-        if best < 0:
-            return -1.0
-        self.placed[rank].append(((base + best) % self.period, duration))
-        return earliest + best
+        if self.grid and code < 2 * self.num_stages:
+            earliest = math.ceil(earliest / self.grid - TOLERANCE) * self.grid
+            waits = [step * self.grid for step in range(round(self.period / self.grid))]
+        else:
+            base = earliest % self.period
+            waits = sorted({round(one, 9) for one in self._waits(rank, base, duration, left)})
+        for wait in waits:
+            start = (earliest + wait) % self.period
+            if self._roomy(rank, start, duration, left):
+                self.placed[rank].append((start, duration))
+                return earliest + wait
+        return -1.0
 
     def _rooms(self, rank: int, placed: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """The free intervals of a rank's period as (start, length); one may run over its end."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import F, Plan, PlanError, RawOp, W
+from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 
@@ -60,31 +60,6 @@ class Problem:
     def work(self) -> float:
         """What the busiest rank computes."""
         return self.num_microbatches * max(self.costs.rank_times(self.placement))
-
-    def bound(self) -> float:
-        """A cost that no order can beat: work, and what a rank must wait for its first gradients.
-
-        Until its first B from another rank a rank computes forwards that its memory holds, and gradients of its later
-        chunks; the first F of a rank and the first B of its last stage are one way through all later stages apart.
-        """
-        costs, total = self.costs, self.num_microbatches
-        latencies = self.latencies()
-        best = 0.0
-        per_rank = costs.rank_times(self.placement)
-        for rank, stages in enumerate(self.stages()):
-            first = stages[0]
-            trip = sum(costs.f[first:]) + sum(costs.b[first + 1 :]) + 2 * sum(latencies[first:])
-            size = min((costs.activation[stage] for stage in stages), default=0.0)
-            held = (
-                min(total * len(stages), int(self.limits[rank] / size + TOLERANCE))
-                if size
-                else total * len(stages)
-            )
-            useful = total * per_rank[rank]
-            if len(stages) == 1:
-                useful = min(trip, held * costs.f[first])
-            best = max(best, total * per_rank[rank] + max(0.0, trip - useful))
-        return best
 
 
 def check_limits(name: str, problem: Problem) -> None:
@@ -157,5 +132,5 @@ def plan_of(name: str, problem: Problem, order: Sequence[Sequence[int]]) -> Plan
             row.append((kind, stage, done[code], 0, -1, -1, -1, -1))
             done[code] += 1
         rows.append(tuple(row))
-    assert F == 0 and W == 2, (F, W)
+    assert (F, B, W) == (0, 1, 2), (F, B, W)
     return Plan(name, problem.placement, problem.num_microbatches, tuple(rows))

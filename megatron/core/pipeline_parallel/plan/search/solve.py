@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
-from megatron.core.pipeline_parallel.plan.search.candidates import by_blocks, by_rules, known
+from megatron.core.pipeline_parallel.plan.search.candidates import Start, by_blocks, by_rules, known
 from megatron.core.pipeline_parallel.plan.search.extend import extend
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
@@ -20,21 +20,27 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
 )
 from megatron.core.pipeline_parallel.plan.search.squeeze import Squeezer
 
-# Operations visited by squeezing, per rank. Not time: every rank must come to the same plan.
-_VISITS = 7500
+# Operations visited by squeezing: at least, and more for each rank. Not time: every rank must come to the same plan.
+_VISITS, _VISITS_OF_RANK = 15000, 4500
 _STARTS_SHARE = 0.65
+_MOST_STARTS = 40
+# How much of an operation may stick out of the gap that it fills; what is delayed by it may gain elsewhere.
 _GIVES = (0.0, 0.5, 0.25)
+_FINALISTS = 6
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Found:
-    """An order and its merit, the best first: cost, peak, makespan (rounded, so that ties are ties)."""
+    """An order, its start, and its merit: cost, peak, makespan (rounded, so that ties are ties), least first."""
 
-    cost: float
-    peak: float
-    makespan: float
-    label: str
+    merit: tuple[float, float, float]
+    start: Start
     order: Order
+
+    @property
+    def cost(self) -> float:
+        """The longest span of a rank."""
+        return self.merit[0]
 
 
 class Search:
@@ -47,62 +53,67 @@ class Search:
         self.found: list[Found] = []
         self.seen: set[int] = set()
 
-    def add(self, label: str, order: Order) -> Found | None:
+    def add(self, start: Start, order: Order | None) -> Found | None:
         """Judge an order; None where it stops or is over a limit."""
+        if order is None or not fits(self.problem, order):
+            return None
         times = self.squeezer.forwards.times(order)
-        if times is None or not fits(self.problem, order):
+        if times is None:
             return None
         unit = slack(times.cost)
-        merit = [round(one / unit) * unit for one in (times.cost, times.makespan)]
-        found = Found(merit[0], max(peaks(self.problem, order)), merit[1], label, order)
+        cost, makespan = (round(one / unit) * unit for one in (times.cost, times.makespan))
+        found = Found((cost, round(max(peaks(self.problem, order)), 9), makespan), start, order)
         self.found.append(found)
         return found
 
     @property
-    def best(self) -> Found:
-        """The best so far."""
-        return min(self.found, key=lambda one: (one.cost, one.peak, one.makespan))
+    def ranking(self) -> list[Found]:
+        """All that was found, the best first; ties in the order in which they were found."""
+        return sorted(self.found, key=lambda one: one.merit)
 
     def is_done(self) -> bool:
         """Whether nothing better is possible."""
-        return bool(self.found) and self.best.cost <= self.bound + slack(self.bound)
+        return any(one.cost <= self.bound + slack(self.bound) for one in self.found)
 
-    def squeeze(self, start: Found, rounds: int, give: float) -> Found:
+    def squeeze(self, found: Found, rounds: int, give: float) -> Found:
         """An order squeezed; never worse."""
-        order, _ = self.squeezer.improve(start.order, rounds, give)
-        return self.add(start.label, order) or start
+        order, _ = self.squeezer.improve(found.order, rounds, give)
+        return self.add(found.start, order) or found
 
     def run(self, rounds: int) -> None:
         """Squeeze every start once, as far as the rounds go, then the best ones until the rounds are spent."""
-        starts = self.starts()
-        spent = 0
+        most = min(_MOST_STARTS, max(2, int(rounds * _STARTS_SHARE)))
         squeezed: list[Found] = []
-        while spent < max(2, int(rounds * _STARTS_SHARE)) and not self.is_done():
-            start = next(starts, None)
-            if start is None:
+        for found in itertools.islice(self.starts(), most):
+            squeezed.append(self.squeeze(found, 1, 0.0))
+            if self.is_done():
+                return
+        squeezed.sort(key=lambda one: one.merit)
+        left = min(rounds, 2 * _MOST_STARTS) - len(squeezed)
+        for one, give in itertools.product(squeezed[: max(1, left // 9)], _GIVES):
+            if left <= 0 or self.is_done():
                 break
-            squeezed.append(self.squeeze(start, 1, 0.0))
-            spent += 1
-        squeezed.sort(key=lambda one: (one.cost, one.peak, one.makespan))
-        for give, start in itertools.product(_GIVES, squeezed[: max(1, (rounds - spent) // 6)]):
-            if self.is_done() or spent >= rounds:
-                break
-            self.squeeze(start, 3, give)
-            spent += 3
+            self.squeeze(one, min(3, left), give)
+            left -= 3
+        for start in known(self.problem):
+            self.add(start, start.make(self.problem))
 
     def starts(self) -> Iterator[Found]:
         """Distinct orders that fit, of all families in turn."""
-        families = [by_blocks(self.problem), known(self.problem), by_rules(self.problem)]
+        blocks, others = by_blocks(self.problem), [known(self.problem), by_rules(self.problem)]
+        # On the V, blocks are most often the best.
+        families = [*[blocks] * (2 * self.problem.placement.num_chunks - 1), *others]
         while families:
             for family in list(families):
-                one = next(family, None)
-                if one is None:
+                start = next(family, None)
+                if start is None:
                     families.remove(family)
                     continue
-                mark = hash(tuple(map(tuple, one[1])))
+                order = start.make(self.problem)
+                mark = hash(tuple(map(tuple, order or ())))
                 if mark not in self.seen:
                     self.seen.add(mark)
-                    found = self.add(*one)
+                    found = self.add(start, order)
                     if found is not None:
                         yield found
 
@@ -113,22 +124,37 @@ def solve(name: str, problem: Problem) -> Found:
     num_ranks, total = problem.placement.num_ranks, problem.num_microbatches
     short = short_length(problem)
     search = Search(problem.of_length(short))
-    rounds = _VISITS * num_ranks // search.problem.num_ops
-    search.run(rounds)
+    visits = _VISITS + _VISITS_OF_RANK * num_ranks
+    search.run(visits // search.problem.num_ops)
     if not search.found:
         raise PlanError(f"{name}: no order found for {num_ranks} ranks and {total} microbatches")
-    if short == total:
-        return search.best
+    return (
+        search.ranking[0] if short == total else _lengthen(search, problem, visits // (2 * problem.num_ops))
+    )
+
+
+def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
+    """The best order of the whole problem, by what was best on the short one."""
     whole = Search(problem)
-    for label, order in known(problem):
-        whole.add(label, order)
-    for found in sorted(search.found, key=lambda one: (one.cost, one.peak, one.makespan))[:4]:
-        longer = extend(found.order, problem.placement.num_chunks, total - short)
-        if longer is not None:
-            whole.add(found.label, longer)
-    if not whole.found:
-        whole.run(4)
-    return whole.best
+    more = problem.num_microbatches - search.problem.num_microbatches
+    ranking = search.ranking
+    work = max(problem.costs.rank_times(problem.placement))
+    expected = ranking[0].cost + more * max(work, ranking[0].start.period)
+    expected += slack(expected)
+    for found in ranking[:_FINALISTS]:
+        longer = whole.add(found.start, extend(found.order, problem.placement.num_chunks, more))
+        if longer is not None and longer.cost <= expected:
+            break
+    else:
+        # Nothing settles within the short problem: squeeze the whole.
+        made = whole.add(ranking[0].start, ranking[0].start.make(problem))
+        if made is not None:
+            whole.squeeze(made, max(1, rounds), 0.0)
+    if problem.placement.num_chunks == 1 or not whole.found:
+        for start in known(problem):
+            whole.add(start, start.make(problem))
+    assert whole.found, "no start can be made longer"
+    return whole.ranking[0]
 
 
 def short_length(problem: Problem) -> int:
