@@ -10,8 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 torch.set_num_threads(1)
-# Torch's optimizers import their compiler (a second) at their first step: once here, before ranks are forked, instead of
-# once in every rank.
+# Torch's optimizers import their compiler (a second) at their first step: once before ranks are forked, and not in
+# every rank.
 os.register_at_fork(before=lambda: importlib.import_module("torch._dynamo"))
 # What a rank inherits from this process, all modules and tests, is not to be walked by its collections of garbage.
 os.register_at_fork(after_in_child=gc.freeze)

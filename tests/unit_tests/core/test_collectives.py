@@ -324,7 +324,7 @@ def test_units_of_a_group_of_one():
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "sum_gradients"])
-def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op):
+def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op, tmp_path):
     def body(ctx):
         ps = short_ps(ctx, 2)
         collectives.barrier(ps.control_group)
@@ -332,8 +332,7 @@ def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op):
         if ctx.rank == 2:
             os._exit(9)
         if ctx.rank == 1:
-            time.sleep(4)  # silent
-            return None
+            return silent_until(tmp_path / "missed")
         try:
             if op == "all_gather":
                 collectives.all_gather_units([(big, small)], ps.dp_group).wait()
@@ -343,6 +342,8 @@ def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op):
                 collectives.sum_gradients(big, ps.dp_group).wait()
         except PeerLostError as error:
             raise AssertionError(f"CAUGHT {error.op}|{error.purpose}|{error.rank}|{error}") from None
+        finally:
+            (tmp_path / "missed").touch()
 
     error = rank_outcomes(body, 3, timeout=30)[0].error or ""
     assert f"CAUGHT {op}|dp|0|rank 0: lost a peer in {op} over group 'dp' (ranks [0, 1, 2])" in error, error
@@ -363,6 +364,12 @@ def test_group_of_one_communicates_nothing():
     assert torch.equal(out, x)
     collectives.reduce_scatter(out, x * 2, ps.dp_group)
     assert torch.equal(out, x * 2)
+
+
+def silent_until(missed):
+    """Talks to nobody until another rank has made this file."""
+    while not missed.exists():
+        time.sleep(0.02)
 
 
 def short_ps(ctx, timeout_s):
@@ -529,7 +536,7 @@ def test_the_observer_hears_of_messages_by_pair_so_that_both_ends_count_alike():
     assert got[2] == [("receive", "pp_forward 1->2", (1, 2))] * 2
 
 
-def test_a_dead_or_silent_end_is_named():
+def test_a_dead_or_silent_end_is_named(tmp_path):
     def body(ctx):
         grid = RankGrid(3, pp=3)
         ps = make_parallel_state(grid, ctx.device, datetime.timedelta(seconds=2))
@@ -538,8 +545,7 @@ def test_a_dead_or_silent_end_is_named():
         if ctx.rank == 2:
             os._exit(9)
         if ctx.rank == 1:
-            time.sleep(4)  # silent towards rank 0
-            return None
+            return silent_until(tmp_path / "missed")
         told = []
         for peer, calls in ((2, ([(box, 2)], [])), (1, ([], [(box, 1)]))):
             try:
@@ -548,6 +554,7 @@ def test_a_dead_or_silent_end_is_named():
                     pending.wait()
             except PeerLostError as error:
                 told.append(f"{peer}|{error.peer}|{error.status}|{error.at('stage 0, 0SEND_F1')}")
+        (tmp_path / "missed").touch()
         raise AssertionError("CAUGHT " + " & ".join(told))
 
     outcomes = rank_outcomes(body, 3, timeout=30)
