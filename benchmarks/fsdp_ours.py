@@ -68,6 +68,7 @@ class OurLoop:
             bf16=work.dtype == torch.bfloat16,
         )
         self.optimizer = build_optimizer(optimizer, self.model.buffer, ps)
+        self.model.release_gradients()
         set_schedule(self.optimizer.param_groups, LEARNING_RATE, 0.0)
         self.divisor = float(len(work.mine) * ps.dp_size)
         tokens = work.mine[0][0]

@@ -18,12 +18,12 @@ from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.host_memory import SharedTensor, shared_zeros
 from megatron.core.parallel_state import Group
 
-MAX_SLOT_BYTES = 32 << 20  # what is larger is sent: both slots are there for the whole run
+MAX_SLOT_BYTES = 32 << 20  # the slots are there for the whole run
 _ALIGNMENT = 64
 
 
 class Outbox:
-    """Two slots. slot_bytes: of the largest reduction that goes through them, one more on each rank of the group."""
+    """Two slots, of half of `memory` each."""
 
     def __init__(self, memory: SharedTensor, group: Group) -> None:
         self._group = group
@@ -37,12 +37,13 @@ class Outbox:
 
     @classmethod
     def of_units(cls, units: Sequence[Sequence[Tensor]], group: Group) -> Outbox | None:
-        """For the whole gradients of these units, as far as MAX_SLOT_BYTES goes. None where no memory is shared, or
-        none would fit. Communicates over the group."""
+        """For the whole gradients of these units. A slot holds the one in the middle, by size, and MAX_SLOT_BYTES at
+        most: larger ones are sent. None where no memory is shared, or none would fit. Communicates over the group."""
         if group.size == 1 or group.backend != "gloo":
             return None
-        sizes = [size for fulls in units if 0 < (size := _slot_bytes(fulls, group.size)) <= MAX_SLOT_BYTES]
-        memory = shared_zeros(2 * max(sizes), torch.uint8, group) if sizes else None
+        sizes = sorted(size for fulls in units if (size := _slot_bytes(fulls, group.size)) > 0)
+        fitting = [size for size in sizes[: len(sizes) // 2 + 1] if size <= MAX_SLOT_BYTES]
+        memory = shared_zeros(2 * fitting[-1], torch.uint8, group) if fitting else None
         return None if memory is None else cls(memory, group)
 
     def fits(self, fulls: Sequence[Tensor]) -> bool:
