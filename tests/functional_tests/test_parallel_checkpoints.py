@@ -3,12 +3,12 @@
 import functools
 import itertools
 import json
-import shutil
 import signal
 
 import pytest
 
 from tests.harness import launch
+from tests.harness.runs import common_state, copy_checkpoint
 from tools import inspect_checkpoint
 
 LAYOUTS = {
@@ -45,15 +45,9 @@ def trained(tmp_path_factory):
 
 def copy_of_third(trained, layout, folder):
     """A run's checkpoint of iteration 3, as if the run had ended there."""
-    source = trained(layout)[0] / "ck"
-    shutil.copytree(source / "iter_0000003", folder / "ck" / "iter_0000003")
-    (folder / "ck" / "latest_checkpointed_iteration.txt").write_text("3")
-    return launch.digests(source, 3)
-
-
-def common(folder, iteration):
-    manifest = folder / "ck" / f"iter_{iteration:07d}" / "manifest.json"
-    return json.loads(manifest.read_text())["common"]
+    source, _ = trained(layout)
+    copy_checkpoint(source, folder, 3)
+    return launch.digests(source / "ck", 3)
 
 
 def assert_saved_as_loaded(trained, folder, source, target):
@@ -63,7 +57,7 @@ def assert_saved_as_loaded(trained, folder, source, target):
     run = train(folder, target, *more)
     assert "loading checkpoint from ck at iteration 3" in run.output
     assert launch.digests(folder / "ck", 4) == digests
-    before, after = (common(folder, iteration) for iteration in (3, 4))
+    before, after = (common_state(folder, iteration) for iteration in (3, 4))
     assert after["optimizer"] == before["optimizer"]
 
 
@@ -87,7 +81,7 @@ def test_a_pipeline_goes_on_bit_for_bit(trained, tmp_path, source, target):
     assert list(resumed.losses()) == [4, 5, 6]
     assert resumed.losses() == {n: text for n, text in run.losses().items() if n > 3}
     assert launch.digests(tmp_path / "ck", 6) == launch.digests(straight / "ck", 6)
-    assert common(tmp_path, 6)["train_state"] == common(straight, 6)["train_state"]
+    assert common_state(tmp_path, 6)["train_state"] == common_state(straight, 6)["train_state"]
 
 
 @pytest.mark.parametrize("layout", ["TP2", pytest.param("TP2 x PP2", marks=pytest.mark.full)])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.faults import check_survivor_of_a_sleeping_peer
+from tests.harness.runs import refused_before_torch
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"
 PLAIN = "tests/functional_tests/trainers/plain_pipeline.py"
@@ -54,21 +55,11 @@ def faulty(folder, flags, ranks=2):
     ],
 )  # fmt: skip
 def test_wrong_flags_are_refused_before_torch(tmp_path, flags, says):
-    """Status 2, flags and fix; a torch that cannot be imported is not missed."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    env = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "PYTHONPATH": str(tmp_path),
-    }
-    run = launch.ended(launch.run([*FLAGS, *flags.split()], cwd=tmp_path, env=env), 2)
-    assert "torch was imported" not in run.output
-    assert "Traceback" not in run.output
+    """Flags and fix."""
+    output = refused_before_torch([*FLAGS, *flags.split()], ranks=2, folder=tmp_path)
     for words in says:
-        assert words in run.output, run.output
-    assert "fix: " in run.output
+        assert words in output, output
+    assert "fix: " in output
 
 
 # --- wrong models

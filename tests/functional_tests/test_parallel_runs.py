@@ -4,7 +4,6 @@ A pipeline adds nothing to the arithmetic: its runs are compared bit for bit, wi
 parallel ranks. Tensor parallel ranks add parts of sums in another order: theirs are compared with a tolerance.
 """
 
-import functools
 import json
 import re
 
@@ -13,6 +12,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from tests.harness import launch
+from tests.harness.runs import assert_same_bits, assert_same_but_for_rounding, runs_of
 from tools import show_schedule
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"
@@ -26,60 +26,18 @@ PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 PP3, PP4 = "--pipeline-model-parallel-size 3", "--pipeline-model-parallel-size 4"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 CHUNKS = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
-VALIDATION = re.compile(r" validation loss at (iteration \d+(?: on \w+ set)?) \| lm loss value: (\S+)")
 ENDS = " --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 # Tensor parallel ranks talk in every layer: two microbatches a step instead of four, one of an evaluation.
 SHORT = f"{LOGGED} --global-batch-size 4 --eval-iters 1 --train-iters 3 --save-interval 3"
 
 
-class Run:
-    """A finished run, its lines and what it saved."""
-
-    def __init__(self, folder, finished):
-        self.folder, self.finished, self.output = folder, finished, finished.output
-
-    @property
-    def losses(self):
-        """Iteration -> everything that its line says, but for the times."""
-        lines = re.findall(r"^ \[[^\]]*\] (iteration .*)$", self.output, re.MULTILINE)
-        return [re.sub(r"elapsed time per iteration \(ms\): \S+ \| ", "", line) for line in lines]
-
-    @property
-    def numbers(self):
-        """Loss and gradient norm of each iteration."""
-        return {n: [float(word) for word in text.split()] for n, text in self.finished.losses().items()}
-
-    @property
-    def validation(self):
-        return VALIDATION.findall(self.output)
-
-    @functools.cached_property
-    def digests(self):
-        newest = (self.folder / "ck" / "latest_checkpointed_iteration.txt").read_text()
-        return launch.digests(self.folder / "ck", int(newest))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(ranks, flags, script): each different run once."""
-
-    @functools.cache
-    def one(ranks, flags, script=launch.GPT, data=None):
-        folder = tmp_path_factory.mktemp("run")
-        words = [*BASE, *flags.split()]
-        if data is not None:
-            left_out = ("--mock-data", "--no-create-attention-mask-in-dataloader")
-            words = [word for word in words if word not in left_out] + ["--data-path", str(data)]
-        return Run(folder, launch.ok(launch.run_forked(words, ranks=ranks, script=script, cwd=folder)))
-
-    return one
-
-
-def assert_same_bits(one, other):
-    assert one.losses
-    assert other.losses == one.losses
-    assert other.validation == one.validation
-    assert other.digests == one.digests
+    return runs_of(
+        BASE,
+        tmp_path_factory.mktemp,
+        left_out_with_data=("--mock-data", "--no-create-attention-mask-in-dataloader"),
+    )
 
 
 # --- pipelines
@@ -104,8 +62,8 @@ def test_a_pipeline_is_one_process_bit_for_bit(run, ranks, flags):
 def test_what_a_pipeline_says(run):
     one, two, looped = run(1, LOGGED), run(2, f"{LOGGED} {PP2}"), run(2, f"{LOGGED} {CHUNKS}")
     assert len(one.validation) == 4
-    assert "num zeros: " in two.losses[0]
-    assert "params norm: " in two.losses[0]
+    assert "num zeros: " in two.lines[0]
+    assert "params norm: " in two.lines[0]
     counts = {
         what.output: dict(
             re.findall(
@@ -122,9 +80,7 @@ def test_what_a_pipeline_says(run):
         " > stages: 4 of 1 layer, 2 on each of 2 pipeline ranks; embedding on stage 0, loss on stage 3\n"
         in looped.output
     )
-    plans = [
-        json.loads(re.findall(r"^ > plan: (\{.*\})$", what.output, re.MULTILINE)[0]) for what in (two, looped)
-    ]
+    plans = [two.plan, looped.plan]
     assert [plan["schedule"] for plan in plans] == ["1f1b", "interleaved"]
     assert plans[0]["ops_per_rank"] == [{"F": 4, "B": 0, "W": 0, "BW": 4}] * 2
     assert plans[1]["ops_per_rank"] == [{"F": 8, "B": 0, "W": 0, "BW": 8}] * 2
@@ -186,8 +142,8 @@ def test_precision_and_losses(run, name, flags):
     one, two = run(1, PRECISION[name]), run(2, f"{PRECISION[name]} {flags}")
     assert_same_bits(one, two)
     if name == "fp16":
-        assert "number of skipped iterations:   1 " in two.losses[0]  # an overflow, skipped on both stages
-        assert "number of skipped iterations:   0 " in two.losses[-1]
+        assert "number of skipped iterations:   1 " in two.lines[0]  # an overflow, skipped on both stages
+        assert "number of skipped iterations:   0 " in two.lines[-1]
 
 
 def test_batch_ramp_up(run, tmp_path):
@@ -217,7 +173,7 @@ def test_masks_reach_the_stages_between(run, corpus):
     """--reset-attention-mask: attention of every stage needs the mask, so every stage reads."""
     masked = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
     one, plain = run(1, masked, data=corpus), run(1, "", data=corpus)
-    assert one.losses != plain.losses
+    assert one.lines != plain.lines
     assert_same_bits(one, run(3, f"{masked} {PP3} --decoder-first-pipeline-num-layers 2", data=corpus))
 
 
@@ -254,8 +210,7 @@ def test_a_measured_timeline_beside_its_plan(run, capsys):
     words = ["--measured", str(timed.folder / "times"), "--iteration", "3", "--format", "json"]
     assert show_schedule.main(words) in (0, None)
     measured = json.loads(capsys.readouterr().out)
-    plan = json.loads(re.findall(r"^ > plan: (\{.*\})$", timed.output, re.MULTILINE)[0])
-    assert (measured["iteration"], measured["hash"]) == (3, plan["hash"])
+    assert (measured["iteration"], measured["hash"]) == (3, timed.plan["hash"])
 
 
 # --- a user's own modules
@@ -274,12 +229,7 @@ def test_tensor_parallel_ranks(run):
     one = run(1, flags)
     two, sequence = run(2, f"{flags} {TP2}"), run(2, f"{flags} {TP2} --sequence-parallel")
     for other in (two, sequence):
-        for iteration, expected in one.numbers.items():
-            assert other.numbers[iteration] == pytest.approx(expected, rel=1e-4), iteration
-        for (where, loss), (expected_where, expected) in zip(other.validation, one.validation, strict=True):
-            assert where == expected_where
-            assert float(loss) == pytest.approx(float(expected), rel=1e-4)
-        assert set(other.digests) == set(one.digests)
+        assert_same_but_for_rounding(one, other, rel=1e-4)
 
 
 def test_stages_add_nothing_to_tensor_parallel_ranks(run):

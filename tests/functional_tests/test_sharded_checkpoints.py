@@ -6,8 +6,6 @@ stopped in the ways in which runs are stopped.
 
 import functools
 import itertools
-import json
-import shutil
 import signal
 import time
 
@@ -15,6 +13,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.save import PendingSave
 from tests.harness import launch
+from tests.harness.runs import common_state, copy_checkpoint
 
 FSDP = "--use-custom-fsdp --data-parallel-sharding-strategy"
 ZERO3 = f"{FSDP} optim_grads_params"
@@ -57,17 +56,6 @@ def trained(tmp_path_factory):
     return one
 
 
-def stopped_at(source, folder, iteration=3):
-    """A copy of a run's checkpoint, as if the run had ended there."""
-    name = f"iter_{iteration:07d}"
-    shutil.copytree(source / "ck" / name, folder / "ck" / name)
-    (folder / "ck" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-
-
-def common(folder, iteration):
-    return json.loads((folder / "ck" / f"iter_{iteration:07d}" / "manifest.json").read_text())["common"]
-
-
 # --- going on
 
 
@@ -84,13 +72,13 @@ def common(folder, iteration):
 )
 def test_the_same_layout_goes_on_bit_for_bit(trained, tmp_path, flags):
     straight, run = trained("ZeRO-3", *flags)
-    stopped_at(straight, tmp_path)
+    copy_checkpoint(straight, tmp_path, 3)
     resumed = train(tmp_path, "ZeRO-3", "--train-iters", "6", *flags)
     assert resumed.losses()
     assert resumed.losses() == {n: text for n, text in run.losses().items() if n > 3}
     assert launch.digests(tmp_path / "ck", 6) == launch.digests(straight / "ck", 6)
     for key in ("train_state", "scheduler", "scaler", "optimizer"):
-        assert common(tmp_path, 6)[key] == common(straight, 6)[key]
+        assert common_state(tmp_path, 6)[key] == common_state(straight, 6)[key]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +100,7 @@ def test_the_same_layout_goes_on_bit_for_bit(trained, tmp_path, flags):
 def test_any_other_layout_goes_on(trained, tmp_path, source, target):
     """The losses of the run that nobody stopped, but for rounding. No dropout: TP ranks have masks of their own."""
     straight, run = trained(source, *NO_DROPOUT)
-    stopped_at(straight, tmp_path)
+    copy_checkpoint(straight, tmp_path, 3)
     resumed = train(tmp_path, target, "--train-iters", "6", *NO_DROPOUT)
     assert "loading checkpoint from ck at iteration 3" in resumed.output
     assert list(resumed.losses()) == [4, 5, 6]
@@ -124,7 +112,7 @@ def test_any_other_layout_goes_on(trained, tmp_path, source, target):
 def test_nothing_is_lost_on_a_way_around(trained, tmp_path):
     """ZeRO-3 -> optim -> four ranks -> one -> ZeRO-3, each loading and saving without a step: the bits of the first."""
     straight, _ = trained("ZeRO-3")
-    stopped_at(straight, tmp_path)
+    copy_checkpoint(straight, tmp_path, 3)
     expected = launch.digests(tmp_path / "ck", 3)
     skipped = ["--iterations-to-skip", *map(str, range(4, 8)), "--train-iters", "8", "--save-interval", "1"]
     more = [*skipped, "--override-opt_param-scheduler"]
@@ -137,7 +125,7 @@ def test_nothing_is_lost_on_a_way_around(trained, tmp_path):
 def test_the_model_as_the_checkpoint_has_it(trained, tmp_path):
     """--use-checkpoint-args: the shape is not repeated, and what is sharded is the command's, not the checkpoint's."""
     straight, run = trained("ZeRO-3")
-    stopped_at(straight, tmp_path)
+    copy_checkpoint(straight, tmp_path, 3)
     words = [*REST, *SAVING, *LAYOUTS["optim"][1].split(), "--use-checkpoint-args", "--train-iters", "6"]
     resumed = launch.ok(launch.run_forked(words, ranks=2, cwd=tmp_path))
     assert list(resumed.losses()) == [4, 5, 6]

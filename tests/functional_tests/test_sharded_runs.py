@@ -4,13 +4,17 @@ With two microbatches a step, strategies that sum gradients over ranks once a st
 and so have those that reduce each microbatch (optim_grads, optim_grads_params); between the two only rounding differs.
 """
 
-import functools
-import json
 import re
 
 import pytest
 
 from tests.harness import launch
+from tests.harness.runs import (
+    assert_same_bits,
+    assert_same_but_for_rounding,
+    refused_before_torch,
+    runs_of,
+)
 
 PLAIN = "tests/functional_tests/trainers/plain_pipeline.py"
 SIZE = [*launch.TINY, *"--num-layers 4 --padded-vocab-size 128".split()]
@@ -21,56 +25,13 @@ ZERO2, ZERO3 = f"{FSDP} optim_grads", f"{FSDP} optim_grads_params"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 # --use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params, as the documentation of Megatron has it.
 DOCUMENTED = f"{ZERO3} --no-gradient-accumulation-fusion"
-VALIDATION = re.compile(r" validation loss at (iteration \d+(?: on \w+ set)?) \| lm loss value: (\S+)")
 TABLE_ROW = re.compile(r"^   (\w+) +([\d,]+)(?: +([\d,]+))?$", re.MULTILINE)
 full = pytest.mark.full
 
 
-class Run:
-    """A finished run, its lines and what it saved."""
-
-    def __init__(self, folder, finished):
-        self.folder, self.output = folder, finished.output
-        self.printed = finished.losses()  # iteration -> loss and gradient norm
-        self.validation = VALIDATION.findall(finished.output)
-
-    @functools.cached_property
-    def digests(self):
-        newest = (self.folder / "ck" / "latest_checkpointed_iteration.txt").read_text()
-        return launch.digests(self.folder / "ck", int(newest))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(ranks, flags, script): each different run once."""
-
-    @functools.cache
-    def one(ranks, flags, script=launch.GPT, base=tuple(BASE)):
-        folder = tmp_path_factory.mktemp("run")
-        words = [*base, *flags.split()]
-        return Run(folder, launch.ok(launch.run_forked(words, ranks=ranks, script=script, cwd=folder)))
-
-    return one
-
-
-def assert_same_bits(one, other):
-    assert one.printed
-    assert other.printed == one.printed
-    assert other.validation == one.validation
-    assert other.digests == one.digests
-
-
-def assert_same_but_for_rounding(one, other, rel=2e-6):
-    """Losses, gradient norms and evaluations, of which seven digits are printed; the names of the tensors saved."""
-    assert one.printed
-    assert list(other.printed) == list(one.printed)
-    pairs = [(one.printed[n], other.printed[n]) for n in one.printed]
-    pairs += [(a[1], b[1]) for a, b in zip(one.validation, other.validation, strict=True)]
-    for expected, found in pairs:
-        assert [float(n) for n in found.split()] == pytest.approx(
-            [float(n) for n in expected.split()], rel=rel
-        )
-    assert set(other.digests) == set(one.digests)
+    return runs_of(BASE, tmp_path_factory.mktemp)
 
 
 # --- the documentation's line
@@ -80,7 +41,7 @@ def test_the_documented_line_simply_runs(run):
     """As a user types it: no_shard's losses, and the plan says what is sharded."""
     documented = run(2, f"{LOGGED} {DOCUMENTED}")
     assert_same_but_for_rounding(run(2, LOGGED), documented)
-    plan = json.loads(re.findall(r"^ > plan: (\{.*\})$", documented.output, re.MULTILINE)[0])
+    plan = documented.plan
     assert plan["sharding"] == "optim_grads_params"
     assert plan["units_per_rank"] == [5, 5]  # four layers; embedding and head are tied
     # Half of 16 bytes (weights, gradients, two moments) for each of the 56000 parameters, but for padding.
@@ -337,21 +298,10 @@ def test_units_that_the_model_does_not_have(tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_flags_are_refused_before_torch(tmp_path, ranks, flags, rules):
-    """Status 2, every reason in one go, each with its fix; a torch that cannot be imported is not missed."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    size = str(ranks)
-    env = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "PYTHONPATH": str(tmp_path),
-    }
-    finished = launch.ended(launch.run([*BASE, *flags.split()], cwd=tmp_path, env=env), 2)
-    assert "torch was imported" not in finished.output
-    assert "Traceback" not in finished.output
-    told = dict(re.findall(r"^ +\d+\. \[([\w-]+)\] (.*)$", finished.output, re.MULTILINE))
-    assert set(told) == set(rules), finished.output
+    """Every reason in one go, each with its fix."""
+    output = refused_before_torch([*BASE, *flags.split()], ranks=ranks, folder=tmp_path)
+    told = dict(re.findall(r"^ +\d+\. \[([\w-]+)\] (.*)$", output, re.MULTILINE))
+    assert set(told) == set(rules), output
     for name, words in rules.items():
         assert words in told[name]
-    assert finished.output.count("fix: ") == len(rules)
+    assert output.count("fix: ") == len(rules)
