@@ -38,10 +38,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """best: the schedule to run; plan: its plan, without transfers. candidates: all, as they were given."""
+    """best: the schedule to run. candidates: all, as they were given. limits: by rank, None = none."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
+    limits: tuple[float, ...] | None
 
     @property
     def plan(self) -> Plan:
@@ -55,7 +56,7 @@ class Choice:
             self.candidates,
             key=lambda one: one.simulation.cost if one.simulation is not None else float("inf"),
         )
-        return [_line(one, self.best) for one in ordered]
+        return [_line(one, self.best, self.limits) for one in ordered]
 
 
 def choose(
@@ -80,7 +81,7 @@ def choose(
     if not fitting:
         reasons = "; ".join(f"{one.name}: {one.problem}" for one in candidates)
         raise PlanError(f"no pipeline schedule can run within the memory limit of each rank: {reasons}")
-    return Choice(min(fitting, key=_merit), candidates)
+    return Choice(min(fitting, key=_merit), candidates, request.memory_limit)
 
 
 def _candidate(
@@ -121,14 +122,20 @@ def _merit(one: Candidate) -> tuple[float, float, float]:
     )
 
 
-def _line(one: Candidate, best: Candidate) -> str:
-    """`zbv: cost 24.5, bubble 2.0%, peak 8 of 8 (rank 0), chosen`."""
+def _line(one: Candidate, best: Candidate, limits: tuple[float, ...] | None) -> str:
+    """`zbv: cost 24.5, bubble 2.0%, peak 8 of 8 (rank 0): chosen`; the peak is that of the rank nearest its limit."""
     if one.simulation is None:
         return f"{one.name}: not possible: {one.problem}"
     simulation = one.simulation
-    peak = max(simulation.peak_activation)
-    rank = simulation.peak_activation.index(peak)
-    text = f"{one.name}: cost {simulation.cost:g}, bubble {100 * simulation.bubble_rate:.1f}%, peak {peak:g} (rank {rank})"
+    peaks = simulation.peak_activation
+    if limits is None:
+        rank = peaks.index(max(peaks))
+        held = f"{peaks[rank]:g}"
+    else:
+        rank = max(range(len(peaks)), key=lambda at: peaks[at] / limits[at] if limits[at] else peaks[at])
+        held = f"{peaks[rank]:g} of {limits[rank]:g}"
+    text = f"{one.name}: cost {simulation.cost:g}, bubble {100 * simulation.bubble_rate:.1f}%"
+    text = f"{text}, peak {held} (rank {rank})"
     if one is best:
         return f"{text}: chosen"
     if one.over is not None:

@@ -10,7 +10,8 @@ def lower_bound(problem: Problem) -> float:
 
     A rank starts after the first microbatch has come down to it; then, until the first gradient of its last stage, it
     can only run forwards, of which its memory holds so many; after its last B it can only run W's, of which its memory
-    holds so many; and after that B the last gradient goes up to the first stage, whose rank ends with a W.
+    holds so many; and after that B the last gradient goes up to the first stage, whose rank ends with a W. And what a
+    microbatch holds times how long it holds it, for all of them, is at most the limit times the rank's span.
     """
     costs, total = problem.costs, problem.num_microbatches
     latencies, durations = problem.latencies(), costs.rank_times(problem.placement)
@@ -26,6 +27,14 @@ def lower_bound(problem: Problem) -> float:
         idle = max(0.0, trip - _most(mine, costs.f, costs.activation, limit, forwards))
         own = total * durations[rank]
         best = max(best, own + idle)
+        if 0 < limit < float("inf"):
+            area = sum(
+                costs.activation[stage]
+                * (sum(costs.f[stage:]) + sum(costs.b[stage:]) + 2 * sum(latencies[stage:]))
+                + costs.held_after_b[stage] * costs.w[stage]
+                for stage in mine
+            )
+            best = max(best, total * area / (limit + slack(limit)))
         if rank:
             down = sum(costs.f[:first]) + sum(latencies[:first])
             up = sum(costs.b[:first]) + sum(latencies[:first]) + costs.w[0]

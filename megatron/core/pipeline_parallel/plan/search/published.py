@@ -49,10 +49,10 @@ def unit_zbv(problem: Problem) -> Order:
         f0, b0, w0 = down, num_stages + down, 2 * num_stages + down
         f1, b1, w1 = up, num_stages + up, 2 * num_stages + up
         row = [f0] * (2 * (num_ranks - rank) - 1) + [f1, f0] * rank + [f1, b1, w1] * (num_ranks - rank)
-        left = made - row.count(f0)
-        row += [f0, b0, w0, f1, b1, w1] * left
-        row += [b0, b1] * (made - row.count(b1)) + [b0, w0] * (made - row.count(b0) - (made - row.count(b1)))
-        row += [w1] * (made - row.count(w1)) + [w0] * (made - row.count(w0))
+        steady, with_f0 = made - num_ranks, made - (2 * num_ranks - 1 - rank)
+        row += [f0, b0, w0, f1, b1, w1] * with_f0 + [b0, w0, f1, b1, w1] * (steady - with_f0)
+        row += [b0, b1] * rank + [b0, w0] * (num_ranks - rank) + [w1] * rank
+        row += [w0] * (made - row.count(w0))
         rows.append(_cut(row, total))
     return rows
 

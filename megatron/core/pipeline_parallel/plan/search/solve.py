@@ -82,6 +82,10 @@ class Search:
 
     def run(self, rounds: int) -> None:
         """Squeeze every start once, as far as the rounds go, then the best ones until the rounds are spent."""
+        for start in known(self.problem):
+            self.add(start, start.make(self.problem))
+        if self.is_done():
+            return
         most = min(_MOST_STARTS, max(2, int(rounds * _STARTS_SHARE)))
         squeezed: list[Found] = []
         for found in itertools.islice(self.starts(), most):
@@ -95,8 +99,6 @@ class Search:
                 break
             self.squeeze(one, min(3, left), give)
             left -= 3
-        for start in known(self.problem):
-            self.add(start, start.make(self.problem))
 
     def starts(self) -> Iterator[Found]:
         """Distinct orders that fit, of all families in turn."""

@@ -1,0 +1,260 @@
+"""The searched schedules: right, within memory, as good as theory and never worse than what is published."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search import published, zero_bubble
+from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
+from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+
+SCHEDULES = {
+    "zb-1p": zero_bubble.zb_1p,
+    "zb-2p": zero_bubble.zb_2p,
+    "zbv": zero_bubble.zbv,
+    "v-half": zero_bubble.v_half,
+    "v-min": zero_bubble.v_min,
+}
+LINEAR_ONES = ("zb-1p", "zb-2p")
+EQUAL = (1.0, 1.0, 1.0, 0.0)
+PROFILE = (18.5, 18.1, 9.3, 0.6)
+
+
+def placement_of(name, p):
+    return Placement(LINEAR, p) if name in LINEAR_ONES else Placement(V_SHAPED, p, 2)
+
+
+def costs_of(name, p, times, *, held=1.0, slow=None, head=0.0):
+    """slow: a rank that takes three times as long; head: what the last stage has more, in whole stages."""
+    placement = placement_of(name, p)
+    chunks = placement.num_chunks
+    factors = [(3.0 if rank == slow else 1.0) / chunks for rank in placement.ranks()]
+    factors[-1] += head / chunks
+    sizes = [1 / chunks] * placement.num_stages
+    sizes[-1] += head / 2 / chunks
+    f, b, w = (tuple(one * factor for factor in factors) for one in times[:3])
+    return CostModel(f, b, w, tuple(sizes), tuple(size * held for size in sizes), times[3])
+
+
+def whole_stage(placement, costs):
+    """The activation of the rank that has the most."""
+    held = [0.0] * placement.num_ranks
+    for stage, rank in enumerate(placement.ranks()):
+        held[rank] += costs.activation[stage]
+    return max(held)
+
+
+def default_limit(name, p):
+    """In whole stages."""
+    known = {"zb-1p": p, "zb-2p": 2 * p, "zbv": p}
+    return known[name] if name in known else published.v_block_peak(p, half=name == "v-half")
+
+
+def check(name, p, m, costs, limits=None):
+    """The lowered plan's simulation; everything that must hold for every plan is asserted."""
+    plan = SCHEDULES[name](Request(p, m, costs=costs, memory_limit=limits))
+    assert plan.bitwise
+    assert plan.schedule == name
+    simulation = simulate(lower(plan, costs), costs)
+    where = (name, p, m, costs, limits)
+    assert simulation.cost == pytest.approx(simulate(plan, costs).cost, rel=1e-9), (
+        where
+    )  # transfers cost nothing more
+    placement = placement_of(name, p)
+    if limits is None:
+        limits = (default_limit(name, p) * whole_stage(placement, costs),) * p
+    for peak, limit in zip(simulation.peak_activation, limits, strict=True):
+        assert peak <= limit * (1 + 1e-9) + 1e-9, where
+    problem = Problem(placement, m, costs, limits)
+    assert simulation.cost >= lower_bound(problem) * (1 - 1e-9), where
+    for known in known_costs(problem):
+        assert simulation.cost <= known * (1 + 1e-9), where
+    if name in LINEAR_ONES:
+        simple = simulate(lower(one_f_one_b(Request(p, m)), costs), costs)
+        if all(a <= b + 1e-9 for a, b in zip(simple.peak_activation, limits, strict=True)):
+            assert simulation.cost <= simple.cost * (1 + 1e-9), where
+    return simulation
+
+
+def known_costs(problem):
+    """Costs of the published orders that fit."""
+    p = problem.placement.num_ranks
+    if problem.placement.num_chunks == 1:
+        orders = [published.zb_h(problem, 1), published.zb_h(problem, 2), published.one_f_one_b(problem)]
+    else:
+        orders = [published.unit_zbv(problem)]
+        orders += [published.v_block(p, half=half).order(problem) for half in (True, False)]
+    return [simulate(plan_of("known", problem, o), problem.costs).cost for o in orders if fits(problem, o)]
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_equal_times_give_the_bubbles_of_theory(p):
+    m = 3 * p
+    stage = 3.0
+    simple = (p - 1) * stage  # 1F1B's
+    bubbles = {name: check(name, p, m, costs_of(name, p, EQUAL)).bubble_time for name in SCHEDULES}
+    assert bubbles["zb-1p"] == pytest.approx(simple / 3)
+    assert bubbles["zb-2p"] == pytest.approx(0)
+    assert bubbles["zbv"] == pytest.approx(0)
+    assert bubbles["v-half"] <= simple / 2 + 1e-9
+    assert bubbles["v-min"] <= 2 * simple / 3 + 1e-9
+
+
+def test_default_limits_of_the_v_are_those_of_its_blocks():
+    at = {(p, half): published.v_block_peak(p, half=half) for p in (4, 8, 16) for half in (True, False)}
+    assert at == {(4, True): 3, (4, False): 2, (8, True): 5, (8, False): 4, (16, True): 9, (16, False): 6}
+
+
+@pytest.mark.parametrize(("m", "rate"), [(24, 0.1588), (32, 0.124), (64, 0.0661)])
+def test_zb_1p_reproduces_the_papers_rate(m, rate):
+    costs = costs_of("zb-1p", 8, PROFILE)
+    simulation = check("zb-1p", 8, m, costs)
+    assert simulation.bubble_rate == pytest.approx(rate, abs=1e-3)
+
+
+def test_zb_2p_reaches_its_bound_on_profiled_times():
+    costs = costs_of("zb-2p", 8, PROFILE)
+    simulation = check("zb-2p", 8, 24, costs)
+    problem = Problem(Placement(LINEAR, 8), 24, costs, (16.0,) * 8)
+    assert simulation.cost == pytest.approx(lower_bound(problem))
+    assert simulation.bubble_time == pytest.approx(
+        125.1
+    )  # (p-1)(F+B+2Tc) + W - 2pW: the head that memory leaves
+
+
+@pytest.mark.parametrize("name", ["zbv", "v-half", "v-min"])
+def test_v_schedules_beat_1f1b_on_profiled_times(name):
+    costs = costs_of(name, 8, PROFILE)
+    simple_costs = costs_of("zb-1p", 8, PROFILE)
+    simple = simulate(lower(one_f_one_b(Request(8, 24)), simple_costs), simple_costs)
+    if name != "v-min":  # the one schedule that unbalanced times hurt
+        assert check(name, 8, 24, costs).cost < simple.cost
+    else:
+        check(name, 8, 24, costs)
+
+
+def test_bubble_shrinks_as_memory_grows_between_v_min_and_zbv():
+    p, m = 8, 24
+    costs = costs_of("zbv", p, EQUAL)
+    costs_by_limit = [check("zbv", p, m, costs, (half / 2,) * p).cost for half in range(8, 17)]
+    assert all(b <= a + 1e-9 for a, b in itertools.pairwise(costs_by_limit))
+    assert costs_by_limit[0] > costs_by_limit[4] > costs_by_limit[-1]
+    assert costs_by_limit[-1] == pytest.approx(3 * m)
+
+
+def test_a_limit_by_rank_is_kept_by_each():
+    limits = (4.0, 8.0, 2.5, 6.0)
+    costs = costs_of("zbv", 4, PROFILE, head=0.5)
+    check("zbv", 4, 12, costs, limits)
+    check("zb-2p", 4, 12, costs_of("zb-2p", 4, PROFILE, head=0.5), limits)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_least_memory_does_and_less_is_refused(name):
+    p = 3
+    costs = costs_of(name, p, EQUAL)
+    check(name, p, 5, costs, (1.0, 1.0, 1.0))
+    with pytest.raises(PlanError, match=f"{name}: rank 1 may hold 0.9 .* less than 1,"):
+        SCHEDULES[name](Request(p, 5, costs=costs, memory_limit=(1.0, 0.9, 1.0)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_limits_in_bytes_give_the_plan_of_limits_in_units(name):
+    p, m, size = 4, 9, 3 * 2**28
+    costs = costs_of(name, p, PROFILE)
+    in_bytes = CostModel(
+        costs.f,
+        costs.b,
+        costs.w,
+        tuple(size * one for one in costs.activation),
+        tuple(size * one for one in costs.held_after_b),
+        costs.comm,
+    )
+    plans = [
+        SCHEDULES[name](Request(p, m, costs=costs, memory_limit=(2.5,) * p)),
+        SCHEDULES[name](Request(p, m, costs=in_bytes, memory_limit=(2.5 * size,) * p)),
+    ]
+    assert plan_hash(plans[0]) == plan_hash(plans[1])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_same_request_gives_the_same_plan(name):
+    request = Request(5, 12, costs=costs_of(name, 5, PROFILE, slow=2))
+    assert plan_hash(SCHEDULES[name](request)) == plan_hash(SCHEDULES[name](request))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_long_problem_costs_what_the_short_one_and_its_work_cost(name):
+    p = 4
+    costs = costs_of(name, p, EQUAL)
+    short, long = (check(name, p, m, costs) for m in (24, 100))
+    assert long.bubble_time == pytest.approx(short.bubble_time)
+
+
+def test_requests_of_other_shapes_are_refused():
+    with pytest.raises(PlanError, match="zb-1p has one chunk"):
+        zero_bubble.zb_1p(Request(4, 8, num_chunks=2))
+    with pytest.raises(PlanError, match="zbv has two chunks"):
+        zero_bubble.zbv(Request(4, 8, num_chunks=3))
+    with pytest.raises(PlanError, match="costs of 4 stages for a schedule of 8"):
+        zero_bubble.zbv(Request(4, 8, costs=costs_of("zb-1p", 4, EQUAL)))
+
+
+RATIOS = [
+    EQUAL,
+    PROFILE,
+    (1.0, 1.0, 0.0, 0.0),
+    (1.0, 2.0, 1.0, 0.05),
+    (1.0, 1.3, 0.8, 4.0),
+    (1.0, 1.0, 2.0, 0.3),
+]
+
+
+def sizes(p):
+    return sorted({1, max(1, p // 2), max(1, p - 1), p, 2 * p, 3 * p, 8 * p})
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_every_plan_is_right(data):
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    p = data.draw(st.integers(1, 7))
+    m = data.draw(st.sampled_from(sizes(p)))
+    costs = costs_of(
+        name,
+        p,
+        data.draw(st.sampled_from(RATIOS)),
+        held=data.draw(st.sampled_from((1.0, 0.4, 0.0))),
+        slow=data.draw(st.sampled_from((None, 0, p - 1))),
+        head=data.draw(st.sampled_from((0.0, 1.7))),
+    )
+    share = data.draw(st.sampled_from((None, 0.0, 0.4, 0.75, 1.0, 2.5)))
+    limits = None if share is None else (max(1.0, share * p) * whole_stage(placement_of(name, p), costs),) * p
+    check(name, p, m, costs, limits)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("p", range(2, 34))
+def test_the_whole_grid(p):
+    for m, name, times, slow in itertools.product(sizes(p), SCHEDULES, RATIOS, (None, p // 2)):
+        simulation = check(name, p, m, costs_of(name, p, times, slow=slow))
+        f, b, _, comm = times
+        if (
+            name not in LINEAR_ONES
+            and name != "v-min"
+            and slow is None
+            and 4 * (p - 1) * comm < (p - 1) * min(f, b)
+        ):
+            simple_costs = costs_of("zb-1p", p, times)
+            simple = simulate(lower(one_f_one_b(Request(p, m)), simple_costs), simple_costs)
+            assert simulation.cost <= simple.cost * (1 + 1e-9), (name, p, m, times)
