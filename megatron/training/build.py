@@ -82,8 +82,9 @@ class Engine:
         return declared_units([chunk.module for chunk in self.chunks]) is not None
 
     def persistent_bytes(self) -> int:
-        """Bytes that this rank holds between steps: weights, gradients, optimizer state, slots of the double buffer."""
-        return self.ledger.persistent_bytes
+        """What this rank holds when a step ends: weights, gradients, optimizer state, slots of the double buffer."""
+        flat = sum(self.model.buffer.persistent_bytes().values())
+        return flat + self.ledger.live("moments") + self.ledger.live("slots")
 
     def model_pieces(self) -> list[LocalPiece]:
         """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
