@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
 from megatron.core.pipeline_parallel.plan.search.candidates import Start, by_blocks, by_rules, known
 from megatron.core.pipeline_parallel.plan.search.extend import extend
+from megatron.core.pipeline_parallel.plan.search.improve import Improver
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
     Problem,
@@ -27,6 +28,11 @@ _MOST_STARTS = 40
 # How much of an operation may stick out of the gap that it fills; what is delayed by it may gain elsewhere.
 _GIVES = (0.0, 0.5, 0.25)
 _FINALISTS = 6
+# Single moves are tried on this many orders, if the budget allows so many evaluations of each.
+_MOVED = 6
+_LEAST_EVALUATIONS, _MOST_EVALUATIONS = 40, 600
+# An evaluation costs about so much less than a round of squeezing.
+_EVALUATIONS_OF_ROUND = 8
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,21 @@ class Search:
                 break
             self.squeeze(one, min(3, left), give)
             left -= 3
+        self.move(rounds)
+
+    def move(self, rounds: int) -> None:
+        """Try single moves on the best orders, one of each start, for what about half the rounds would cost."""
+        evaluations = _EVALUATIONS_OF_ROUND * rounds // 2
+        count = min(_MOVED, evaluations // _LEAST_EVALUATIONS)
+        improver = Improver(self.problem)
+        firsts = {found.start.label: found for found in reversed(self.ranking)}
+        for found in sorted(firsts.values(), key=lambda one: one.merit)[:count]:
+            if self.is_done():
+                return
+            order = improver.improve(found.order, min(_MOST_EVALUATIONS, evaluations // count))
+            moved = self.add(found.start, order)
+            if moved is not None and moved.cost < found.cost:
+                self.squeeze(moved, 2, 0.0)
 
     def starts(self) -> Iterator[Found]:
         """Distinct orders that fit, of all families in turn."""
