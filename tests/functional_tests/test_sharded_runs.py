@@ -201,8 +201,8 @@ def test_microbatches_may_grow_during_the_run(run, flags):
 
 
 def test_the_ledger(run):
-    """--log-fsdp-ledger: at rest the same before and after the first step but for gradients, which come with it; nothing
-    transient left over."""
+    """--log-fsdp-ledger: before and after the first step the same at rest, but for gradients, which come with it;
+    nothing transient is left over."""
     output = run(2, f"{LOGGED} {ZERO3} --log-fsdp-ledger").output
     assert "--log-fsdp-ledger has no effect" not in output
     assert len(re.findall(r"^ > bytes of the sharding engine on rank 0, ", output, re.MULTILINE)) == 2
