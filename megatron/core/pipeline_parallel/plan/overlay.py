@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
 from megatron.core.pipeline_parallel.plan.render import (
     RECEIVE_LANE,
     SEND_LANE,
@@ -74,20 +75,15 @@ def measured_costs(
 ) -> CostModel:
     """Mean times as the cost model of a simulation, in seconds; each activation is a chunk's part of a rank's.
 
-    Where a stage has only BWs, B and W are given half of one each, which changes no prediction.
+    Where a stage has only BWs, B and W are given their parts of one (`divide_backwards`), which changes no prediction.
     """
-
-    def times(kind: int) -> list[float]:
-        values = means.get(Kind(kind), [None] * plan.placement.num_stages)
-        fused = means.get(Kind.BW, [None] * plan.placement.num_stages)
-        half = kind != F
-        return [
-            value if value is not None else (whole or 0.0) / 2 if half else 0.0
-            for value, whole in zip(values, fused, strict=True)
-        ]
-
+    nothing = [None] * plan.placement.num_stages
+    f, b, w, both = (means.get(Kind(kind), nothing) for kind in (F, B, W, BW))
+    backwards, weights = divide_backwards(b, w, both)
     activation = (1 / plan.placement.num_chunks,) * plan.placement.num_stages
-    return CostModel(tuple(times(F)), tuple(times(B)), tuple(times(W)), activation, activation, comm_s)
+    return CostModel(
+        tuple(value or 0.0 for value in f), tuple(backwards), tuple(weights), activation, activation, comm_s
+    )
 
 
 def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulation:

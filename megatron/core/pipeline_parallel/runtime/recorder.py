@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.core.pipeline_parallel.plan.ir import Plan
@@ -24,3 +25,35 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """The run is over, whichever way: no step begins any more."""
+
+
+class Recorders:
+    """Several recorders as one. Each is told times on its own clock: clocks differ by what they count from."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        assert recorders, "no recorder"
+        self._first, *others = recorders
+        first_now = self._first.now()
+        self._others = [(one, one.now() - first_now) for one in others]
+
+    def now(self) -> float:
+        for one, _ in self._others:
+            one.now()  # which waits for what it wants to be done
+        return self._first.now()
+
+    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
+        for one in (self._first, *(one for one, _ in self._others)):
+            one.begin_step(plan, rank, iteration)
+
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+        self._first.record(place, start_s, end_s, wait_s)
+        for one, ahead_s in self._others:
+            one.record(place, start_s + ahead_s, end_s + ahead_s, wait_s)
+
+    def end_step(self) -> None:
+        for one in (self._first, *(one for one, _ in self._others)):
+            one.end_step()
+
+    def close(self) -> None:
+        for one in (self._first, *(one for one, _ in self._others)):
+            one.close()

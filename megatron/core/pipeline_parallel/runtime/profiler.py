@@ -1,0 +1,219 @@
+"""Measuring a pipeline while it trains: what computations take, and what they hold, for solving its schedule again.
+
+The profiler keeps the steps of a window (`--zero-bubble-pipeline-timers-start-iter`, `-end-iter`) and of every log
+interval's last iteration in memory, and makes small figures of them (plan/rank_figures.py). Exchanging figures and
+making a plan of them is the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from time import monotonic
+
+from torch import Tensor
+
+from megatron.core.device import Device, heap_bytes
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of, median
+from megatron.core.protocols import Stage
+
+MOST_STEPS = 32  # that are kept; of more, the latest
+
+
+class Profiler:
+    """A `Recorder` (runtime/recorder.py) of the steps start <= iteration < end, and of every `interval`th one.
+
+    interval: 0 = only the window. pipeline: world ranks of this rank's pipeline.
+
+    Steps that are not watched cost two looks at a clock an operation. In a watched one, each operation on CUDA is
+    waited for, so that it overlaps less than others do; with gloo and CPU nothing waits. Steps that broke off, or that
+    repeat operations, are not kept.
+    """
+
+    def __init__(
+        self, device: Device, pipeline: tuple[int, ...], *, start: int, end: int, interval: int = 0
+    ) -> None:
+        assert 0 <= start <= end, f"a window from {start} to {end}"
+        assert interval >= 0, f"interval {interval}"
+        self._device, self._pipeline = device, pipeline
+        self._start, self._end, self._interval = start, end, interval
+        self._steps: deque[RankStep] = deque(maxlen=MOST_STEPS)
+        self._peaks: deque[int] = deque(maxlen=MOST_STEPS)
+        self._weighed: dict[int, _Weights] = {}
+        self._plan: Plan | None = None
+        self._rank = self._iteration = 0
+        self._spans: list[Span] = []
+        self._watching = False
+        self._begin_bytes = self._peak_bytes = 0
+
+    def watches(self, iteration: int) -> bool:
+        """Whether this iteration is measured."""
+        at_interval = self._interval > 0 and iteration % self._interval == 0
+        return at_interval or self._start <= iteration < self._end
+
+    @property
+    def watching(self) -> bool:
+        """Whether the step under way is measured."""
+        return self._watching
+
+    # Recorder --------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds of this machine's steady clock."""
+        if self._watching:
+            self._device.synchronize()  # sync: measured steps
+        return monotonic()
+
+    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
+        self._watching = self.watches(iteration)
+        if self._watching:
+            self._plan, self._rank, self._iteration = plan, rank, iteration
+            self._spans = []
+            self._begin_bytes = self._peak_bytes = bytes_in_use(self._device)
+
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+        if not self._watching:
+            return
+        if place != len(self._spans):  # the row is begun anew, after a rollback: no step like others
+            self._watching = False
+            return
+        self._spans.append(Span(start_s, end_s, wait_s))
+        self._peak_bytes = max(self._peak_bytes, bytes_in_use(self._device))
+
+    def end_step(self) -> None:
+        """Keep the step if it came to its end."""
+        if not self._watching:
+            return
+        self._watching = False
+        assert self._plan is not None, "end_step without begin_step"
+        if len(self._spans) == len(self._plan.rows[self._rank]):
+            self._steps.append(RankStep(self._iteration, self._plan, self._rank, tuple(self._spans)))
+            self._peaks.append(self._peak_bytes - self._begin_bytes)
+        self._spans = []
+
+    def close(self) -> None:
+        """The run is over: what was measured stays."""
+        self._watching = False
+
+    # What was measured -----------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """That are kept."""
+        return len(self._steps)
+
+    def local_figures(self) -> Figures:
+        """What this rank measured since `forget`, in at least one step; small, JSON-able."""
+        activations = {
+            stage: sizes for stage, of in self._weighed.items() if (sizes := of.sizes()) is not None
+        }
+        # All stages or none: a plan needs every one of them.
+        whole = activations if len(activations) == len(self._weighed) else None
+        return figures_of(tuple(self._steps), self._pipeline, whole, median(tuple(self._peaks)))
+
+    def last_step(self) -> tuple[int, int, int] | None:
+        """(iteration, ns from first start to last end, ns computing) of the latest one, for `bubble_rate`."""
+        return (
+            (self._steps[-1].iteration, self._steps[-1].span_ns, self._steps[-1].busy_ns)
+            if self._steps
+            else None
+        )
+
+    def forget(self) -> None:
+        """What follows is measured by itself, as after a new plan."""
+        self._steps.clear()
+        self._peaks.clear()
+        for one in self._weighed.values():
+            one.clear()
+
+    # Memory ----------------------------------------------------------------------------------------
+
+    def weigh(self, stages: Mapping[int, Stage]) -> dict[int, Stage]:
+        """The same stages (of this rank, by global stage), weighed while a step is watched."""
+        self._weighed = {stage: _Weights() for stage in stages}
+        return {stage: _WeighedStage(one, self, self._weighed[stage]) for stage, one in stages.items()}
+
+    def in_use(self) -> int:
+        """Bytes of this rank's device now; on CPU of its heap."""
+        return bytes_in_use(self._device)
+
+
+def bytes_in_use(device: Device) -> int:
+    """CUDA: what tensors hold. CPU: the heap in use, without a C library that counts it the resident set."""
+    heap = heap_bytes() if device.kind == "cpu" else None
+    return device.memory().allocated_bytes if heap is None else heap
+
+
+class _Weights:
+    """What backwards of one stage gave back, in bytes. after_b: a W gave back. after_f: a BW, or a B without its W."""
+
+    def __init__(self) -> None:
+        self.fused: deque[int] = deque(maxlen=256)
+        self.by_b: deque[int] = deque(maxlen=256)
+        self.by_w: deque[int] = deque(maxlen=256)
+
+    def clear(self) -> None:
+        for one in (self.fused, self.by_b, self.by_w):
+            one.clear()
+
+    def sizes(self) -> tuple[int, int] | None:
+        """(what F leaves, what is held of it between B and W). Where no B was seen, all is held until W."""
+        if self.by_b and self.by_w:
+            by_w = max(0, median(self.by_w))
+            return max(0, median(self.by_b) + by_w), by_w
+        if self.fused:
+            whole = max(0, median(self.fused))
+            return whole, whole
+        return None
+
+
+class _WeighedStage:
+    """A `protocols.Stage` that hands everything on, and compares the bytes in use before and after a backward.
+
+    [Note: weighed by what is given back] What a backward gives back is what F left: the graph's saved tensors and the
+    input. The memory that an F takes is something else: its output belongs to the message that carries it away, unless
+    the graph holds it too. What a backward returns is new, and belongs to the next message.
+    """
+
+    def __init__(self, stage: Stage, profiler: Profiler, weights: _Weights) -> None:
+        self._stage, self._profiler, self._weights = stage, profiler, weights
+
+    @property
+    def splits(self) -> bool:
+        return self._stage.splits
+
+    def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+        return self._stage.forward(microbatch, hidden)
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        if not self._profiler.watching:
+            return self._stage.backward(microbatch, grad)
+        before = self._profiler.in_use()
+        answer = self._stage.backward(microbatch, grad)
+        self._weights.fused.append(before - self._profiler.in_use() + _bytes(answer))
+        return answer
+
+    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        if not self._profiler.watching:
+            return self._stage.backward_input(microbatch, grad)
+        before = self._profiler.in_use()
+        answer = self._stage.backward_input(microbatch, grad)
+        self._weights.by_b.append(before - self._profiler.in_use() + _bytes(answer))
+        return answer
+
+    def backward_weight(self, microbatch: int) -> None:
+        if not self._profiler.watching:
+            self._stage.backward_weight(microbatch)
+            return
+        before = self._profiler.in_use()
+        self._stage.backward_weight(microbatch)
+        self._weights.by_w.append(before - self._profiler.in_use())
+
+    def check_empty(self) -> None:
+        self._stage.check_empty()
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()

@@ -1,0 +1,53 @@
+"""Figures of runs that keep to a simulation, each rank on a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of
+from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+
+
+def lowered(name: str, ranks: int, microbatches: int, comm: float = 0.0) -> Plan:
+    """A plan with transfers, at equal times."""
+    plan = build_plan(name, Request(ranks, microbatches))
+    return lower(plan, CostModel.of_ranks(plan.placement, comm=comm))
+
+
+def spans_of_run(plan: Plan, costs: CostModel, rank: int, ahead_s: float) -> list[Span]:
+    """When the operations of a rank ran, in seconds of a clock that is `ahead_s` ahead; inputs are waited for."""
+    timeline = simulate(plan, costs).timeline
+    free, spans = ahead_s, []
+    for start, end in zip(timeline.starts[rank], timeline.ends[rank], strict=True):
+        spans.append(Span(free, ahead_s + end, ahead_s + start - free))
+        free = ahead_s + end
+    return spans
+
+
+def figures_of_run(
+    plan: Plan,
+    costs: CostModel | None = None,
+    *,
+    ahead_s: Sequence[float] = (),
+    steps: int = 1,
+    pipeline: Sequence[int] | None = None,
+    drift_s: float = 0.0,
+) -> list[Figures]:
+    """Of each rank. ahead_s: by rank, of its clock; it goes further ahead by `drift_s` times its rank a step."""
+    costs = CostModel.of_ranks(plan.placement, comm=0.25) if costs is None else costs
+    world = tuple(pipeline or range(plan.placement.num_ranks))
+    made = []
+    for rank in range(plan.placement.num_ranks):
+        ahead = ahead_s[rank] if ahead_s else 0.0
+        done = [
+            RankStep(n, plan, rank, spans_of_run(plan, costs, rank, ahead + 1000.0 * n + n * rank * drift_s))
+            for n in range(steps)
+        ]
+        made.append(figures_of(done, world))
+    return made

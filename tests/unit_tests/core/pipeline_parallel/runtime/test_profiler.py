@@ -1,0 +1,198 @@
+"""The profiler beside an executor: what it keeps, what it says of times and memory, and how it goes with others."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.core.pipeline_parallel.plan.ir import Kind
+from megatron.core.pipeline_parallel.plan.measured import read_timeline
+from megatron.core.pipeline_parallel.plan.measured_costs import costs_of, measured_bubbles
+from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.runtime.executor import Executor
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
+from megatron.core.pipeline_parallel.runtime.recorder import Recorders
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.core.tensor_parallel.linear import column_linear
+from megatron.core.weight_grad import WeightGradAccumulator
+from tests.harness.ranks import run_ranks
+from tests.harness.toy_pipeline import ToyChunk, lowered
+
+SLOW_S = 0.02
+ROWS, WIDTH, LAYERS = 512, 256, 6
+TENSOR = 4 * ROWS * WIDTH
+
+
+def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
+    """Stage 1 is slow in its forwards; the writer and the profiler record the same run."""
+    plan = lowered(build_plan("zb-h1", Request(2, 4)))
+
+    def check(ctx):
+        ps = ctx.make_ps(pp=2)
+        profiler = Profiler(ps.device, ps.pp_group.ranks, start=3, end=5)
+        recorder = Recorders([TimelineWriter(tmp_path, ps), profiler])
+        chunk = ToyChunk(ps.pp_rank, 2)
+
+        def run(microbatch, hidden):
+            time.sleep(SLOW_S * ps.pp_rank)
+            return chunk.run(microbatch, hidden)
+
+        stage = ModelStage(run, chunk.sink, begins=chunk.begins, ends=chunk.ends)
+        stages = profiler.weigh({ps.pp_rank: stage})
+        executor = Executor(plan, ps.pp_rank, stages, P2P(ps), recorder=recorder)
+        for iteration in range(7):
+            executor.run(iteration)
+        recorder.close()
+        return profiler.local_figures()
+
+    figures = run_ranks(check, 2)
+    assert [[step[0] for step in one["steps"]] for one in figures] == [[3, 4], [3, 4]]
+    costs = costs_of(json.loads(json.dumps(figures)), plan.placement)
+    assert costs == costs_of(figures[::-1], plan.placement)
+    assert 0.9 * SLOW_S < costs.f[1] / 1e9 < 3 * SLOW_S
+    assert costs.f[0] < 0.5 * costs.f[1]
+    assert costs.comm < costs.f[1]
+    assert min(costs.b + costs.w) > 0
+    # the timeline of the same steps says the same
+    step = next(one for one in read_timeline(tmp_path) if one.iteration == 3)
+    busiest = sum(span.busy_s for text, span in step.spans[1].items() if text[1] in "FBW")
+    assert figures[1]["steps"][0][2] == pytest.approx(1e9 * busiest, rel=1e-3, abs=1e5)
+    rates = measured_bubbles(figures)
+    assert sorted(rates) == [3, 4]
+    assert all(0 < rate < 1 for rate in rates.values())
+
+
+class Layers:
+    """LAYERS linear layers on [ROWS, WIDTH]: of each, B and W need its input, which F leaves."""
+
+    def __init__(self):
+        self.sink = WeightGradAccumulator()
+        self.weights = [torch.randn(WIDTH, WIDTH).requires_grad_() for _ in range(LAYERS)]
+        shapes = {str(n): (WIDTH, WIDTH) for n in range(LAYERS)}
+        self.sink.bind_new(shapes, torch.float32, torch.device("cpu"))
+
+    def run(self, microbatch, hidden):
+        x = torch.randn(ROWS, WIDTH)
+        for n, weight in enumerate(self.weights):
+            x = column_linear(x, weight, None, sink=self.sink, key=str(n))
+        return x.square().mean()  # which holds x as well
+
+
+def run_alone(name, profiler, iterations, microbatches=4, stage=None):
+    plan = lowered(build_plan(name, Request(1, microbatches)))
+    layers = Layers()
+    own = stage or ModelStage(layers.run, layers.sink, begins=True, ends=True)
+    executor = Executor(plan, 0, profiler.weigh({0: own}), None, recorder=profiler)
+    executor._channel = NoChannel()
+    for iteration in iterations:
+        executor.run(iteration)
+
+
+class NoChannel:
+    def drain(self):
+        pass
+
+
+def profiler_of(**window):
+    return Profiler(Device("cpu"), (0,), **window)
+
+
+def test_memory_is_what_the_graph_and_the_filed_operands_hold():
+    """F leaves LAYERS inputs and the output; between B and W there are inputs and gradients of LAYERS outputs."""
+    profiler = profiler_of(start=1, end=4)
+    run_alone("zb-h1", profiler, range(4))
+    figures = profiler.local_figures()
+    ((stage, after_f, after_b),) = figures["activations"]
+    assert stage == 0
+    assert after_f == pytest.approx((LAYERS + 1) * TENSOR, rel=0.02)
+    assert after_b == pytest.approx(2 * LAYERS * TENSOR, rel=0.02)
+    assert figures["peak_bytes"] == pytest.approx(2 * LAYERS * TENSOR, rel=0.2)
+    costs = costs_of([figures], build_plan("zb-h1", Request(1, 1)).placement)
+    assert costs.activation == costs.held_after_b == (after_b,)  # a B that holds more than F left: the more
+    fused = profiler_of(start=1, end=4)
+    run_alone("gpipe", fused, range(4), microbatches=3)
+    ((_, after_f, after_b),) = fused.local_figures()["activations"]
+    assert after_f == after_b == pytest.approx((LAYERS + 1) * TENSOR, rel=0.02)
+    assert fused.local_figures()["peak_bytes"] == pytest.approx(3 * (LAYERS + 1) * TENSOR, rel=0.1)
+
+
+def test_the_window_the_interval_and_nothing_else():
+    profiler = profiler_of(start=2, end=4, interval=5)
+    assert profiler.last_step() is None
+    run_alone("zb-h1", profiler, range(1, 13), microbatches=1)
+    figures = profiler.local_figures()
+    assert [step[0] for step in figures["steps"]] == [2, 3, 5, 10]
+    assert profiler.last_step() == tuple(figures["steps"][-1])
+    assert [row[:2] for row in figures["times"]] == [[Kind.F, 0], [Kind.B, 0], [Kind.W, 0]]
+    profiler.forget()
+    assert profiler.num_steps == 0
+    run_alone("gpipe", profiler, [15], microbatches=1)
+    assert [row[0] for row in profiler.local_figures()["times"]] == [Kind.F, Kind.BW]
+    run_alone("gpipe", profiler, [15] * (MOST_STEPS + 3), microbatches=1)
+    assert profiler.num_steps == MOST_STEPS
+
+
+def test_a_step_that_breaks_off_or_begins_anew_is_not_kept():
+    profiler = profiler_of(start=0, end=9)
+    plan = lowered(build_plan("gpipe", Request(1, 2)))
+
+    def run(microbatch, hidden):
+        if microbatch == 1:
+            raise FloatingPointError("no number")
+        return torch.ones((), requires_grad=True)
+
+    with pytest.raises(FloatingPointError):
+        run_alone("gpipe", profiler, [0], 2, ModelStage(run, None, begins=True, ends=True))
+    assert profiler.num_steps == 0
+    assert not profiler.watching
+    profiler.begin_step(plan, 0, 1)
+    for place in (0, 1, 0, 1, 2, 3):
+        profiler.record(place, 0.0, 1.0, 0.0)
+    profiler.end_step()
+    assert profiler.num_steps == 0
+    profiler.begin_step(plan, 0, 2)
+    for place in range(4):
+        profiler.record(place, float(place), place + 1.0, 0.0)
+    profiler.end_step()
+    assert profiler.last_step() == (2, 4_000_000_000, 4_000_000_000)
+
+
+class Notes:
+    """A recorder whose clock is some seconds ahead."""
+
+    def __init__(self, ahead_s):
+        self.ahead_s, self.said = ahead_s, []
+
+    def now(self):
+        return 100.0 + self.ahead_s
+
+    def begin_step(self, plan, rank, iteration):
+        self.said.append(("begin", rank, iteration))
+
+    def record(self, place, start_s, end_s, wait_s):
+        self.said.append((place, start_s, end_s, wait_s))
+
+    def end_step(self):
+        self.said.append("end")
+
+    def close(self):
+        self.said.append("close")
+
+
+def test_each_of_several_recorders_is_told_its_own_times():
+    first, second = Notes(0.0), Notes(7.0)
+    both = Recorders([first, second])
+    assert both.now() == 100
+    both.begin_step(lowered(build_plan("gpipe", Request(1, 1))), 0, 3)
+    both.record(0, 101.0, 102.0, 0.5)
+    both.end_step()
+    both.close()
+    assert first.said == [("begin", 0, 3), (0, 101, 102, 0.5), "end", "close"]
+    assert second.said == [("begin", 0, 3), (0, 108, 109, 0.5), "end", "close"]
