@@ -96,7 +96,7 @@ def _candidate(
         model = costs(name, plan) if costs is not None else request.costs_on(plan.placement)
         simulation = simulate(lower(plan, model), model)
     except PlanError as error:
-        return Candidate(name, None, None, None, str(error))
+        return Candidate(name, None, None, None, str(error).removeprefix(f"{name}: "))
     over = None
     for rank, (peak, limit) in enumerate(zip(simulation.peak_activation, limits or (), strict=bool(limits))):
         excess = peak - limit

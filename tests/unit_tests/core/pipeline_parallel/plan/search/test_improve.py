@@ -1,0 +1,32 @@
+"""Single moves on the critical way find what squeezing does not."""
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.core.pipeline_parallel.plan.search.clock import Clock
+from megatron.core.pipeline_parallel.plan.search.improve import Improver
+from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
+from megatron.core.pipeline_parallel.plan.search.published import one_f_one_b
+from megatron.core.pipeline_parallel.plan.verify import verify
+
+
+def problem_of(limit):
+    placement = Placement(LINEAR, 3)
+    return Problem(placement, 6, CostModel.of_ranks(placement), (limit,) * 3)
+
+
+def test_moves_shorten_1f1b_within_its_memory():
+    problem = problem_of(3.0)
+    order = one_f_one_b(problem)
+    improved = Improver(problem).improve(order, 400)
+    clock = Clock(problem)
+    # 1F1B with B and W apart has a bubble of (p-1) * 2; W's that wait take half of it away.
+    assert clock.times(order).cost == 22
+    assert clock.times(improved).cost == 20
+    assert fits(problem, improved)
+    verify(plan_of("improved", problem, improved), problem.costs)
+
+
+def test_without_evaluations_nothing_changes():
+    problem = problem_of(3.0)
+    order = one_f_one_b(problem)
+    assert Improver(problem).improve(order, 0) == order
