@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import Arena, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import FlatSlice, ParamGroup, build_param_groups, flat_slices
 from megatron.core.optimizer.ragged_ends import RaggedEnds, vector_of
@@ -23,6 +24,7 @@ class FlatUpdate:
     """
 
     def __init__(self, config: OptimizerConfig, buffer: FlatBuffer, device: torch.device) -> None:
+        self._config = config
         self.moments = {
             moment: tuple(_moment(buffer, arena) for arena in buffer.arenas)
             for moment in _moment_names(config)
@@ -73,6 +75,37 @@ class FlatUpdate:
             if (found := grads.get(id(piece.bucket))) is not None:
                 end = found[piece.start : piece.end]
                 ends_of[id(piece)] = end.clone() if copied else end
+
+    def undo(self, batches: Iterable[tuple[Mapping[int, Tensor], bool]], num_steps: int) -> None:
+        """Take the last update back, by arithmetic: see inverse_update, [Note: what is lost].
+
+        batches: as they were given to `step`, and the same rates in `param_groups`. num_steps: updates until now.
+        """
+        group_of = {group["name"]: group for group in self.param_groups}
+        pieces = [piece for piece, _ in self._slices]
+        pieces += [piece for _, of_group in self._ends for piece in of_group]
+        for grads, _ in batches:
+            for piece in pieces:
+                if (found := grads.get(id(piece.bucket))) is not None:
+                    self._undo(piece, found[piece.start : piece.end], group_of[piece.span.group], num_steps)
+        if self._config.optimizer == "adam":
+            self.set_num_steps(num_steps - 1)
+
+    def _undo(self, piece: FlatSlice, grad: Tensor, group: ParamGroup, num_steps: int) -> None:
+        config, lr, decay = self._config, group["lr"], group["weight_decay"]
+        moments = [self._moment_of(moment, piece) for moment in self.moments]
+        if config.optimizer == "adam":
+            first, second = moments
+            betas = (config.adam_beta1, config.adam_beta2)
+            undo_adamw(
+                piece.main_weights, (first, second), grad, lr=lr, weight_decay=decay, betas=betas,
+                eps=config.adam_eps, num_steps=num_steps,
+            )  # fmt: skip
+            return
+        undo_sgd(
+            piece.main_weights, moments[0] if moments else None, grad, lr=lr, weight_decay=decay,
+            momentum=config.sgd_momentum, num_steps=num_steps,
+        )  # fmt: skip
 
     def mutable(self) -> Iterator[Tensor]:
         """What `step` changes besides main weights."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.validation_state import ValidationState
 from megatron.core.parallel_state import ParallelState
 from megatron.core.protocols import Stepper
 
@@ -65,10 +67,25 @@ class _Snapshot:
     tensors: list[Tensor]
 
 
+class RollbackBy(enum.Enum):
+    """`--post-validation-rollback`. SNAPSHOT: copies, exact. INVERSE: arithmetic, approximate, without copies."""
+
+    SNAPSHOT = "snapshot"
+    INVERSE = "inverse"
+
+
+@dataclasses.dataclass
+class _Inverse:
+    """No copies: what steps since then multiplied gradients with is enough to take them back."""
+
+    num_steps: int
+    factors: list[float] = dataclasses.field(default_factory=list)
+
+
 class MixedPrecisionOptimizer(Stepper):
     """See the module. State exists from the start, so that a checkpoint can be read into it in place. ledger: is told
-    of converted gradients and snapshots. Building it communicates over mp. Raises ModelError where all parameters are
-    frozen."""
+    of converted gradients and snapshots. rollback_by: how `rollback` comes back; SNAPSHOT unless somebody writes
+    another. Building it communicates over mp. Raises ModelError where all parameters are frozen."""
 
     def __init__(
         self, config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState, ledger: Ledger | None = None
@@ -78,7 +95,8 @@ class MixedPrecisionOptimizer(Stepper):
         self.buffer = buffer
         self.ps = ps
         self.num_steps = 0
-        self._kept: _Snapshot | None = None
+        self.rollback_by = RollbackBy.SNAPSHOT
+        self._kept: _Snapshot | _Inverse | None = None
         self._vector = ModelVector(buffer, ps)
         if not self._vector.size:
             raise ModelError("nothing to train: all parameters are frozen; leave requires_grad on for some")
@@ -87,18 +105,25 @@ class MixedPrecisionOptimizer(Stepper):
         self._grads = self._owned(buffer.main_grad_part)
 
     @property
+    def num_regions(self) -> int:
+        """Of the whole model: the numbers in `local_state`."""
+        return self._vector.size
+
+    @property
     def param_groups(self) -> list[ParamGroup]:
         """torch's: the scheduler writes lr and weight_decay into them. None where this rank has nothing to update."""
         return self._update.param_groups
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
-        """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over world only
+        """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over dp and world
         where the optimizer is cut; changes nothing. See [Note: the norm's bits] in clip_grads."""
-        divisor /= self.buffer.grads_divided_by
-        figures = [squared_sums_of_parts(self._grads)]
-        if count_zero_grads:
-            figures.append(zero_counts_of_parts(self._grads))
-        sums, *zeros = self._vector.whole(self._vector.place(figures))
+        full = self._figures(count_zero_grads)
+        if self._vector.over_world and self.ps.dp_size > 2:
+            # In rank order, and told by the first: the sum of two is the same in any order, that of three is not.
+            full = self._summed_over_dp(full)
+            if self.ps.dp_rank > 0:
+                full.zero_()
+        sums, *zeros = self._vector.whole(full)
         names = self._vector.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
         nonfinite = not all(map(math.isfinite, sums))
         if not self._vector.over_world:  # data parallel ranks were not asked
@@ -106,7 +131,7 @@ class MixedPrecisionOptimizer(Stepper):
             collectives.all_reduce(flag, self.ps.world_group, "max")
             nonfinite = bool(flag.item())  # sync: the host decides whether to step
         return GradStats(
-            norm=norm_of(sums) / divisor,
+            norm=self.norm(sums, divisor),
             nonfinite=nonfinite,
             nonfinite_names=names,
             num_zeros=int(sum(zeros[0])) if zeros else None,
@@ -120,6 +145,28 @@ class MixedPrecisionOptimizer(Stepper):
         """
         return self._vector.place([squared_sums_of_parts(self._grads)])[0]
 
+    def norm(self, sums: Sequence[float], divisor: float) -> float:
+        """Of the whole model, or of a part, from squared sums in the model's order."""
+        return norm_of(sums) / (divisor / self.buffer.grads_divided_by)
+
+    def stage_state(self, nonfinite: bool, *, count_zero_grads: bool = False) -> ValidationState:
+        """What this pipeline stage knows of a step: `local_state` over its ranks, the same on all of them. nonfinite:
+        this rank has seen a loss that is not finite. Communicates over tp and dp.
+
+        Added up over the pipeline it is what `prepare` goes by, bit for bit.
+        """
+        full = self._figures(count_zero_grads)
+        if self._vector.over_world:
+            full = self._summed_over_dp(full)
+        collectives.all_reduce(full, self.ps.tp_group)
+        rows = full.tolist()  # sync: figures that the host decides on
+        seen = nonfinite or not all(map(math.isfinite, rows[0]))
+        flag = torch.tensor([float(seen)], device=self.ps.device.torch_device)
+        collectives.all_reduce(flag, self.ps.dp_group, "max")
+        collectives.all_reduce(flag, self.ps.tp_group, "max")
+        # sync: as above
+        return ValidationState(tuple(rows[0]), sum(rows[1]) if count_zero_grads else 0.0, bool(flag.item()))
+
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update with gradients * clip_coefficient / divisor, then round main weights into the model's.
 
@@ -127,28 +174,48 @@ class MixedPrecisionOptimizer(Stepper):
         others are converted into temporaries, a few buckets at a time. Updates this rank's parts only.
         """
         factor = clip_coefficient * self.buffer.grads_divided_by / divisor
+        if isinstance(self._kept, _Inverse):
+            self._kept.factors.append(factor)
         self._update.step(self._converted(factor))
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
 
     def snapshot(self) -> None:
-        """Keep copies of weights, main weights, moments and step counts."""
+        """Keep copies of weights, main weights, moments and step counts; nothing with `RollbackBy.INVERSE`."""
         assert self._kept is None, "a snapshot is kept already: commit() forgets it"
+        if self.rollback_by is RollbackBy.INVERSE:
+            self._kept = _Inverse(self.num_steps)
+            return
         self._kept = _Snapshot(self.num_steps, [tensor.clone() for tensor in self._mutable()])
         self._ledger.hold("snapshot", "", num_bytes(self._kept.tensors))
 
     def rollback(self) -> None:
-        """Put back what `snapshot` kept, bit for bit. The snapshot stays until `commit`."""
+        """Put back what `snapshot` kept, bit for bit. The snapshot stays until `commit`.
+
+        With `RollbackBy.INVERSE` about what it was: see inverse_update, [Note: what is lost]. Gradients and the groups'
+        rates have to be those of the step.
+        """
         assert self._kept is not None, "rollback() without snapshot()"
+        if isinstance(self._kept, _Inverse):
+            while self._kept.factors:
+                self._update.undo(self._converted(self._kept.factors.pop()), self.num_steps)
+                self.num_steps -= 1
+            self.buffer.copy_main_to_weights()
+        else:
+            for tensor, kept in zip(self._mutable(), self._kept.tensors, strict=True):
+                tensor.copy_(kept)
         self.num_steps = self._kept.num_steps
-        for tensor, kept in zip(self._mutable(), self._kept.tensors, strict=True):
-            tensor.copy_(kept)
 
     def commit(self) -> None:
         """Forget what `snapshot` kept."""
         assert self._kept is not None, "commit() without snapshot()"
-        self._ledger.free("snapshot", "", num_bytes(self._kept.tensors))
+        if isinstance(self._kept, _Snapshot):
+            self._ledger.free("snapshot", "", num_bytes(self._kept.tensors))
         self._kept = None
+
+    def snapshot_bytes(self) -> int:
+        """What `snapshot` takes."""
+        return 0 if self.rollback_by is RollbackBy.INVERSE else num_bytes(self._mutable())
 
     def params_norm(self) -> float:
         """L2 norm of the main weights (--log-params-norm). Communicates over mp (world where the optimizer is cut)."""
@@ -191,6 +258,24 @@ class MixedPrecisionOptimizer(Stepper):
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by moment."""
         return self._update.persistent_bytes()
+
+    def _figures(self, count_zero_grads: bool) -> Tensor:
+        """[1 or 2, regions] fp64, this rank's own: squared sums, and how many elements are zero."""
+        figures = [squared_sums_of_parts(self._grads)]
+        if count_zero_grads:
+            figures.append(zero_counts_of_parts(self._grads))
+        return self._vector.place(figures)
+
+    def _summed_over_dp(self, full: Tensor) -> Tensor:
+        """The sum over data parallel ranks in their order: the same bits on all of them, and for every transport."""
+        group = self.ps.dp_group
+        everyone = full.new_empty(group.size * full.numel())
+        collectives.all_gather(everyone, full.view(-1), group)
+        first, *others = everyone.view(group.size, *full.shape)
+        total = first.clone()
+        for one in others:
+            total += one
+        return total
 
     def _owned(self, part_of: Callable[[str, Cut], Tensor]) -> list[list[Tensor]]:
         """What this rank answers for of the regions that it owns, of every parameter's gradient or weight: all of them

@@ -72,6 +72,25 @@ class Simulation:
         return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
 
 
+def step_period(plan: Plan, costs: CostModel, *, synchronous: bool, num_steps: int = 6) -> float:
+    """What one of many steps takes in the long run: between the ends of the last two of `num_steps`.
+
+    synchronous: all ranks agree before they step, so that none begins the next step before the last one has ended,
+    and one message more (an all-reduce takes at least that). Else a rank begins as soon as its own row is done, and
+    nothing but the row's operations holds it: with a plan of `post_validation` the difference is what it saves.
+    Raises PlanError on a deadlock.
+    """
+    begin, ends = [0.0] * plan.placement.num_ranks, [0.0]
+    for _ in range(num_steps):
+        timeline = execute(plan, costs, begin=begin)
+        _refuse_deadlock(plan, timeline)
+        begin = [row[-1] for row in timeline.ends]
+        ends.append(max(begin))
+        if synchronous:
+            begin = [ends[-1] + costs.comm] * len(begin)
+    return ends[-1] - ends[-2]
+
+
 def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """Time a plan: transfers run beside computations, each `costs.comm` after both of its ends are posted.
 
@@ -79,11 +98,15 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     timed as if each result set off when it is there. Raises PlanError on a deadlock.
     """
     timeline = execute(plan, costs)
-    for rank, (place, what) in timeline.stopped.items():
-        raise PlanError(
-            f"deadlock: rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
-        )
+    _refuse_deadlock(plan, timeline)
     durations = costs.durations()
     busy = tuple(sum(durations[op[0]][op[1]] for op in row if op[0] <= LAST_COMPUTE) for row in plan.rows)
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
     return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
+
+
+def _refuse_deadlock(plan: Plan, timeline: Timeline) -> None:
+    for rank, (place, what) in timeline.stopped.items():
+        raise PlanError(
+            f"deadlock: rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
+        )

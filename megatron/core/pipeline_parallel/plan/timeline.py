@@ -7,6 +7,7 @@ whoever provides it wakes that rank. The times do not depend on the order in whi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -20,6 +21,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     SEND_F,
     B,
     F,
+    Kind,
     Plan,
     RawOp,
     W,
@@ -42,9 +44,16 @@ class Timeline:
     stopped: dict[int, tuple[int, str]]
 
 
-def execute(plan: Plan, costs: CostModel, *, blocking_sends: bool = False) -> Timeline:
-    """Walk the plan. blocking_sends: a rank computes on only when its sends have met their receives (rendezvous)."""
-    walk = _Walk(plan, costs, blocking_sends)
+def execute(
+    plan: Plan, costs: CostModel, *, blocking_sends: bool = False, begin: Sequence[float] | None = None
+) -> Timeline:
+    """Walk the plan. blocking_sends: a rank computes on only when its sends have met their receives (rendezvous).
+    begin: when each rank is free; 0 by default.
+
+    States of post-validation are messages as others are: one goes from a rank once what it adds to has arrived, and
+    takes `costs.comm`; VALIDATE and STEP wait for theirs and take no time.
+    """
+    walk = _Walk(plan, costs, blocking_sends, begin)
     ready = list(range(plan.placement.num_ranks))[::-1]
     while ready:
         walk.advance(ready.pop(), ready)
@@ -57,13 +66,18 @@ def execute(plan: Plan, costs: CostModel, *, blocking_sends: bool = False) -> Ti
 
 
 class _Walk:
-    """Inputs are numbered: direction (0 forward, 1 backward) x stage that needs it x microbatch."""
+    """Inputs are numbered: direction (0 forward, 1 backward) x stage that needs it x microbatch; behind them states by
+    the rank that needs them, those from the rank before and then those from the rank behind."""
 
-    def __init__(self, plan: Plan, costs: CostModel, blocking_sends: bool) -> None:
+    def __init__(
+        self, plan: Plan, costs: CostModel, blocking_sends: bool, begin: Sequence[float] | None
+    ) -> None:
         num_ranks, self.total = plan.placement.num_ranks, plan.num_microbatches
         self.rows, self.costs, self.blocking_sends = plan.rows, costs, blocking_sends
         self.num_stages = plan.placement.num_stages
         self.size = self.num_stages * self.total
+        self.num_ranks = num_ranks
+        self.num_inputs = 2 * self.size + 2 * num_ranks
         self.durations = costs.durations()
         ranks = plan.placement.ranks()
         # Whether the step from a stage to the next one crosses ranks; the last stage's "next" is its own backward.
@@ -71,11 +85,11 @@ class _Walk:
         self.by_message = plan.has_transfers
         # From the stage of a transfer to the number of the input that it carries.
         self.offset = {SEND_F: self.total, RECV_F: 0, SEND_B: self.size - self.total, RECV_B: self.size}
-        self.sent = [-1.0] * (2 * self.size)  # when an input was handed over or sent
-        self.posted = [-1.0] * (2 * self.size)  # when its receive was posted
-        self.waiter: dict[int, int] = {}  # input -> rank; receive of an input, size*2 further -> rank
+        self.sent = [-1.0] * self.num_inputs  # when an input was handed over or sent
+        self.posted = [-1.0] * self.num_inputs  # when its receive was posted
+        self.waiter: dict[int, int] = {}  # input -> rank; receive of an input, num_inputs further -> rank
         self.place = [0] * num_ranks
-        self.clock = [0.0] * num_ranks
+        self.clock = [0.0] * num_ranks if begin is None else list(begin)
         self.blocked = [0] * num_ranks
         self.unmet: list[list[int]] = [[] for _ in range(num_ranks)]
         self.starts: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -89,7 +103,13 @@ class _Walk:
         while place < length:
             op = row[place]
             if op[0] > LAST_COMPUTE:
-                self._post(rank, op, clock, ready)
+                if op[0] <= LAST_TRANSFER:
+                    self._post(rank, op, clock, ready)
+                elif op[0] >= Kind.SEND_STATE:
+                    later = self._exchange_state(rank, op, clock, ready)
+                    if later < 0:
+                        break
+                    clock = later
                 starts.append(clock)
                 ends.append(clock)
                 place += 1
@@ -111,12 +131,10 @@ class _Walk:
 
     def _start(self, rank: int, ops: tuple[RawOp, ...], clock: float) -> float:
         """When the computations can start, or -1 after noting what the rank waits for."""
-        if self.blocking_sends and self.unmet[rank]:
-            for message in self.unmet[rank]:
-                if self.posted[message] < 0:
-                    return self._wait(rank, 2 * self.size + message)
-                clock = max(clock, self.posted[message])
-            self.unmet[rank].clear()
+        if self.unmet[rank]:
+            clock = self._meet(rank, clock)
+            if clock < 0:
+                return clock
         for op in ops:
             kind, stage = op[0], op[1]
             if kind == W or (kind == F and stage == 0):
@@ -129,6 +147,15 @@ class _Walk:
                 sent = max(sent, self.posted[need]) + self.costs.comm
             if sent > clock:
                 clock = sent
+        return clock
+
+    def _meet(self, rank: int, clock: float) -> float:
+        """When all sends have met their receives, or -1."""
+        for message in self.unmet[rank]:
+            if self.posted[message] < 0:
+                return self._wait(rank, self.num_inputs + message)
+            clock = max(clock, self.posted[message])
+        self.unmet[rank].clear()
         return clock
 
     def _wait(self, rank: int, event: int) -> float:
@@ -152,17 +179,44 @@ class _Walk:
             self._provide(self.sent, target, end, target, ready)
 
     def _post(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> None:
-        """Post a transfer; the executor's other operations take no time of their own."""
+        """Post a transfer."""
         kind = op[0]
-        if kind > LAST_TRANSFER:
-            return
         target = op[1] * self.total + op[2] + self.offset[kind]
         if kind not in (SEND_F, SEND_B):
-            self._provide(self.posted, target, clock, 2 * self.size + target, ready)
+            self._provide(self.posted, target, clock, self.num_inputs + target, ready)
             return
         self._provide(self.sent, target, clock, target, ready)
         if self.blocking_sends:
             self.unmet[rank].append(target)
+
+    def _exchange_state(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
+        """An operation of post-validation: when it is done, or -1 after noting what the rank waits for."""
+        kind, peer = op[0], op[6]
+        if kind == Kind.RECV_STATE:
+            message = self._state_for(rank, from_before=peer < rank)
+            self._provide(self.posted, message, clock, self.num_inputs + message, ready)
+            return clock
+        if self.unmet[rank]:
+            clock = self._meet(rank, clock)
+            if clock < 0:
+                return clock
+        # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
+        partial = kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)
+        if rank > 0 if partial else rank + 1 < self.num_ranks:
+            message = self._state_for(rank, from_before=partial)
+            if self.sent[message] < 0:
+                return self._wait(rank, message)
+            clock = max(clock, max(self.sent[message], self.posted[message]) + self.costs.comm)
+        if kind == Kind.SEND_STATE:
+            message = self._state_for(peer, from_before=partial)
+            self._provide(self.sent, message, clock, message, ready)
+            if self.blocking_sends:
+                self.unmet[rank].append(message)
+        return clock
+
+    def _state_for(self, rank: int, *, from_before: bool) -> int:
+        """The number of a state, by who gets it."""
+        return 2 * self.size + rank + (0 if from_before else self.num_ranks)
 
     def _provide(self, times: list[float], target: int, time: float, event: int, ready: list[int]) -> None:
         times[target] = time
@@ -172,7 +226,11 @@ class _Walk:
 
     def describe(self, event: int) -> str:
         """What a stopped rank waits for, in words."""
-        is_receive, target = divmod(event, 2 * self.size)
+        is_receive, target = divmod(event, self.num_inputs)
+        if target >= 2 * self.size:
+            from_behind, rank = divmod(target - 2 * self.size, self.num_ranks)
+            sender = rank + 1 if from_behind else rank - 1
+            return f"{'the receive of ' * is_receive}the state from rank {sender} to rank {rank}"
         backward, at = divmod(target, self.size)
         stage, microbatch = divmod(at, self.total)
         if is_receive:

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.timeline import execute
+from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
 _PRODUCER = {SEND_F: F, SEND_B: B}
@@ -45,7 +46,8 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
     its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
     activations never negative; gradients of a stage in microbatch order, unless the plan is not bitwise (in B and in
-    W: norms are computed in B). A forward_only plan has one F each and no backward.
+    W: norms are computed in B). A forward_only plan has one F each and no backward. Operations of post-validation are
+    all there or none, see `verify_state`.
     deadlock: False leaves that check to a pass that walks the plan next.
     Raises PlanError naming rank, place and operation.
     """
@@ -59,6 +61,7 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
         check.row(rank)
     check.all_computed()
     check.all_matched()
+    verify_state(plan)
     if plan.bitwise and check.out_of_order:
         raise PlanError(
             f"{check.out_of_order}: weight gradients of a stage must be added in increasing microbatch order, or the"
@@ -91,6 +94,7 @@ class _Check:
         self.last_input = [-1] * len(self.ranks)
         self.last_weight = [-1] * len(self.ranks)
         self.out_of_order = ""
+        self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
 
     def where(self, rank: int, place: int) -> str:
         return f"rank {rank}, place {place}, {op_text(self.plan.rows[rank][place])}"
@@ -101,6 +105,9 @@ class _Check:
         mine = [one == rank for one in self.ranks]
         for place, op in enumerate(row):
             kind, stage, microbatch, part, first, _, _, pair = op
+            if kind >= Kind.SEND_STATE:
+                self.states.append(pair)
+                continue
             if kind > LAST_TRANSFER or part or first >= 0 or not 0 <= stage < len(mine) or not mine[stage]:
                 raise PlanError(f"{self.where(rank, place)}: {self._misplaced(op)}")
             if not 0 <= microbatch < self.total:
@@ -228,7 +235,8 @@ class _Check:
             raise PlanError(
                 f"{send} is message {self.sent[need]} and {receive} is message {self.received[need]}"
             )
-        numbers = [pair for pair in self.sent if pair >= 0]
+        states = [pair for pair in self.states if pair >= 0]  # at both ends: each number twice
+        numbers = [pair for pair in self.sent if pair >= 0] + sorted(states)[::2]
         if len(numbers) != len(set(numbers)):
             raise PlanError("two messages have the same number")
         for route, sent in self.sends.items():

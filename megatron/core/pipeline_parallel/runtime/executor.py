@@ -6,7 +6,9 @@ a kind is a handler in the table: the executor's own, or one that another module
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,11 +33,34 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     op_text,
 )
+from megatron.core.pipeline_parallel.plan.undone import undone
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync, Stage
 
 Handler = Callable[[RawOp], None]
+
+
+class Go(enum.Enum):
+    """What follows VALIDATE, on all ranks alike. ON: the rest of the row. AGAIN: the forwards before it once more, then
+    the rest. STOP: the forwards are dropped, and the step ends here."""
+
+    ON = "on"
+    AGAIN = "again"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What VALIDATE does. decide: communicates over the pipeline, perhaps changes the weights. forget: a stage's
+    forward of a microbatch did not happen (stage, microbatch): nothing of it is kept, or counted."""
+
+    decide: Callable[[], Go]
+    forget: Callable[[int, int], None]
+
+
+class _Stopped(Exception):  # noqa: N818 - no error: the way out of the row
+    """VALIDATE said STOP."""
 
 
 class _Step(NamedTuple):
@@ -52,7 +77,8 @@ class Executor:
 
     plan: verified, with its transfers. rank: in the pipeline. stages: those of this rank, by global stage. channel:
     to the other ranks. grad_sync: the data parallel engine; None where nobody wants to hear of gradients (evaluation).
-    recorder: of the measured timeline. handlers: for kinds that this executor knows nothing of.
+    recorder: of the measured timeline. handlers: for kinds that this executor knows nothing of. validation: of the step
+    before, for plans with VALIDATE.
 
     Overlapped computations run one after the other. Raises PlanError where a stage is missing, where the row has a
     kind without a handler, or where B and W are split on a stage that cannot split them.
@@ -68,10 +94,11 @@ class Executor:
         *,
         recorder: Recorder | None = None,
         handlers: Mapping[Kind, Handler] | None = None,
+        validation: Validation | None = None,
     ) -> None:
         self._plan, self._rank, self._row = plan, rank, plan.rows[rank]
         self._stages, self._channel = stages, channel
-        self._grad_sync, self._recorder = grad_sync, recorder
+        self._grad_sync, self._recorder, self._validation = grad_sync, recorder, validation
         ranks = plan.placement.ranks()
         self._last_stage = len(ranks) - 1
         self._is_local = [one == rank for one in ranks]
@@ -87,11 +114,13 @@ class Executor:
         self._check(handlers or {})
         self._program = self._compile(handlers or {})
         self._echoes = echoes(plan, rank)
+        self._undone = undone(plan, rank)
 
-    def run(self, iteration: int = 0) -> None:
+    def run(self, iteration: int = 0) -> bool:
         """Do the row once. Afterwards every message is through and nothing is kept; gradients are this rank's own
-        until `grad_sync.finish()`, which is the caller's.
+        until `grad_sync.finish()`, which is the caller's (or that of a handler of the plan's last operations).
 
+        Returns whether it came to the end: False where VALIDATE stopped it, on all ranks alike.
         iteration: for messages and the timeline. Communicates over the pipeline, and with whom the stages do.
         Raises PeerLostError naming rank, stage, iteration and operation, ModelError where a stage hands on what cannot
         go to the next; other errors than the first get a note that says where.
@@ -105,6 +134,9 @@ class Executor:
                 step.call(step.argument)
             step = None
             self._channel.drain()
+        except _Stopped:
+            self._check_empty()
+            return False
         except PeerLostError as error:
             raise error.at(self._where(step, iteration)) from error
         except Exception as error:
@@ -113,6 +145,10 @@ class Executor:
         finally:
             if self._recorder is not None:
                 self._recorder.end_step()
+        self._check_empty()
+        return True
+
+    def _check_empty(self) -> None:
         assert not self._outgoing, f"never sent: {sorted(self._outgoing)}"
         assert not self._incoming, f"never used: {sorted(self._incoming)}"
         for stage in self._stages.values():
@@ -127,6 +163,8 @@ class Executor:
         if self._grad_sync is not None:
             table[Kind.UNSHARD], table[Kind.RESHARD] = self._unshard, self._reshard
             table[Kind.REDUCE] = self._reduce
+        if self._validation is not None:
+            table[Kind.VALIDATE] = self._validate
         return table
 
     def _check(self, handlers: Mapping[Kind, Handler]) -> None:
@@ -142,7 +180,7 @@ class Executor:
             if not (kind in table or kind in handlers or LAST_COMPUTE < kind <= LAST_TRANSFER):
                 raise PlanError(
                     f"rank {rank}: {op_text(op)}: nothing here does {kind.name}; it needs"
-                    + (" a data parallel engine" if Kind.UNSHARD <= kind <= Kind.REDUCE else " a handler")
+                    + _NEEDED.get(kind, " a handler")
                 )
             if kind <= LAST_TRANSFER and (op[3] or op[4] >= 0):
                 raise PlanError(
@@ -239,6 +277,38 @@ class Executor:
         for unit in _units(op):
             self._grad_sync.reduce(self._chunks[op[1]], unit, last=last)
 
+    def _validate(self, op: RawOp) -> None:
+        assert self._validation is not None
+        go = self._validation.decide()
+        if go is Go.ON:
+            return
+        self._drop_forwards()
+        if go is Go.STOP:
+            raise _Stopped
+        place = self._row.index(op)
+        for step in self._program:
+            if step.end > place:
+                return
+            if self._row[step.first][0] <= LAST_TRANSFER:
+                step.call(step.argument)
+
+    def _drop_forwards(self) -> None:
+        """As if the forwards before VALIDATE had not run; see plan.undone, [Note: messages of undone forwards].
+
+        Receives come first: other ranks wait here for their sends. No deadlock, as each rank has nothing else to do
+        for the ranks behind it than to have come here.
+        """
+        late = self._channel.post([(op, None) for op in self._undone.surplus])
+        for arrival in (*self._incoming.values(), *late):
+            if not isinstance(arrival, Tensor):
+                arrival.wait()
+        self._channel.drain()
+        self._incoming.clear()
+        self._outgoing.clear()
+        assert self._validation is not None
+        for stage, microbatch in self._undone.forwards:
+            self._validation.forget(stage, microbatch)
+
     # What handlers share ---------------------------------------------------------------------------
 
     def _propagate(self, op: RawOp, backward: Callable[[int, Tensor | None], Tensor | None]) -> None:
@@ -291,6 +361,14 @@ class Executor:
         for unit in self._gathering.pop(stage, ()):
             assert self._grad_sync is not None
             self._grad_sync.wait(self._chunks[stage], unit)
+
+
+_NEEDED = {
+    Kind.UNSHARD: " a data parallel engine",
+    Kind.RESHARD: " a data parallel engine",
+    Kind.REDUCE: " a data parallel engine",
+    Kind.VALIDATE: " a validation",
+}
 
 
 def _units(op: RawOp) -> tuple[int | None, ...]:

@@ -82,6 +82,11 @@ class ModelStage:
         assert self._sink is not None, f"W{microbatch} of a stage whose gradients autograd accumulates"
         self._sink.flush(microbatch)
 
+    def forget(self, microbatch: int) -> None:
+        """The F of a microbatch did not happen; it may run again."""
+        assert microbatch in self._saved, f"no F{microbatch} to forget; kept: {sorted(self._saved)}"
+        del self._saved[microbatch]
+
     def check_empty(self) -> None:
         """After a step: every F had its backward, every B its W."""
         assert not self._saved, f"no backward of microbatches {sorted(self._saved)}"

@@ -1,0 +1,77 @@
+"""What a step is decided on, as ranks of a pipeline pass it on, and the decision.
+
+A state is exact whichever way it came together: each region of the model has its number on one stage and zero on all
+others, so ranks that add in any order come to the bits of `MixedPrecisionOptimizer.prepare` (see clip_grads, [Note: the
+norm's bits]). A partial state's norm is at most the whole one's, in these bits too (rounding keeps order): where the
+whole model may step unclipped, so might every rank with what it knew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from megatron.core.optimizer.clip_grads import clip_coefficient
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationState:
+    """sums: [regions of the whole model], squared sums of gradients, undivided. num_zeros: elements of gradients that
+    are zero, where they are counted. nonfinite: some loss or gradient is not finite."""
+
+    sums: tuple[float, ...]
+    num_zeros: float
+    nonfinite: bool
+
+    def __add__(self, other: ValidationState) -> ValidationState:
+        assert len(self.sums) == len(other.sums), f"{len(self.sums)} and {len(other.sums)} regions"
+        return ValidationState(
+            tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
+            self.num_zeros + other.num_zeros,
+            self.nonfinite or other.nonfinite,
+        )
+
+    @property
+    def finite(self) -> bool:
+        return not self.nonfinite and all(map(math.isfinite, self.sums))
+
+    @property
+    def numbers(self) -> list[float]:
+        """For a message: `of_numbers` reads it. All are fp64."""
+        return [*self.sums, self.num_zeros, float(self.nonfinite)]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> ValidationState:
+        *sums, num_zeros, nonfinite = numbers
+        return cls(tuple(sums), num_zeros, nonfinite != 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """coefficient: what gradients are multiplied with; None: the step is skipped. clean: nothing but an unclipped step
+    of finite gradients, which is what ranks step on before they know all."""
+
+    coefficient: float | None
+    clean: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRules:
+    """max_norm: `--clip-grad`, 0 = off. skips_nonfinite: gradients that are not finite make no step (else they are
+    used, as without `--check-for-nan-in-loss-and-grad`)."""
+
+    max_norm: float
+    skips_nonfinite: bool = True
+
+    def decide(self, state: ValidationState, norm: float) -> Decision:
+        """norm: of the state's sums, divided."""
+        finite = state.finite
+        if not finite and self.skips_nonfinite:
+            return Decision(None, clean=False)
+        coefficient = clip_coefficient(norm, self.max_norm)
+        return Decision(coefficient, clean=finite and coefficient == 1.0)
+
+    def is_clean(self, partial: ValidationState, norm: float) -> bool:
+        """Whether a rank that knows no more than this steps."""
+        return self.decide(partial, norm).clean

@@ -1,0 +1,224 @@
+"""Post-validation of optimizer steps on one rank of a pipeline (arXiv 2401.10241, section 4).
+
+At a step's end a rank knows of itself and of the ranks before it (a partial state). If that is clean it steps, and
+begins the next step; while its first forwards run, the whole state comes back, and the step is confirmed, or taken back
+and taken rightly. Every rank decides by the same numbers, so all come to the same; nobody waits for all.
+
+[Note: exactness] Steps end with the bits of synchronous ones: the whole state is what `prepare` adds up, a confirmed
+step is the very call that a synchronous one makes, and one that is taken back is taken again from the bits that the
+snapshot kept, with gradients that no step has written to. Gradients, `param_groups` and what `StepOwner.complete` told
+must stay as they are until the step is decided: an owner moves its clocks (learning rate, loss scale) in `decided`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from megatron.core.optimizer.validation_state import StepRules, ValidationState
+from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.runtime.executor import Go, Handler
+from megatron.core.pipeline_parallel.runtime.state_channel import StateArrival, StateMessages
+from megatron.core.protocols import Stepper
+
+
+class ValidatedStepper(Stepper, Protocol):
+    """An optimizer that can say what its pipeline stage knows of a step."""
+
+    def stage_state(self, nonfinite: bool, *, count_zero_grads: bool = False) -> ValidationState:
+        """Of all ranks of this stage, the same on each. Communicates over tp and dp."""
+
+    def norm(self, sums: Sequence[float], divisor: float) -> float:
+        """Of gradients with these squared sums, divided."""
+
+
+class Completed(NamedTuple):
+    """divisor: of the step's gradients, as for `Stepper.step`. nonfinite: this rank has seen a loss that is not
+    finite."""
+
+    divisor: float
+    nonfinite: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a step ended, the same on all ranks. coefficient: None where it was skipped. num_zeros: where zeros are
+    counted. rolled_back: it was stepped on before the whole state was known, which proved wrong."""
+
+    norm: float
+    coefficient: float | None
+    nonfinite: bool
+    num_zeros: int
+    rolled_back: bool
+
+
+class StepOwner(Protocol):
+    """Whose steps these are: the trainer, or a test."""
+
+    def complete(self) -> Completed:
+        """After the step's last backward: finish its gradients, and say what they are divided by. Communicates over
+        dp."""
+
+    def weights_changed(self) -> None:
+        """This rank's weights were written. Communicates over dp."""
+
+    def decided(self, outcome: Outcome) -> bool:
+        """The step is as it will stay, on all ranks. Whether to go on: False (the same on all ranks) stops the step
+        that is under way, see `Go.STOP`."""
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A step that is not decided on. optimistic: ranks step before they know all. arrival, whole: the whole state, on
+    its way and once it is there."""
+
+    divisor: float
+    optimistic: bool
+    stepped: bool
+    arrival: StateArrival | None
+    whole: ValidationState | None
+
+
+class PostValidator:
+    """One rank's steps. rank, num_ranks: in the pipeline. after: so many clean steps in a row are decided on at once,
+    with everybody waiting, before ranks step on what they know; 0: they always do. num_rollbacks: until now.
+
+    `handlers` and `decide` are for the executor of a plan with post-validation. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        stepper: ValidatedStepper,
+        messages: StateMessages,
+        owner: StepOwner,
+        rules: StepRules,
+        *,
+        rank: int,
+        num_ranks: int,
+        after: int = 10,
+        count_zero_grads: bool = False,
+    ) -> None:
+        assert 0 <= rank < num_ranks, (rank, num_ranks)
+        assert after >= 0, after
+        self.num_rollbacks = 0
+        self._stepper, self._messages, self._owner, self._rules = stepper, messages, owner, rules
+        self._rank, self._last = rank, num_ranks - 1
+        self._after, self._count_zero_grads = after, count_zero_grads
+        self._clean_steps = 0
+        self._from_before: StateArrival | None = None
+        self._partial: tuple[float, ValidationState] | None = None  # divisor, this rank's and those before
+        self._pending: _Pending | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is not decided on."""
+        return self._pending is not None
+
+    @property
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """For `Executor(handlers=...)`."""
+        return {
+            Kind.RECV_STATE: self._receive,
+            Kind.SEND_STATE: self._send,
+            Kind.STEP: self._step,
+        }
+
+    def decide(self) -> Go:
+        """VALIDATE: for `Executor(validation=...)`. Communicates over the pipeline."""
+        if self._pending is None:  # the first step, or one after validate_now()
+            return Go.ON
+        outcome, go_on = self._settle(self._pending, self._whole(self._pending))
+        if not go_on:
+            return Go.STOP
+        return Go.AGAIN if outcome.rolled_back else Go.ON
+
+    def validate_now(self) -> Outcome | None:
+        """Decide on the step that is pending, outside of any plan; None where there is none. To be called on all ranks,
+        before weights are saved or evaluated, and at the end. Communicates over the pipeline."""
+        pending = self._pending
+        if pending is None:
+            return None
+        if self._rank < self._last and pending.arrival is None:
+            pending.arrival = self._messages.receive(self._rank + 1)
+        whole = self._whole(pending)
+        if self._rank > 0:
+            self._messages.send(self._rank - 1, whole.numbers)
+        outcome, _ = self._settle(pending, whole)
+        self._messages.drain()
+        return outcome
+
+    # Operations of a plan; partial states go to later ranks, whole ones to earlier --------------------
+
+    def _receive(self, op: RawOp) -> None:
+        peer = op[6]
+        if peer < self._rank:
+            self._from_before = self._messages.receive(peer)
+        elif self._pending is not None:
+            self._pending.arrival = self._messages.receive(peer)
+
+    def _send(self, op: RawOp) -> None:
+        peer = op[6]
+        if peer > self._rank:
+            self._messages.send(peer, self._known()[1].numbers)
+        elif self._pending is not None:
+            self._messages.send(peer, self._whole(self._pending).numbers)
+
+    def _step(self, op: RawOp) -> None:
+        """Step on what is known, where that is enough; else, with all others, once it is."""
+        assert self._pending is None, "a step before the last one was decided on"
+        divisor, known = self._known()
+        self._partial = None
+        optimistic = self._clean_steps >= self._after
+        steps = optimistic and self._rules.is_clean(known, self._stepper.norm(known.sums, divisor))
+        if steps:
+            self._stepper.snapshot()
+            self._take_step(divisor, 1.0)
+        whole = known if self._rank == self._last else None
+        self._pending = _Pending(divisor, optimistic, steps, None, whole)
+        if not optimistic:
+            self.validate_now()
+
+    # What they share ---------------------------------------------------------------------------------
+
+    def _known(self) -> tuple[float, ValidationState]:
+        """The step's divisor, and what this rank and those before it know."""
+        if self._partial is None:
+            divisor, nonfinite = self._owner.complete()
+            known = self._stepper.stage_state(nonfinite, count_zero_grads=self._count_zero_grads)
+            if self._from_before is not None:
+                known = ValidationState.of_numbers(self._from_before.wait()) + known
+                self._from_before = None
+            self._partial = divisor, known
+        return self._partial
+
+    def _whole(self, pending: _Pending) -> ValidationState:
+        if pending.whole is None:
+            assert pending.arrival is not None, "the whole state was not asked for"
+            pending.whole = ValidationState.of_numbers(pending.arrival.wait())
+        return pending.whole
+
+    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool]:
+        """Make the step what it has to be, and tell the owner; whether that goes on."""
+        norm = self._stepper.norm(whole.sums, pending.divisor)
+        decision = self._rules.decide(whole, norm)
+        self._pending = None
+        if pending.stepped:
+            if not decision.clean:
+                self._stepper.rollback()
+            self._stepper.commit()
+        if decision.coefficient is not None and not (pending.stepped and decision.clean):
+            self._take_step(pending.divisor, decision.coefficient)
+        elif pending.stepped and not decision.clean:
+            self._owner.weights_changed()
+        self._clean_steps = self._clean_steps + 1 if decision.clean else 0
+        rolled_back = pending.optimistic and not decision.clean
+        self.num_rollbacks += rolled_back
+        outcome = Outcome(
+            norm, decision.coefficient, not whole.finite, int(whole.num_zeros), rolled_back=rolled_back
+        )
+        return outcome, self._owner.decided(outcome)
+
+    def _take_step(self, divisor: float, coefficient: float) -> None:
+        self._stepper.step(divisor, coefficient)
+        self._owner.weights_changed()
