@@ -1,12 +1,15 @@
-"""Plan, time and draw a pipeline schedule, without torch; or set a measured step beside its plan.
+"""Plan, time and draw pipeline schedules, without torch; compare them; or set a measured step beside its plan.
 
-python tools/show_schedule.py --schedule 1f1b --stages 4 --microbatches 8 --format text
+python tools/show_schedule.py --schedule zbv --stages 4 --microbatches 8
+python tools/show_schedule.py --schedule auto --stages 4 --microbatches 8 --memory-limit 3
+python tools/show_schedule.py --schedule 1f1b zb-1p zbv --stages 4 --microbatches 8 --html compared.html
 python tools/show_schedule.py --measured TIMELINE_DIR [--iteration N] --format svg
 
 Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W. With --measured, the
 folder of a run's --log-pipeline-timeline, times are seconds, the plan is that of the run unless --schedule says
 which it should be, and the planned times are what the simulator expects from the measured mean of each computation;
-a --time flag puts its own in place.
+a --time flag puts its own in place. With --measured and --html, the other schedules named are planned from the run's
+measured times.
 """
 
 from __future__ import annotations
@@ -14,33 +17,44 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.plan import overlay
+from megatron.core.pipeline_parallel.plan.auto import choose
+from megatron.core.pipeline_parallel.plan.compare import (
+    Entry,
+    entry_of,
+    longest,
+    of_rank_totals,
+    over_limit,
+    table,
+)
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, Plan, PlanError, plan_hash, row_texts
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, read_timeline
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, PlanError, plan_hash, row_texts
+from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.registry import PLANNED, SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.render import to_svg, to_text, to_trace
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.render import columns_per_unit, to_svg, to_text, to_trace
+from megatron.core.pipeline_parallel.plan.render_html import to_html
+from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
+from tools.schedule_flags import AUTO, chunks_of, costs_of, limits_of, names_of, parser, request_of
 
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
 
 
-def to_json(simulation: Simulation, solve_seconds: float) -> str:
+def figures(simulation: Simulation, solve_seconds: float) -> dict[str, object]:
     """The figures and each rank's order of computations."""
     plan = simulation.plan
-    content = {
+    return {
         "schedule": plan.schedule,
         "stages": plan.placement.num_ranks,
         "microbatches": plan.num_microbatches,
@@ -53,105 +67,22 @@ def to_json(simulation: Simulation, solve_seconds: float) -> str:
         "p2p_bytes": simulation.num_messages,  # each carries one boundary tensor
         "solve_seconds": solve_seconds,
     }
-    return json.dumps(content, allow_nan=False) + "\n"
 
 
-FORMATS: Mapping[str, Callable[[Simulation, float], str]] = {
-    "text": lambda simulation, _: to_text(simulation),
-    "json": to_json,
-    "csv": lambda simulation, _: to_csv(simulation.plan),
-    "torch-csv": lambda simulation, _: to_torch_csv(simulation.plan),
-    "svg": lambda simulation, _: to_svg(simulation),
-    "trace": lambda simulation, _: to_trace(simulation),
+# Of one schedule; json and text are also of several.
+FORMATS: Mapping[str, Callable[[Simulation], str]] = {
+    "text": to_text,
+    "json": lambda simulation: json.dumps(figures(simulation, 0.0)),
+    "csv": lambda simulation: to_csv(simulation.plan),
+    "torch-csv": lambda simulation: to_torch_csv(simulation.plan),
+    "svg": to_svg,
+    "picture": to_picture,
+    "trace": to_trace,
 }
+COMPARED = ("text", "json", "table")
 
 
-def numbers(text: str) -> list[float]:
-    """`1.5` or `1,2,1`, each finite, 0 or more (T_W = 0 is a case of interest)."""
-    values = [float(word) for word in text.split(",")]
-    if not all(0 <= value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
-    return values
-
-
-def at_least_0(text: str) -> float:
-    """A finite number, 0 or more."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
-    return value
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="show_schedule.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    names = f"{', '.join(SCHEDULES)}; planned: {', '.join(PLANNED)}"
-    made.add_argument("--schedule", metavar="NAME", help=names)
-    made.add_argument("--stages", type=int, metavar="P", help="pipeline ranks")
-    made.add_argument("--microbatches", type=int, metavar="M")
-    made.add_argument("--chunks", type=int, metavar="V", help="chunks a stage; default: the schedule's")
-    made.add_argument(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        type=int,
-        dest="group_size",
-        metavar="G",
-        help="microbatches that a chunk takes in turn, of interleaving; default: one a stage",
-    )
-    for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
-        made.add_argument(
-            f"--time-{name}",
-            type=numbers,
-            nargs="+",
-            metavar="T",
-            help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
-        )
-    made.add_argument("--time-comm", type=at_least_0, metavar="T", help="latency of a transfer (default 0)")
-    made.add_argument(
-        "--memory-limit",
-        type=at_least_0,
-        metavar="A",
-        help="most activation of a stage, in units of one microbatch's whole-stage activation",
-    )
-    made.add_argument(
-        "--memory-after-b",
-        type=at_least_0,
-        default=1.0,
-        metavar="SHARE",
-        help="share of an activation still held between B and W (default 1)",
-    )
-    made.add_argument("--format", choices=list(FORMATS), default="text")
-    made.add_argument("--measured", type=Path, metavar="DIR", help="set this run's timeline beside the plan")
-    made.add_argument("--iteration", type=int, metavar="N", help="of --measured; default: the last one")
-    return made
-
-
-def costs_of(args: argparse.Namespace, plan: Plan) -> CostModel:
-    """The cost model that the flags describe."""
-
-    def given(values: list[list[float]] | None) -> list[float]:
-        return [1.0] if values is None else [*chain.from_iterable(values)]
-
-    return CostModel.of_ranks(
-        plan.placement,
-        time_f=given(args.time_f),
-        time_b=given(args.time_b),
-        time_w=given(args.time_w),
-        comm=args.time_comm or 0.0,
-        memory_after_b=args.memory_after_b,
-    )
-
-
-def request_of(args: argparse.Namespace) -> Request:
-    """What the flags ask for. Raises PlanError naming a flag that is missing."""
-    missing = [flag for flag in ("schedule", "stages", "microbatches") if getattr(args, flag) is None]
-    if missing:
-        raise PlanError(f"--{' and --'.join(missing)} must be given")
-    return Request(args.stages, args.microbatches, args.chunks, args.group_size)
+# Plans -------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> str:
@@ -160,32 +91,137 @@ def run(args: argparse.Namespace) -> str:
         return run_measured(args)
     if args.iteration is not None:
         raise PlanError("--iteration chooses a step of --measured, which is not given")
-    request = request_of(args)
+    names = names_of(args)
+    if not names:
+        request_of(args, "1f1b")  # which says what is missing
+    if len(names) > 1 or args.html is not None or args.pictures is not None or args.format == "table":
+        return run_compared(args, names)
     begin = time.perf_counter()
-    plan = build_plan(args.schedule, request)
-    costs = costs_of(args, plan)
-    plan = lower(plan, costs)
+    if names == [AUTO]:
+        entry, reasons = chosen(args)
+    else:
+        reasons = []
+        request, costs = request_of(args, names[0])
+        simulation = simulate(lower(build_plan(names[0], request), costs), costs)
+        entry = Entry(names[0], simulation)
+    assert entry.simulation is not None, entry.name
     solve_seconds = time.perf_counter() - begin
-    simulation = checked(simulate(plan, costs), args.memory_limit)
-    return FORMATS[args.format](simulation, solve_seconds)
+    simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
+    if args.format == "json":
+        more = {"reasons": reasons} if reasons else {}
+        return json.dumps({**figures(simulation, solve_seconds), **more}, allow_nan=False) + "\n"
+    told = "".join(f"{line}\n" for line in reasons)
+    if args.format == "text":
+        return told + FORMATS["text"](simulation)
+    print(told, end="", file=sys.stderr)  # what is printed is a file
+    return FORMATS[args.format](simulation)
+
+
+def chosen(args: argparse.Namespace) -> tuple[Entry, list[str]]:
+    """The fastest schedule that fits, and a line on each. Raises PlanError where none does."""
+    both = {name: request_of(args, name, several=True) for name in SCHEDULES}
+    first = both["1f1b"][0]
+    choice = choose(
+        SCHEDULES,
+        Request(first.num_ranks, first.num_microbatches, memory_limit=first.memory_limit),
+        costs=lambda name, plan: both[name][1],
+        requests={name: request for name, (request, _) in both.items()},
+    )
+    reasons = choice.lines()
+    best = choice.best
+    return Entry(best.name, best.simulation, remarks=(f"chosen by {AUTO}",)), reasons
+
+
+def run_compared(args: argparse.Namespace, names: Sequence[str]) -> str:
+    """Several schedules: as text, JSON, a table, a page, pictures. One that is not possible says so in its place."""
+    entries: list[Entry] = []
+    notes: list[str] = []
+    for name in names:
+        if name == AUTO:
+            entry, notes = chosen(args)
+            entry = dataclasses.replace(entry, name=f"{AUTO}: {entry.name}")
+        else:
+            request, costs = request_of(args, name, several=len(names) > 1)
+            entry = entry_of(name, request, costs, request.memory_limit)
+        if entry.simulation is not None:
+            drawable(entry.simulation)
+        entries.append(entry)
+    return compared(args, entries, notes, limits_of(args, args.stages))
+
+
+def compared(
+    args: argparse.Namespace, entries: Sequence[Entry], notes: Sequence[str], limits: tuple[float, ...] | None
+) -> str:
+    """Write the page and the pictures that are asked for, and say the figures."""
+    if not any(entry.simulation is not None for entry in entries):
+        raise PlanError("; ".join(f"{entry.name}: {entry.problem}" for entry in entries))
+    if args.format not in COMPARED:
+        raise PlanError(f"--format {args.format} is of one schedule: use {', '.join(COMPARED)}, or --html")
+    written = []
+    if args.html is not None:
+        plan = next(entry.simulation.plan for entry in entries if entry.simulation is not None)
+        title = f"{plan.placement.num_ranks} pipeline ranks, {plan.num_microbatches} microbatches"
+        written.append(write(args.html, to_html(title, entries, limits, notes=notes), "--html"))
+    if args.pictures is not None:
+        span = longest(entries)
+        for entry in entries:
+            if entry.simulation is not None:
+                file = args.pictures / f"{entry.name.replace(': ', '-')}.svg"
+                written.append(write(file, to_picture(entry.simulation, span=span), "--pictures"))
+    if args.format == "json":
+        all_of_it = [
+            {"name": entry.name, "problem": entry.problem}
+            | (figures(entry.simulation, 0.0) if entry.simulation is not None else {})
+            for entry in entries
+        ]
+        return json.dumps(all_of_it, allow_nan=False) + "\n"
+    print("".join(f"wrote {file}\n" for file in written), end="", file=sys.stderr)
+    told = "".join(f"{line}\n" for line in notes)
+    if args.format == "text" and not written:
+        simulations = [entry.simulation for entry in entries if entry.simulation is not None]
+        scale = max(columns_per_unit(one) for one in simulations)
+        told += "".join(f"{to_text(one, scale)}\n" for one in simulations)
+    return told + table(entries)
+
+
+def write(file: Path, text: str, flag: str) -> Path:
+    """Raises PlanError naming the flag."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        raise PlanError(f"{flag} {file}: {error}") from None
+    return file
+
+
+# Measured ----------------------------------------------------------------------------------------------
 
 
 def run_measured(args: argparse.Namespace) -> str:
     """The overlay of a run's step. Raises PlanError for what is no timeline, or one of another plan."""
-    step = measured_step(args.measured, args.iteration)
-    expect_plan(args, step)
+    try:
+        step = overlay.chosen_step(args.measured, args.iteration)
+    except PlanError as error:
+        raise PlanError(f"--measured {error}") from None
+    names = names_of(args)
+    if args.html is None:
+        expect_plan(args, names, step)
     means = overlay.mean_times(step.plan, step.spans)
     costs = overlay.measured_costs(step.plan, means, args.time_comm or 0.0)
-    flags = costs_of(args, step.plan)
+    flags = costs_of(args, step.plan.placement)
     costs = dataclasses.replace(
         costs,
         f=costs.f if args.time_f is None else flags.f,
         b=costs.b if args.time_b is None else flags.b,
         w=costs.w if args.time_w is None else flags.w,
-        memory_after_b=args.memory_after_b,
+        held_after_b=flags.held_after_b,
     )
-    planned = checked(simulate(step.plan, costs), args.memory_limit)
+    planned = drawable(simulate(step.plan, costs))
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
+    limits = limits_of(args, step.plan.placement.num_ranks)
+    if args.html is not None:
+        return measured_page(args, names, planned, measured, limits)
+    fitting(planned, limits)
     if args.format == "text":
         head = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds\n"
         return head + overlay.overlay_text(planned, measured)
@@ -203,35 +239,50 @@ def run_measured(args: argparse.Namespace) -> str:
     )
 
 
-def measured_step(directory: Path, iteration: int | None) -> MeasuredStep:
-    """A step of the first pipeline, the last one of training unless an iteration is asked for. Raises PlanError."""
-    if not directory.is_dir():
-        raise PlanError(f"--measured {directory}: there is no such folder")
-    try:
-        steps = read_timeline(directory)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"--measured {directory}: {error}") from None
-    steps = [step for step in steps if not step.plan.forward_only] or steps
-    if not steps:
-        raise PlanError(f"--measured {directory}: no step that all ranks of a pipeline have finished")
-    there = sorted({step.iteration for step in steps})
-    wanted = there[-1] if iteration is None else iteration
-    chosen = [step for step in steps if step.iteration == wanted]
-    if not chosen:
-        raise PlanError(
-            f"--iteration {wanted}: {directory} has {len(there)} iterations from {there[0]} to {there[-1]}, not this"
-        )
-    return min(chosen, key=lambda step: step.pipeline)
+def measured_page(
+    args: argparse.Namespace,
+    names: Sequence[str],
+    planned: Simulation,
+    measured: Simulation,
+    limits: tuple[float, ...] | None,
+) -> str:
+    """The run beside its plan, and the other schedules named, planned from what the run measured."""
+    plan, costs = planned.plan, planned.costs
+    ran = plan.placement
+    over = over_limit(planned, limits)
+    problem = "" if over is None else f"needs {over[1]:g} activations on rank {over[0]}"
+    entries = [Entry(plan.schedule, planned, problem, measured, remarks=("Times are seconds.",))]
+    for name in names:
+        if name == AUTO:
+            raise PlanError(f"--measured compares schedules by name, not {AUTO}")
+        if name == plan.schedule:
+            continue
+        chunks, group = chunks_of(args, name, several=True)
+        kind = PLACEMENTS[name]
+        placement = Placement(kind, ran.num_ranks, 1 if kind == LINEAR else chunks or 2)
+        own, remark = costs, "From the run's measured times of each stage."
+        if placement != ran:
+            own = of_rank_totals(costs, ran, placement)
+            remark = "From the run's measured times of each rank, divided evenly over its chunks here."
+        request = Request(ran.num_ranks, plan.num_microbatches, chunks, group, own, limits)
+        entry = entry_of(name, request, own, limits)
+        entries.append(dataclasses.replace(entry, remarks=(remark,)))
+    return compared(args, entries, [], limits)
 
 
-def expect_plan(args: argparse.Namespace, step: MeasuredStep) -> None:
+def expect_plan(args: argparse.Namespace, names: Sequence[str], step: MeasuredStep) -> None:
     """Where flags describe a plan, it must be the one that ran. Raises PlanError with both hashes."""
     words = (args.schedule, args.stages, args.microbatches, args.chunks, args.group_size)
     if all(word is None for word in words):
         return
-    request = request_of(args)
-    expected = build_plan(args.schedule, request)
-    # As a run makes it: transfers are placed by the default costs, whatever the computations take later.
+    if len(names) > 1 or AUTO in names:
+        raise PlanError(
+            "--measured is of one schedule, that of the run; with --html others are compared with it"
+        )
+    request, _ = request_of(args, names[0] if names else "1f1b")
+    # As a run makes it: searched and lowered by the default costs, whatever the computations take later.
+    request = dataclasses.replace(request, costs=None, memory_limit=None)
+    expected = build_plan(names[0], request)
     expected = lower(expected, CostModel.of_ranks(expected.placement))
     if plan_hash(expected) != plan_hash(step.plan):
         placement = step.plan.placement
@@ -242,27 +293,35 @@ def expect_plan(args: argparse.Namespace, step: MeasuredStep) -> None:
         )
 
 
-def checked(simulation: Simulation, memory_limit: float | None) -> Simulation:
-    """Raises PlanError for times that cannot be drawn, and for more activations than the limit."""
+# Checks ------------------------------------------------------------------------------------------------
+
+
+def drawable(simulation: Simulation) -> Simulation:
+    """Raises PlanError for times that cannot be drawn."""
     # Beyond these a float's range leaves no room to scale times to columns, pixels or microseconds.
     if not SHORTEST_MAKESPAN <= simulation.makespan <= LONGEST_MAKESPAN:
         raise PlanError(
             f"makespan {simulation.makespan:g} is outside {SHORTEST_MAKESPAN:g} to {LONGEST_MAKESPAN:g}: "
             "give --time-f, --time-b, --time-w and --time-comm in another unit"
         )
-    peak = max(simulation.peak_activation)
-    if memory_limit is not None and peak > memory_limit + 1e-9:
-        stage = simulation.peak_activation.index(peak)
+    return simulation
+
+
+def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulation:
+    """Raises PlanError for more activations than the limit."""
+    over = over_limit(simulation, limits)
+    if over is not None and limits is not None:
+        stage, peak = over
         raise PlanError(
             f"{simulation.plan.schedule} needs {peak:g} activations on stage {stage}, "
-            f"more than --memory-limit {memory_limit:g}"
+            f"more than --memory-limit {limits[stage]:g}"
         )
     return simulation
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 for what cannot be planned."""
-    args = parser().parse_args(argv)
+    args = parser(__doc__, [*FORMATS, "table"]).parse_args(argv)
     try:
         print(run(args), end="")
     except PlanError as error:

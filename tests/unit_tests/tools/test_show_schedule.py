@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.registry import SCHEDULES
 from megatron.core.pipeline_parallel.plan.text import from_csv
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"
@@ -119,11 +120,6 @@ def test_the_same_words_give_the_same_plan():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("--schedule", "zbv", "--stages", 2, "--microbatches", 2),
-            "docs/roadmap.md, 'zero-bubble schedules'",
-        ),
-        (("--schedule", "zb-h1", "--stages", 2, "--microbatches", 2), "zero-bubble schedules"),
         (("--schedule", "2f2b", "--stages", 2, "--microbatches", 2), "unknown; there are gpipe, 1f1b"),
         (("--schedule", "interleaved", "--stages", 4, "--microbatches", 3), "group size, 4, of microbatches"),
         (("--schedule", "gpipe", "--stages", 0, "--microbatches", 3), "ranks must be at least 1, not 0"),
@@ -141,6 +137,26 @@ def test_the_same_words_give_the_same_plan():
         ((*SMALL, "--format", "png"), "invalid choice"),
         (("--schedule", "1f1b"), "--stages and --microbatches must be given"),
         ((*SMALL, "--microbatch-group-size-per-virtual-pipeline-stage", 4), "no microbatch groups"),
+        ((*SMALL, "--memory-limit", 3, 2), "--memory-limit: 2 numbers for 3 stages; give 1 or all"),
+        (
+            (*SMALL, "--memory-limit", "3,2,0.5"),
+            "1f1b needs 1 activations on stage 2, more than --memory-limit 0.5",
+        ),
+        (("--schedule", "1f1b", "zbv", "1f1b"), "--schedule names 1f1b twice"),
+        (("--schedule", "1f1b", "zbv", "--stages", 2), "--microbatches must be given"),
+        (
+            ("--schedule", "1f1b", "zbv", "--stages", 2, "--microbatches", 2, "--format", "csv"),
+            "of one schedule",
+        ),
+        ((*SMALL, "--html", "/proc/no/page.html"), "--html /proc/no/page.html: "),
+        (
+            ("--schedule", "auto", "--stages", 2, "--microbatches", 4, "--memory-limit", 0.1),
+            "no pipeline schedule can run within the memory limit",
+        ),
+        (
+            ("--schedule", "v-min", "zb-1p", "--stages", 2, "--microbatches", 4, "--memory-limit", 0.1),
+            "v-min: ",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words, message):
@@ -148,6 +164,73 @@ def test_what_cannot_be_planned_is_refused(words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert not done.stdout
+
+
+def test_auto_says_why_and_keeps_to_the_limit_of_each_rank():
+    words = ("--schedule", "auto", "--stages", 4, "--microbatches", 8)
+    lines = output(*words).splitlines()
+    reasons = lines[: len(SCHEDULES)]
+    assert {line.split(":")[0] for line in reasons} == set(SCHEDULES)
+    (chosen,) = [line for line in reasons if line.endswith("chosen")]
+    assert chosen.startswith(lines[len(SCHEDULES)].split(":")[0])
+    limited = json.loads(output(*words, "--memory-limit", 3, 2, 3, 4, "--format", "json"))
+    free = json.loads(output(*words, "--format", "json"))
+    assert all(peak <= limit for peak, limit in zip(limited["peak_activation"], (3, 2, 3, 4), strict=True))
+    assert limited["makespan"] > free["makespan"]
+    assert any("too much memory" in reason for reason in limited["reasons"])
+    plan = run(*words, "--memory-limit", 3, "--format", "csv")  # a file on stdout, the reasons beside it
+    assert from_csv(plan.stdout).schedule == limited["schedule"]
+    assert "chosen" in plan.stderr
+
+
+def test_a_searched_schedule_is_made_for_costs_and_limit():
+    words = ("--schedule", "zbv", "--stages", 4, "--microbatches", 8, "--format", "json")
+    tight = json.loads(output(*words, "--memory-limit", 2.5))
+    assert max(tight["peak_activation"]) <= 2.5
+    assert tight["order"] != json.loads(output(*words))["order"]
+
+
+def test_several_schedules_beside_each_other(tmp_path):
+    words = ("--schedule", "1f1b", "zb-1p", "gpipe", "--stages", 3, "--microbatches", 4)
+    text = output(*words)
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    assert rows == ["schedule", "-" * 10, "1f1b", "zb-1p", "gpipe"] or rows[2:] == ["1f1b", "zb-1p", "gpipe"]
+    # one scale: an operation of the same time is as wide
+    first = [line for line in text.splitlines() if line.startswith("0 |")]
+    assert len({line.index("0F1") - line.index("0F0") for line in first}) == 1
+    told = json.loads(output(*words, "--memory-limit", 3, "--format", "json"))
+    assert [one["name"] for one in told] == ["1f1b", "zb-1p", "gpipe"]
+    assert [bool(one["problem"]) for one in told] == [False, False, True]
+    assert told[0]["bubble_rate"] > told[1]["bubble_rate"]
+    table = output(*words, "--format", "table", "--memory-limit", 3)
+    assert "needs 4 activations on rank 0, the limit is 3" in table
+    assert table.count("\n") == 5
+
+
+def test_one_page_and_pictures_on_one_axis(tmp_path):
+    page, folder = tmp_path / "new" / "page.html", tmp_path / "pictures"
+    words = ("--schedule", "all", "auto", "--stages", 2, "--microbatches", 4, "--memory-limit", 2)
+    done = run(*words, "--html", page, "--pictures", folder)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {page}" in done.stderr
+    text = page.read_text()
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "chosen" in text
+    names = {path.stem for path in folder.iterdir()}
+    assert set(SCHEDULES) <= names
+    widest = {name: (folder / f"{name}.svg").read_text() for name in ("1f1b", "zbv")}
+    ends = {
+        name: float(ET.fromstring(svg)[1].get("d").split("h")[1].split("v")[0])
+        for name, svg in widest.items()
+    }
+    makespans = {
+        name: json.loads(output("--schedule", name, *words[3:-2], "--memory-limit", 2, "--format", "json"))[
+            "makespan"
+        ]
+        for name in ends
+    }
+    assert ends["zbv"] / ends["1f1b"] == pytest.approx(makespans["zbv"] / makespans["1f1b"], rel=2e-3)
 
 
 def test_it_needs_no_torch(tmp_path):

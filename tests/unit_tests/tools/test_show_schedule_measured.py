@@ -118,6 +118,27 @@ def test_drawings(folder):
     assert any(event["name"] == "wait for 1F0" for event in events)
 
 
+def test_page_has_planned_measured_and_what_others_would_take(folder):
+    page = folder / "page.html"
+    words = ("--measured", folder, "--html", page, "--memory-limit", 2)
+    table = output(*words, "--schedule", "1f1b", "zb-1p", "zbv", "gpipe")
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:]]
+        for line in table.splitlines()
+    }
+    assert rows["1f1b"][:2] == ["15", "20.00%"]
+    assert rows["1f1b, measured"][:2] == ["16", "25.00%"]
+    assert float(rows["zbv"][0]) < float(rows["zb-1p"][0]) < 15  # of ranks that take 3 a microbatch
+    assert rows["gpipe"][-2] == "needs 4 activations on rank 0, the limit is 2"
+    text = page.read_text()
+    assert text.count("From the run&#x27;s measured times of each stage.") == 2
+    assert text.count("divided evenly over its chunks here") == 1
+    assert ">0 measured<" in text
+    refused = run(*words, "--schedule", "auto")
+    assert refused.returncode == 2
+    assert "compares schedules by name, not auto" in refused.stderr
+
+
 def test_interleaving_is_rebuilt_from_the_files(tmp_path):
     plan = lowered("interleaved", 2, 7, 2, 4)
     write(tmp_path, plan, (0, 1), (5,))
@@ -144,6 +165,7 @@ def test_interleaving_is_rebuilt_from_the_files(tmp_path):
             ("--schedule", "gpipe", "--stages", 2, "--microbatches", 4),
             "is not that of the flags: its hash is",
         ),
+        (("--schedule", "1f1b", "zbv"), "with --html others are compared with it"),
         (("--memory-limit", 1), "1f1b needs 2 activations on stage 0, more than --memory-limit 1"),
         (("--time-f", "1,2,3"), "time of F: 3 numbers for 2 stages"),
     ],

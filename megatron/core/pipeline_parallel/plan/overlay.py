@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -20,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     op_text,
 )
-from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline
 from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
 from megatron.core.pipeline_parallel.plan.render import (
     RECEIVE_LANE,
@@ -38,6 +39,30 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 
 _US_PER_S = 1e6
+
+
+def chosen_step(directory: Path, iteration: int | None) -> MeasuredStep:
+    """A step of a timeline's first pipeline, the last one of training unless an iteration is asked for.
+
+    Raises PlanError for what is no timeline, and for an iteration that it does not have.
+    """
+    if not directory.is_dir():
+        raise PlanError(f"{directory}: there is no such folder")
+    try:
+        steps = read_timeline(directory)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{directory}: {error}") from None
+    steps = [step for step in steps if not step.plan.forward_only] or steps
+    if not steps:
+        raise PlanError(f"{directory}: no step that all ranks of a pipeline have finished")
+    there = sorted({step.iteration for step in steps})
+    wanted = there[-1] if iteration is None else iteration
+    chosen = [step for step in steps if step.iteration == wanted]
+    if not chosen:
+        raise PlanError(
+            f"--iteration {wanted}: {directory} has {len(there)} iterations from {there[0]} to {there[-1]}, not this"
+        )
+    return min(chosen, key=lambda step: step.pipeline)
 
 
 Spans = Sequence[Mapping[str, Span]]  # by pipeline rank: text of an operation -> when it ran

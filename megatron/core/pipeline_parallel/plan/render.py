@@ -17,9 +17,10 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Kind,
     op_text,
 )
+from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
-_COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
+COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
 TRACE_UNIT_US = 1000.0  # one unit of time in a trace, where times have no unit
 _MAX_COLUMNS = 20_000  # of the bar of a rank in text
 
@@ -87,13 +88,26 @@ def to_svg(simulation: Simulation, *, width: int = 1200, row_height: int = 22) -
     return lanes_svg([summary(simulation)], lanes, width=width, row_height=row_height)
 
 
+def shade_of(placement: Placement, stage: int) -> float:
+    """How dark a computation is drawn: later chunks are lighter."""
+    return 1 - 0.5 * placement.chunk_of(stage) / placement.num_chunks
+
+
 def lanes_svg(
-    titles: Sequence[str], lanes: Sequence[Lane], *, width: int = 1200, row_height: int = 22
+    titles: Sequence[str],
+    lanes: Sequence[Lane],
+    *,
+    span: float | None = None,
+    width: int = 1200,
+    row_height: int = 22,
 ) -> str:
-    """Lanes under one another on one axis of time, with lines of text and the colours of kinds above them."""
+    """Lanes under one another on one axis of time, with lines of text and the colours of kinds above them.
+
+    span: the time at the right end, for several pictures on one axis; by default the longest makespan.
+    """
     left = 20 + 5 * max(len(lane.label) for lane in lanes)
     top = 30 + 16 * len(titles)
-    scale = (width - left - 10) / (max(lane.simulation.makespan for lane in lanes) or 1.0)
+    scale = (width - left - 10) / (span or max(lane.simulation.makespan for lane in lanes) or 1.0)
     height = top + row_height * len(lanes) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -102,7 +116,7 @@ def lanes_svg(
     ]
     for line, title in enumerate(titles):
         parts.append(f'<text x="{left}" y="{16 + 16 * line}" font-size="13">{html.escape(title)}</text>')
-    for place, colour in enumerate(_COLOURS):
+    for place, colour in enumerate(COLOURS):
         x = left + 60 * place
         parts.append(f'<rect x="{x}" y="{top - 22}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{top - 12}">{Kind(place).name}</text>')
@@ -121,11 +135,11 @@ def _svg_lane(lane: Lane, left: int, y: int, scale: float, row_height: int) -> l
     ]
     for start, end, place, label in bars(simulation, lane.rank):
         kind, stage = simulation.plan.rows[lane.rank][place][:2]
-        shade = 1 - 0.5 * placement.chunk_of(stage) / placement.num_chunks
+        shade = shade_of(placement, stage)
         at, box = left + start * scale, (end - start) * scale
         parts.append(
             f'<g><title>{label}: {start:g} to {end:g}</title><rect x="{at:.2f}" y="{y}" width="{box:.2f}" '
-            f'height="{row_height - 2}" fill="{_COLOURS[kind]}" fill-opacity="{shade:.2f}" stroke="white" '
+            f'height="{row_height - 2}" fill="{COLOURS[kind]}" fill-opacity="{shade:.2f}" stroke="white" '
             f'stroke-width="0.5"/>'
         )
         if box > 6 * len(label):

@@ -1,0 +1,146 @@
+"""The flags of tools/show_schedule.py, and what they say of costs, limits and requests."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES
+from megatron.core.pipeline_parallel.plan.request import Request
+
+AUTO, ALL = "auto", "all"
+
+
+def numbers(text: str) -> list[float]:
+    """`1.5` or `1,2,1`, each finite, 0 or more (T_W = 0 is a case of interest)."""
+    values = [float(word) for word in text.split(",")]
+    if not all(0 <= value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
+    return values
+
+
+def at_least_0(text: str) -> float:
+    """A finite number, 0 or more."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
+    return value
+
+
+def parser(description: str | None, formats: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="show_schedule.py",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = f"{', '.join(SCHEDULES)}; {AUTO}: the fastest that fits, with its reasons; {ALL}: each of them"
+    made.add_argument("--schedule", nargs="+", metavar="NAME", help=names)
+    made.add_argument("--stages", type=int, metavar="P", help="pipeline ranks")
+    made.add_argument("--microbatches", type=int, metavar="M")
+    made.add_argument("--chunks", type=int, metavar="V", help="chunks a stage; default: the schedule's")
+    made.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        dest="group_size",
+        metavar="G",
+        help="microbatches that a chunk takes in turn, of interleaving; default: one a stage",
+    )
+    for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
+        made.add_argument(
+            f"--time-{name}",
+            type=numbers,
+            nargs="+",
+            metavar="T",
+            help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
+        )
+    made.add_argument("--time-comm", type=at_least_0, metavar="T", help="latency of a transfer (default 0)")
+    made.add_argument(
+        "--memory-limit",
+        type=numbers,
+        nargs="+",
+        metavar="A",
+        help="most activation of a stage, in units of one microbatch's whole-stage activation: one number, or one a "
+        "stage; searched schedules are made for it, the others must fit",
+    )
+    made.add_argument(
+        "--memory-after-b",
+        type=at_least_0,
+        default=1.0,
+        metavar="SHARE",
+        help="share of an activation still held between B and W (default 1)",
+    )
+    made.add_argument(
+        "--format", choices=formats, default="text", help="several schedules: text, json, table"
+    )
+    made.add_argument("--html", type=Path, metavar="FILE", help="compare the schedules on one page")
+    made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")
+    made.add_argument("--measured", type=Path, metavar="DIR", help="set this run's timeline beside the plan")
+    made.add_argument("--iteration", type=int, metavar="N", help="of --measured; default: the last one")
+    return made
+
+
+def given(values: list[list[float]] | None) -> list[float]:
+    """The numbers of a flag; 1 where it is not given."""
+    return [1.0] if values is None else [*chain.from_iterable(values)]
+
+
+def costs_of(args: argparse.Namespace, placement: Placement) -> CostModel:
+    """The cost model that the flags describe."""
+    return CostModel.of_ranks(
+        placement,
+        time_f=given(args.time_f),
+        time_b=given(args.time_b),
+        time_w=given(args.time_w),
+        comm=args.time_comm or 0.0,
+        memory_after_b=args.memory_after_b,
+    )
+
+
+def limits_of(args: argparse.Namespace, stages: int) -> tuple[float, ...] | None:
+    """--memory-limit by rank, None without. Raises PlanError for another number of ranks."""
+    if args.memory_limit is None:
+        return None
+    limits = given(args.memory_limit)
+    if len(limits) not in (1, stages):
+        raise PlanError(f"--memory-limit: {len(limits)} numbers for {stages} stages; give 1 or all")
+    return tuple(limits * (stages if len(limits) == 1 else 1))
+
+
+def names_of(args: argparse.Namespace) -> list[str]:
+    """The schedules asked for, `all` written out. Raises PlanError for one that is unknown, or named twice."""
+    names = [*chain.from_iterable(SCHEDULES if name == ALL else [name] for name in args.schedule or [])]
+    for name in names:
+        if name not in (*SCHEDULES, AUTO):
+            raise PlanError(f"schedule {name!r} is unknown; there are {', '.join([*SCHEDULES, AUTO, ALL])}")
+        if names.count(name) > 1:
+            raise PlanError(f"--schedule names {name} twice")
+    return names
+
+
+def chunks_of(args: argparse.Namespace, name: str, *, several: bool) -> tuple[int | None, int | None]:
+    """(chunks, group size) of a schedule: among several, what only interleaving has is only for interleaving."""
+    if several and PLACEMENTS[name] != LOOPED:
+        return None, None
+    return args.chunks, args.group_size
+
+
+def request_of(args: argparse.Namespace, name: str, *, several: bool = False) -> tuple[Request, CostModel]:
+    """What a schedule is asked for, and its costs. Raises PlanError naming a flag that is missing."""
+    missing = [flag for flag in ("stages", "microbatches") if getattr(args, flag) is None]
+    if missing or not args.schedule:
+        raise PlanError(f"--{' and --'.join(missing or ['schedule'])} must be given")
+    chunks, group = chunks_of(args, name, several=several)
+    request = Request(args.stages, args.microbatches, chunks, group)
+    kind = PLACEMENTS[name]
+    placement = Placement(kind, args.stages, 1 if kind == LINEAR else chunks or 2)
+    costs = costs_of(args, placement)
+    return dataclasses.replace(request, costs=costs, memory_limit=limits_of(args, args.stages)), costs
