@@ -5,6 +5,26 @@ from typing import Literal
 
 from megatron.core.config_base import arg
 
+_SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def bytes_of(word: str) -> int:
+    """`512M` -> bytes; suffixes K, M and G are powers of 1024. Raises ValueError."""
+    digits = word[:-1] if word[-1:].upper() in _SUFFIXES else word
+    if not (digits.isascii() and digits.isdigit()):
+        raise ValueError(f"expects bytes, as in 500000000, 512M or 4G, got {word!r}")
+    return int(digits) * _SUFFIXES.get(word[-1].upper(), 1)
+
+
+def count_or_auto(word: str) -> int | None:
+    """`auto` -> None, else a whole number. Raises ValueError."""
+    if word == "auto":
+        return None
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"expects a whole number or auto, got {word!r}") from None
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelParallelConfig:
@@ -56,11 +76,67 @@ class ModelParallelConfig:
         unit="microbatches",
         derived="PP, with interleaving",
     )
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = arg(
+    pipeline_schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "gis",
+        "zb-h1",
+        "zb-h2",
+        "zb-1p",
+        "zb-2p",
+        "zbv",
+        "v-half",
+        "v-min",
+        "1f1b-v",
+        "dualpipe-v",
+        "auto",
+    ] = arg(
         None,
-        "order of the pipeline's forwards and backwards",
-        derived="interleaved with more than one chunk a rank, else 1f1b",
+        "order of the pipeline's forwards and backwards; auto: the fastest that fits the memory limit",
+        derived="what the flags of schedules ask for; else interleaved with more than one chunk a rank, else 1f1b",
         ours=True,
+    )
+    pipeline_schedule_file: str | None = arg(
+        None, "run a saved plan (JSON) instead of a schedule by name", ours=True
+    )
+    pipeline_memory_limit: int | None = arg(
+        None,
+        "what a rank may hold of activations, as in 512M or 4G",
+        unit="bytes",
+        parse=bytes_of,
+        ours=True,
+    )
+    enable_zero_bubble: bool = arg(
+        False, "split backwards into B and W and fill bubbles with W: schedule zb-1p, or as the limit says"
+    )
+    zero_bubble_max_pending_backward: int | None = arg(
+        None,
+        "memory limit of a zero-bubble schedule: so many whole-stage activations on a rank (p: as much as 1F1B, 2p: no "
+        "bubble), or auto",
+        unit="microbatches",
+        parse=count_or_auto,
+        derived="auto: a share of the device's memory on CUDA, p on CPU",
+    )
+    zero_bubble_adaptive_memory_limit_percentile: int = arg(
+        85,
+        "with --zero-bubble-max-pending-backward auto on CUDA: so much of the device's memory may be in use, weights "
+        "and optimizer state included",
+        unit="%",
+    )
+    zero_bubble_v_schedule: bool = arg(
+        False,
+        "two chunks a rank on a V, first and last stage on the first rank; implies --enable-zero-bubble",
+    )
+    zero_bubble_v_schedule_mem_setup: Literal["min", "half", "zb"] = arg(
+        "zb", "memory of the V schedule: v-min, v-half, or zbv (as much as 1F1B)"
+    )
+    enable_1f1b_v: bool = arg(False, "1F1B on the V: about two thirds of 1F1B's activations")
+    interleave_group_size: int = arg(
+        0,
+        "interleave in groups of so many microbatches, half as many as ranks to as many, with B and W apart: schedule "
+        "gis; 0: do not",
+        unit="microbatches",
     )
     distributed_backend: Literal["nccl", "gloo"] = arg(
         None, "backend of the process groups", derived="nccl with a GPU, else gloo"

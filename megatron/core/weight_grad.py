@@ -130,6 +130,7 @@ class WeightGradAccumulator:
         else:
             self._compute(key, x, dy, self.microbatch)
 
+    @torch.no_grad()
     def flush(self, microbatch: int) -> None:
         """W: compute what the B of `microbatch` filed, in that order, each contribution freed once it is added.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,7 +34,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     idle_scheduler,
 )
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta, infer_param_meta
+from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.weight_grad import WeightGradAccumulator
@@ -110,14 +110,15 @@ def build_gpt_model(
     """
     padded_vocab_size = config.model.padded_vocab_size
     assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
-    tp, layers = TensorParallel(), None
+    tp, layers, other_end_here = TensorParallel(), None, False
     if ps is not None:
         plans = Plans(config)
         if plans.placement.num_chunks > 1 and vp_stage is None:
             raise ModelError(
                 "interleaving builds several chunks a rank: pass the model provider's vp_stage on to build_gpt_model"
             )
-        spec = plans.stages[plans.local_stages(ps.pp_rank)[vp_stage or 0]]
+        held_here = [plans.stages[stage] for stage in plans.local_stages(ps.pp_rank)]
+        spec = held_here[vp_stage or 0]
         given, held = (pre_process, post_process), (spec.embedding, spec.loss)
         if given != held:
             raise ModelError(
@@ -125,6 +126,8 @@ def build_gpt_model(
                 "provider is given"
             )
         tp, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
+        ends = sum(one.embedding or one.loss for one in held_here)
+        other_end_here = ends == 2 and (spec.embedding or spec.loss)
     return GPTModel(
         config.model,
         padded_vocab_size=padded_vocab_size,
@@ -134,6 +137,7 @@ def build_gpt_model(
         pre_process=pre_process,
         post_process=post_process,
         layers=layers,
+        other_end_here=other_end_here,
         tp=tp,
     )
 
@@ -147,10 +151,14 @@ def params_dtype(config: Config) -> torch.dtype:
 
 def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider) -> Engine:
     """Build this rank's chunks and wrap them. Communicates over mp, and for models that are not ours over dp (their
-    initial weights)."""
+    initial weights). Raises ModelError for what the model cannot do under these flags."""
     chunks = tuple(
         _build_chunk(config, ps, plans, model_provider, chunk) for chunk in range(plans.placement.num_chunks)
     )
+    if plans.splits_backward:
+        for chunk in chunks:
+            refuse_unsplittable(chunk.module, plans.schedule)
+    _join_uses([chunk.module for chunk in chunks])
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
     if not ours:
@@ -231,6 +239,52 @@ def _build_chunk(
             "one before has computed"
         )
     return Chunk(stage, spec, module, ModelContext(config.training.seed), None)
+
+
+def refuse_unsplittable(module: nn.Module, schedule: str) -> None:
+    """Raises ModelError naming what the schedule's B and W cannot be split for.
+
+    What goes to a sink can wait for W. Norms and other 1-D parameters are computed in B, in microbatch order as well,
+    whoever adds them up; a matrix that autograd accumulates would make of every B a whole backward.
+    """
+    ours = isinstance(module, MegatronModule)
+    facts = module.param_meta if isinstance(module, MegatronModule) else {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        meta = facts.get(name)
+        if ours and meta is None:
+            why = "is declared in no param_meta"
+        elif meta is None or (meta.route is GradRoute.AUTOGRAD and parameter.dim() > 1):
+            why = "is accumulated by autograd, whose backward has no part that can wait"
+        else:
+            continue
+        path, _, _ = name.rpartition(".")
+        what = type(module.get_submodule(path)).__name__
+        raise ModelError(
+            f"--pipeline-schedule {schedule} computes weight gradients apart from the rest of the backward (W, B), and "
+            f"parameter {name!r} of {type(module).__name__} (a {what}) {why}: use 1f1b, 1f1b-v, interleaved or "
+            "gpipe, or layers that put their gradients into a sink (megatron.core.tensor_parallel.layers), with their "
+            "param_meta"
+        )
+
+
+def _join_uses(modules: Sequence[nn.Module]) -> None:
+    """A parameter that several chunks of this rank use is one tensor: that of the first chunk.
+
+    Tied embeddings on a V, whose lookup is in one chunk and whose output layer in another: each use has its gradient
+    key, and the sum needs no other rank.
+    """
+    first: dict[str, nn.Parameter] = {}
+    for module in modules:
+        if not isinstance(module, MegatronModule):
+            continue
+        for name, meta in module.param_meta.items():
+            if len(meta.uses) < 2:
+                continue
+            path, _, local = name.rpartition(".")
+            owner = module.get_submodule(path)
+            setattr(owner, local, first.setdefault(name, cast(nn.Parameter, getattr(owner, local))))
 
 
 def _param_meta(module: nn.Module) -> dict[str, ParamMeta]:

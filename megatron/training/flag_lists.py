@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.registry import PLANNED
-
 
 @dataclasses.dataclass(frozen=True)
 class FlagList:
@@ -78,7 +76,6 @@ KNOWN_CHOICES: dict[str, dict[str, str]] = {
         ),
         DATA_VARIANTS,
     ),
-    "pipeline_schedule": {name: f"roadmap: {heading}" for name, heading in PLANNED.items()},
 }
 
 INERT: tuple[FlagList, ...] = (
@@ -193,13 +190,10 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         ZERO_BUBBLE,
         switches="--disable-backward-fusion --enable-layer-redistribution --enable-vocab-parallel "
-        "--use-interlaced-schedule --no-pre-communication-optimization --enable-zero-bubble "
-        "--zero-bubble-v-schedule --enable-1f1b-v --enable-optimizer-post-validation",
-        values="--final-stage-num-layers --zero-bubble-max-pending-backward "
-        "--zero-bubble-v-schedule-mem-setup "
-        "--zero-bubble-adaptive-memory-limit-percentile --zero-bubble-pipeline-timers-start-iter "
-        "--zero-bubble-pipeline-timers-end-iter --interleave-group-size=0 --num-seq-splits=1 "
-        "--pipeline-schedule-file --pipeline-memory-limit --post-validation-rollback --post-validation-after",
+        "--use-interlaced-schedule --no-pre-communication-optimization --enable-optimizer-post-validation",
+        values="--final-stage-num-layers --zero-bubble-pipeline-timers-start-iter "
+        "--zero-bubble-pipeline-timers-end-iter --num-seq-splits=1 --post-validation-rollback "
+        "--post-validation-after",
     ),
     FlagList(
         CUSTOM_FSDP,

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.training.config import Config
-from megatron.training.plans import Plans
+from megatron.training.plans import Plans, last_num_microbatches
 
 # Beyond so many forwards a simulation would make --check-config wait.
 MOST_FORWARDS = 50_000
@@ -20,7 +20,8 @@ MOST_FORWARDS = 50_000
 class PipelineFacts:
     """num_microbatches: of one step after the ramp, None where the batch does not divide.
 
-    bubble_rate: of such a step with stages of equal cost and F = B = W, None where it was not simulated.
+    bubble_rate: of such a step, None where it was not simulated: with stages of equal cost and F = B = W; estimated: by
+    the model's FLOPs. reasons: of `auto`, a line a candidate.
     """
 
     schedule: str
@@ -29,6 +30,8 @@ class PipelineFacts:
     num_microbatches: int | None
     group_size: int | None
     bubble_rate: float | None
+    estimated: bool = False
+    reasons: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for --check-config --json."""
@@ -39,6 +42,8 @@ class PipelineFacts:
             "microbatches": self.num_microbatches,
             "microbatch_group_size": self.group_size,
             "bubble_rate": self.bubble_rate,
+            "costs": "estimated" if self.estimated else "equal",
+            "reasons": list(self.reasons),
             "stages": [
                 {
                     "rank": self.placement.rank_of(stage),
@@ -60,35 +65,37 @@ class PipelineFacts:
             noun = "microbatch" if self.num_microbatches == 1 else "microbatches"
             told.append(f"{self.num_microbatches} {noun} a step{groups}")
         if self.bubble_rate is not None:
-            told.append(f"bubble {100 * self.bubble_rate:.1f}% with equal stages and F = B = W")
+            costs = "by the FLOPs of the stages" if self.estimated else "with equal stages and F = B = W"
+            told.append(f"bubble {100 * self.bubble_rate:.1f}% {costs}")
         return [
             ", ".join(told),
+            *("  auto: " + line for line in self.reasons),
             *("  " + line.removeprefix(" > ") for line in layer_map_lines(self.stages, p)),
         ]
 
 
 def pipeline_facts(config: Config) -> PipelineFacts | None:
-    """Facts of a configuration, sound or not; None where layers do not divide over stages."""
+    """Facts of a configuration, sound or not; None where layers do not divide over stages or nothing fits."""
     if config.model.num_layers is None:
         return None
     try:
         plans = Plans(config)
-    except StageLayersError:
+    except (StageLayersError, PlanError):
         return None
-    microbatches = _microbatches(config)
+    microbatches = None if config.batch_schedule_or_none() is None else last_num_microbatches(config)
     bubble = None
     if microbatches is not None and microbatches * plans.placement.num_stages <= MOST_FORWARDS:
         bubble = _bubble_rate(plans, microbatches)
     return PipelineFacts(
-        plans.schedule, plans.placement, plans.stages, microbatches, plans.group_size, bubble
+        plans.schedule,
+        plans.placement,
+        plans.stages,
+        microbatches,
+        plans.group_size,
+        bubble,
+        plans.estimated,
+        plans.reasons,
     )
-
-
-def _microbatches(config: Config) -> int | None:
-    schedule = config.batch_schedule_or_none()
-    if schedule is None:
-        return None
-    return schedule.num_microbatches(schedule.rampup[2] + 1 if schedule.rampup is not None else 0)
 
 
 def _bubble_rate(plans: Plans, microbatches: int) -> float | None:

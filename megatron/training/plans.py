@@ -4,46 +4,105 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
-from megatron.core.models.gpt.stage_layers import StageSpec, split_stages
+from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, B, Plan, PlanError, W
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
+from megatron.core.pipeline_parallel.plan.registry import FUSED, SEARCHED, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.text import from_json
+from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
 from megatron.training.config import Config
+from megatron.training.schedule_choice import AUTO, Layout, choose_layout, layout_of, limits_of_flags
+
+# Sums of activations are compared with this much of tolerance, relative to the limit.
+_TOLERANCE = 1e-9
 
 
 class Plans:
     """What every rank of the pipeline does in a step, by the flags of a run (pure).
 
-    stages: by global stage. group_size: microbatches that interleaving takes in turn, None without. costs: equal
-    ranks, F = B = W. Raises StageLayersError where layers do not divide over stages.
+    schedule: its name, where `auto` was asked for the one chosen, `reasons` then says why, a line a candidate. stages:
+    by global stage. group_size: microbatches that interleaving takes in turn, None without. costs: of stages;
+    estimated: they are the model's (times in layers, activations in bytes), else equal ranks with F = B = W. limits: by
+    rank, what it may hold of activations in that unit; None: what the schedule has of itself.
+
+    Raises StageLayersError where layers do not divide over stages, PlanError where --pipeline-schedule-file is no plan
+    for these ranks, or where `auto` finds nothing.
     """
 
     def __init__(self, config: Config) -> None:
-        parallel = config.parallel
-        num_layers = config.model.num_layers
-        assert num_layers is not None, "the rules ask for --num-layers"
-        self.stages: tuple[StageSpec, ...] = split_stages(parallel, num_layers)
-        num_ranks = parallel.pipeline_model_parallel_size
-        num_chunks = len(self.stages) // num_ranks
-        self.schedule = parallel.pipeline_schedule
-        self.placement = Placement(LINEAR if num_chunks == 1 else LOOPED, num_ranks, num_chunks)
-        self.group_size = parallel.microbatch_group_size_per_vp_stage if num_chunks > 1 else None
-        self.costs = CostModel.of_ranks(self.placement)
+        self._config = config
         self._masked = config.data.reset_attention_mask
-        self._train = functools.lru_cache(maxsize=None)(self._build)
-        self._evaluate = functools.lru_cache(maxsize=None)(self._build_forward_only)
+        self._file: Plan | None = None
+        self.reasons: tuple[str, ...] = ()
+        parallel = config.parallel
+        if parallel.pipeline_schedule_file is not None:
+            self._file = load_plan(parallel.pipeline_schedule_file, parallel.pipeline_model_parallel_size)
+            self._layout = layout_of(config, self._file.schedule, placement=self._file.placement)
+            self.limits = limits_of_flags(config, self._layout)
+        elif parallel.pipeline_schedule == AUTO:
+            chosen = choose_layout(config, last_num_microbatches(config))
+            self._layout, self.limits, self.reasons = chosen.layout, chosen.limits, chosen.lines
+        else:
+            self._layout = layout_of(config, parallel.pipeline_schedule)
+            self.limits = limits_of_flags(config, self._layout)
+        self._forget()
+
+    @property
+    def schedule(self) -> str:
+        return self._layout.schedule
+
+    @property
+    def placement(self) -> Placement:
+        return self._layout.placement
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        return self._layout.stages
+
+    @property
+    def group_size(self) -> int | None:
+        return self._layout.group_size
+
+    @property
+    def costs(self) -> CostModel:
+        return self._layout.costs
+
+    @property
+    def estimated(self) -> bool:
+        return self._layout.estimated
+
+    @property
+    def layout(self) -> Layout:
+        """Stages, placement and costs together."""
+        return self._layout
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the backward of the input."""
+        if self._file is not None:
+            return any(op[0] in (B, W) for row in self._file.rows for op in row)
+        return self.schedule not in FUSED
+
+    @property
+    def asks_device(self) -> bool:
+        """Whether the memory limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
+        parallel = self._config.parallel
+        by_flags = parallel.enable_zero_bubble and not parallel.zero_bubble_v_schedule
+        return self._file is None and self.limits is None and by_flags and self.estimated
 
     def computations(self, num_microbatches: int) -> Plan:
         """Without transfers. Raises PlanError."""
-        request = Request(
-            self.placement.num_ranks, num_microbatches, self.placement.num_chunks, self.group_size
-        )
-        return build_plan(self.schedule, request)
+        if self._file is not None:
+            return self._of_file(num_microbatches)
+        plan = _built(self.schedule, self._layout.request(num_microbatches, self.limits))
+        self._check_limits(plan)
+        return plan
 
     def train(self, num_microbatches: int) -> Plan:
         """With transfers, verified. Raises PlanError."""
@@ -62,14 +121,113 @@ class Plans:
         mine = (self.stages[stage] for stage in self.local_stages(pp_rank))
         return self._masked or any(spec.embedding or spec.loss for spec in mine)
 
+    def limit(self, limits: tuple[float, ...]) -> None:
+        """Plan within these limits from now on, by rank in the unit of the costs' activations."""
+        assert len(limits) == self.placement.num_ranks, (
+            f"{len(limits)} limits, {self.placement.num_ranks} ranks"
+        )
+        self.limits = limits
+        self._forget()
+
+    def use_costs(self, costs: CostModel, limits: tuple[float, ...] | None = None) -> None:
+        """Plan by these costs from now on, such as measured ones. limits: in their unit; None: the schedule's own.
+
+        A plan from a file stays as it is.
+        """
+        assert len(costs.f) == self.placement.num_stages, (
+            f"costs of {len(costs.f)} stages, {self.placement} has {self.placement.num_stages}"
+        )
+        self._layout = dataclasses.replace(self._layout, costs=costs)
+        self.limits = limits
+        self._forget()
+
+    def _forget(self) -> None:
+        self._train = functools.lru_cache(maxsize=None)(self._build)
+        self._evaluate = functools.lru_cache(maxsize=None)(self._build_forward_only)
+
     def _build(self, num_microbatches: int) -> Plan:
+        if self._file is not None and self._file.has_transfers:
+            self._of_file(num_microbatches)
+            return self._file
         return lower(self.computations(num_microbatches), self.costs)
 
     def _build_forward_only(self, num_microbatches: int) -> Plan:
-        # A whole validation set may end with fewer microbatches than interleaving's group: of a larger plan, those that
+        # A whole validation set may end with fewer microbatches than the schedule needs: of a larger plan, those that
         # there are.
-        chunks = self.placement.num_chunks
-        least = (self.group_size or self.placement.num_ranks) if chunks > 1 else 1
-        plan = forward_only(self.computations(max(num_microbatches, least)))
+        plan = forward_only(self.computations(max(num_microbatches, self._least())))
         rows = tuple(tuple(op for op in row if op[2] < num_microbatches) for row in plan.rows)
         return lower(dataclasses.replace(plan, num_microbatches=num_microbatches, rows=rows), self.costs)
+
+    def _least(self) -> int:
+        """The fewest microbatches that the schedule can be planned for."""
+        if self._file is not None:
+            return self._file.num_microbatches
+        if self.schedule == "dualpipe-v":
+            return 2 * self.placement.num_ranks
+        return (self.group_size or self.placement.num_ranks) if self.placement.kind == LOOPED else 1
+
+    def _of_file(self, num_microbatches: int) -> Plan:
+        """The file's computations. Raises PlanError for another number of microbatches."""
+        plan = self._file
+        assert plan is not None
+        if plan.num_microbatches != num_microbatches:
+            raise PlanError(
+                f"--pipeline-schedule-file {self._config.parallel.pipeline_schedule_file} is a plan for "
+                f"{plan.num_microbatches} microbatches a step, this one has {num_microbatches}: change "
+                "--global-batch-size, or save a plan for it"
+            )
+        self._check_limits(plan)
+        rows = tuple(tuple(op for op in row if op[0] <= LAST_COMPUTE) for row in plan.rows)
+        return dataclasses.replace(plan, rows=rows)
+
+    def _check_limits(self, plan: Plan) -> None:
+        """Searches keep to limits; fixed orders hold what they hold. Raises PlanError."""
+        if self.limits is None or (self._file is None and self.schedule in SEARCHED):
+            return
+        for rank, limit in enumerate(self.limits):
+            peak = peak_activation(rank, plan.rows[rank], self.costs)
+            if peak > limit * (1 + _TOLERANCE):
+                held, allowed = (_amount(size, self.estimated) for size in (peak, limit))
+                raise PlanError(
+                    f"{plan.schedule} holds {held} of activations on pipeline rank {rank}, and --pipeline-memory-limit "
+                    f"is {allowed}: raise it, or use zb-1p, zbv or auto, which plan within it"
+                )
+
+
+def _amount(size: float, in_bytes: bool) -> str:
+    return f"{size / 2**20:.1f}M" if in_bytes else f"{size:g}"
+
+
+@functools.lru_cache(maxsize=32)
+def _built(schedule: str, request: Request) -> Plan:
+    """Kept: the same question is asked before the run, by every model provider, and in the run."""
+    return build_plan(schedule, request)
+
+
+def load_plan(path: str, num_ranks: int) -> Plan:
+    """A saved plan in JSON, for a pipeline of these ranks. Raises PlanError naming the file."""
+    try:
+        plan = from_json(Path(path).read_text(encoding="utf-8"))
+        verify(plan)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"--pipeline-schedule-file {path} cannot be read: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"--pipeline-schedule-file {path}: {error}") from None
+    if plan.forward_only:
+        raise PlanError(
+            f"--pipeline-schedule-file {path} is the plan of an evaluation: save one for training"
+        )
+    if plan.placement.num_ranks != num_ranks:
+        raise PlanError(
+            f"--pipeline-schedule-file {path} is a plan for {plan.placement.num_ranks} pipeline ranks, "
+            f"--pipeline-model-parallel-size is {num_ranks}"
+        )
+    return plan
+
+
+def last_num_microbatches(config: Config) -> int:
+    """Of one step after the ramp; one a pipeline rank where the flags make no batch, which rules tell."""
+    schedule = config.batch_schedule_or_none()
+    if schedule is None:
+        return max(1, config.parallel.pipeline_model_parallel_size)
+    return schedule.num_microbatches(schedule.rampup[2] + 1 if schedule.rampup is not None else 0)

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
-from megatron.core.models.gpt.stage_layers import StageLayersError, num_chunks
+from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
+from megatron.training.schedule_choice import asked_schedules, stages_of
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
@@ -159,17 +160,23 @@ class _Resolver:
             self.derive(name, getattr(resolved, name))
 
     def pipeline(self) -> None:
-        """The schedule, and the size of microbatch groups, follow from the number of chunks."""
+        """The schedule follows from its flags or the number of chunks, the size of microbatch groups from both."""
         v = self.values
-        if v["num_layers"] is None:
-            return  # a rule tells
+        if v["zero_bubble_v_schedule"]:
+            self.derive("enable_zero_bubble", True)
+        if v["num_layers"] is None or v["pipeline_schedule_file"] is not None:
+            return  # a rule tells; the plan has a schedule and stages of its own
+        asked = list(asked_schedules(Config.from_flat(v).parallel).values())
+        if asked:
+            self.fill("pipeline_schedule", asked[0])
         parallel = Config.from_flat(v).parallel
         try:
-            interleaved = num_chunks(parallel, v["num_layers"]) > 1
+            stages = stages_of(parallel, v["num_layers"], v["pipeline_schedule"])
         except StageLayersError:
             return  # a rule tells
+        interleaved = len(stages) > parallel.pipeline_model_parallel_size
         self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
-        if interleaved:
+        if interleaved and v["pipeline_schedule"] == "interleaved":
             self.fill("microbatch_group_size_per_vp_stage", parallel.pipeline_model_parallel_size)
 
     def precision(self) -> None:

@@ -13,6 +13,7 @@ from megatron.training import (
     rules_batch,
     rules_model,
     rules_parallel,
+    rules_pipeline,
     rules_ranges,
     rules_run,
     rules_schedule,
@@ -29,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     *rules_schedule.RULES,
     *rules_model.RULES,
     *rules_parallel.RULES,
+    *rules_pipeline.RULES,
     *rules_sharding.RULES,
     *rules_run.RULES,
 )

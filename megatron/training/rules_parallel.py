@@ -1,21 +1,16 @@
-"""Rules on the cut of the model over ranks: tensor parallel, sequence parallel, stages, schedules (floor 0)."""
+"""Rules on the cut of the model over ranks: tensor parallel, sequence parallel, stages (floor 0)."""
 
 from __future__ import annotations
 
-from megatron.core.models.gpt.stage_layers import (
-    MAX_LAYERS,
-    MAX_STAGES,
-    StageLayersError,
-    num_chunks,
-    split_stages,
-)
+import contextlib
+
+from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rule_table import RuleTable, Situation
+from megatron.training.schedule_choice import AUTO, V_BY_MEMORY, stages_of
 
 RULES = RuleTable()
 rule = RULES.rule
-
-INTERLEAVED = "interleaved"
 
 
 # Tensor and sequence parallel
@@ -120,79 +115,36 @@ def _pipeline_layers(s: Situation) -> str | None:
     if s.value("num_layers") is None or beyond or below:
         return None  # has a rule of its own
     try:
-        split_stages(s.config.parallel, s.value("num_layers"))
+        _all_stages(s)
     except StageLayersError as error:
         return str(error)
     return None
 
 
-def _chunks(s: Situation) -> int | None:
-    """Model chunks on a rank, or None where the layers do not divide (told by its own rule)."""
+def _all_stages(s: Situation) -> int:
+    """How many stages the schedule makes of the layers; of `auto`, those of the flags or of a V.
+
+    Raises StageLayersError. A plan from a file has a rule of its own.
+    """
+    parallel, num_layers = s.config.parallel, s.value("num_layers") or 0
+    if parallel.pipeline_schedule_file is not None:
+        return parallel.pipeline_model_parallel_size
     try:
-        return num_chunks(s.config.parallel, s.value("num_layers") or 0)
+        return len(stages_of(parallel, num_layers, parallel.pipeline_schedule))
+    except StageLayersError:
+        if parallel.pipeline_schedule != AUTO or parallel.pipeline_model_parallel_size == 1:
+            raise
+        with contextlib.suppress(StageLayersError):
+            return len(stages_of(parallel, num_layers, V_BY_MEMORY["zb"]))
+        raise
+
+
+def chunks_of(s: Situation) -> int | None:
+    """Model chunks on a rank, or None where the layers do not divide (told by its own rule)."""
+    ranks: int = s.value("pipeline_model_parallel_size")
+    if ranks < 1:
+        return None
+    try:
+        return _all_stages(s) // ranks
     except StageLayersError:
         return None
-
-
-# Schedules
-
-
-@rule(
-    "pipeline-schedule",
-    "--pipeline-schedule --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
-    "--pipeline-model-parallel-layout --pipeline-model-parallel-size",
-    "leave --pipeline-schedule out, or: interleaved with several chunks a rank, gpipe or 1f1b with one",
-)
-def _pipeline_schedule(s: Situation) -> str | None:
-    schedule, chunks = s.value("pipeline_schedule"), _chunks(s)
-    if schedule is None or chunks is None:
-        return None
-    if schedule != INTERLEAVED and chunks > 1:
-        return f"--pipeline-schedule {schedule} has one chunk of the model a rank, and the flags ask for {chunks}"
-    if schedule == INTERLEAVED and s.value("pipeline_model_parallel_size") == 1:
-        return "--pipeline-schedule interleaved needs --pipeline-model-parallel-size 2 or more"
-    if schedule == INTERLEAVED and chunks == 1:
-        return "--pipeline-schedule interleaved: the flags ask for one chunk of the model a rank"
-    return None
-
-
-@rule(
-    "microbatch-group",
-    "--microbatch-group-size-per-virtual-pipeline-stage --pipeline-model-parallel-size",
-    "leave it out, or interleave and give the number of pipeline ranks at least",
-)
-def _microbatch_group(s: Situation) -> str | None:
-    group, ranks = s.value("microbatch_group_size_per_vp_stage"), s.value("pipeline_model_parallel_size")
-    chunks = _chunks(s)
-    if group is None or group < 1 or chunks is None:
-        return None
-    told = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
-    if chunks == 1:
-        return f"{told} without interleaving: there is one chunk of the model a rank"
-    return f"{told} is below --pipeline-model-parallel-size {ranks}" if group < ranks else None
-
-
-@rule(
-    "interleaving-microbatches",
-    "--global-batch-size --micro-batch-size --rampup-batch-size --pipeline-model-parallel-size "
-    "--microbatch-group-size-per-virtual-pipeline-stage",
-    "use a larger global batch (and a larger first batch of the ramp), smaller microbatches, or no interleaving",
-)
-def _interleaving_microbatches(s: Situation) -> str | None:
-    group = s.value("microbatch_group_size_per_vp_stage")
-    if group is None or s.value("pipeline_schedule") != INTERLEAVED or (_chunks(s) or 1) == 1:
-        return None
-    schedule = s.config.batch_schedule_or_none()
-    if schedule is None:
-        return None  # has a rule of its own
-    fewest = schedule.num_microbatches(0)  # a ramp only rises: its first batch is the smallest of the run
-    if fewest >= group:
-        return None
-    batch = f"--global-batch-size {s.value('global_batch_size')}"
-    where = "the first batch of --rampup-batch-size" if s.value("rampup_batch_size") else batch
-    given = s.given("microbatch_group_size_per_vp_stage")
-    flag = "--microbatch-group-size-per-virtual-pipeline-stage" if given else "--pipeline-model-parallel-size"
-    noun = "microbatch" if fewest == 1 else "microbatches"
-    return (
-        f"{where} has {fewest} {noun} a rank, fewer than the {group} that interleaving takes in turn ({flag})"
-    )

@@ -77,6 +77,7 @@ _FROM_ONE = (
     "save_interval save_retain_interval log_interval eval_interval exit_interval exit_duration_in_mins "
     "tensorboard_log_interval tensorboard_queue_size num_dataset_builder_threads distributed_timeout_minutes "
     "nan_max_skips hysteresis loss_scale_window iterations_to_skip "
+    "pipeline_memory_limit zero_bubble_max_pending_backward zero_bubble_adaptive_memory_limit_percentile "
     "threads_per_rank num_distributed_optimizer_instances check_weight_hash_across_dp_replicas_interval"
 )
 for _name in _FROM_ONE.split():
@@ -87,7 +88,7 @@ _FROM_ZERO = (
     "weight_decay "
     "clip_grad seed num_workers manual_gc_interval ckpt_step mid_level_dataset_surplus "
     "tiktoken_num_special_tokens "
-    "norm_epsilon init_method_std suggested_communication_unit_size fsdp_memory_budget"
+    "norm_epsilon init_method_std suggested_communication_unit_size fsdp_memory_budget interleave_group_size"
 )
 for _name in _FROM_ZERO.split():
     _at_least(_name, 0)
@@ -101,4 +102,5 @@ _at_most("num_layers", MAX_LAYERS)
 _at_most("pipeline_model_parallel_size", MAX_STAGES)
 _at_most("threads_per_rank", 1024)  # far more than cores end the process where the system refuses a thread
 _at_most("seed", 2**32 - 2**20)  # NumPy's generators take 32 bits; stages add to the seed
+_at_most("zero_bubble_adaptive_memory_limit_percentile", 100)
 _at_most("mid_level_dataset_surplus", 1)

@@ -1,12 +1,15 @@
-"""What a model provider must pass on to `build_gpt_model`."""
+"""What a model provider must pass on to `build_gpt_model`, and what schedules ask of a model."""
 
 import pytest
+import torch
+from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.module import ModelError
+from megatron.core.module import MegatronModule, ModelError
 from megatron.core.parallel_state import single_process
+from megatron.core.param_meta import infer_param_meta
 from megatron.training.arguments import parse_config
-from megatron.training.build import build_gpt_model
+from megatron.training.build import build_gpt_model, refuse_unsplittable
 from megatron.training.launch_env import LaunchEnv
 from tests.harness.launch_lines import SMALL
 
@@ -46,3 +49,51 @@ def test_ends_that_are_not_the_stages_are_refused():
         ModelError, match=r"\(True, True\) for a stage of \(True, False\): pass on what the model"
     ):
         build_gpt_model(config, PS)
+
+
+V = "--num-layers 5 --pipeline-model-parallel-size 2 --allow-padding-num-layers --zero-bubble-v-schedule".split()
+
+
+def test_on_a_v_both_ends_are_on_the_first_rank_and_tied_weights_are_two_uses_of_one():
+    config = config_of(V, 2)
+    first = build_gpt_model(config, PS, post_process=False, vp_stage=0)
+    last = build_gpt_model(config, PS, pre_process=False, vp_stage=1)
+    assert (layers(first), layers(last)) == ({0}, {4})
+    name = "embedding.word_embeddings.weight"
+    assert first.param_meta[name] == last.param_meta[name]
+    assert not first.param_meta[name].shared
+    assert len(first.param_meta[name].uses) == 2
+    names = [unit.name for unit in (*first.units(), *last.units())]
+    assert names == ["embedding", "decoder.layers.0", "decoder.layers.4", "head"]
+    _, head = last.units()
+    assert first.embedding not in head.modules
+    assert last.embedding not in head.modules
+
+
+class OwnModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+class OwnMegatronModel(MegatronModule):
+    def __init__(self, matrix, declared=True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.matrix = nn.Parameter(torch.ones(2, 2), requires_grad=matrix)
+        meta = infer_param_meta(self)
+        self.param_meta = meta if declared else {"scale": meta["scale"]}
+
+
+def test_what_cannot_be_split_is_refused_with_module_and_parameter():
+    with pytest.raises(ModelError, match=r"'body.0.weight' of OwnModel \(a Linear\).*use 1f1b"):
+        refuse_unsplittable(OwnModel(), "zbv")
+    with pytest.raises(ModelError, match=r"'matrix' of OwnMegatronModel .* accumulated by autograd"):
+        refuse_unsplittable(OwnMegatronModel(matrix=True), "zb-h1")
+    with pytest.raises(ModelError, match=r"'matrix'.*declared in no param_meta"):
+        refuse_unsplittable(OwnMegatronModel(matrix=True, declared=False), "zb-h1")
+
+
+def test_one_dimensional_parameters_are_computed_in_b():
+    refuse_unsplittable(OwnMegatronModel(matrix=False), "zbv")
+    refuse_unsplittable(build_gpt_model(config_of([], 1), PS), "zbv")

@@ -1,6 +1,8 @@
 import pytest
 
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, F
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, F, PlanError
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.arguments import parse_config
@@ -68,3 +70,49 @@ def test_who_reads():
     assert [made.reads_data(rank) for rank in range(4)] == [True, False, False, True]
     assert made.local_stages(2) == (2,)
     assert plans(CHUNKS).local_stages(1) == (1, 3)
+
+
+V = "--zero-bubble-v-schedule"
+
+
+def test_on_a_v_the_first_rank_begins_and_ends():
+    made = plans(f"{V} --num-layers 8", ranks=4)
+    assert [made.local_stages(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert [made.reads_data(rank) for rank in range(4)] == [True, False, False, False]
+    first, last = made.stages[0], made.stages[7]
+    assert (first.embedding, first.loss, last.embedding, last.loss) == (True, False, False, True)
+    assert made.splits_backward
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_an_evaluation_under_every_schedule(name, num_microbatches):
+    chunks = CHUNKS if PLACEMENTS[name] == "looped" else ""
+    made = plans(f"--pipeline-schedule {name} --global-batch-size 16 {chunks}")
+    plan = made.evaluate(num_microbatches)
+    verify(plan)
+    stages = made.placement.num_stages
+    forwards = sorted((op[1], op[2]) for row in plan.rows for op in row if op[0] == F)
+    assert forwards == [(stage, m) for stage in range(stages) for m in range(num_microbatches)]
+
+
+def test_costs_and_limits_can_be_changed_in_a_run():
+    """As profiling does: what is planned from then on follows them."""
+    made = plans("--enable-zero-bubble")
+    before = made.train(8)
+    assert made.train(8) is before
+    slow_w = CostModel.of_ranks(made.placement, time_w=(9.0,))
+    made.use_costs(slow_w, (2.0, 1.0))
+    after = made.train(8)
+    assert made.costs is slow_w
+    assert after is not before
+    assert simulate(after, slow_w).peak_activation <= (2.0, 1.0)
+    made.limit((1.0, 1.0))
+    assert simulate(made.train(8), slow_w).peak_activation <= (1.0, 1.0)
+
+
+def test_a_limit_that_nothing_fits_names_the_rank():
+    made = plans("--enable-zero-bubble")
+    made.limit((0.5, 0.5))
+    with pytest.raises(PlanError, match=r"rank 0 may hold 0.5"):
+        made.train(8)

@@ -29,8 +29,10 @@ class GPTModel(MegatronModule):
     torch's default device if not given; parameters are filled there, or left empty on the meta device for an
     engine to materialise and fill (`tensor_parallel.init`). layers: global numbers of the layers held here;
     all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss. A stage
-    that does neither and has no layers hands on what it is given. tp: the ranks that share every layer, this one
-    alone by default; all of them must call the model alike, because its layers communicate over them.
+    that does neither and has no layers hands on what it is given. other_end_here: the model's other end is another
+    chunk of this rank (on a V), and the matrix of tied embeddings one parameter of both: `build_engine` joins them.
+    tp: the ranks that share every layer, this one alone by default; all of them must call the model alike, because its
+    layers communicate over them.
 
     Raises ValueError where learned positions do not cover the sequence, or sizes do not divide over `tp`.
     """
@@ -46,6 +48,7 @@ class GPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         layers: Sequence[int] | None = None,
+        other_end_here: bool = False,
         tp: TensorParallel | None = None,
     ) -> None:
         super().__init__()
@@ -55,6 +58,7 @@ class GPTModel(MegatronModule):
         self.config = config
         self.context = ModelContext(seed=seed)
         self.pre_process, self.post_process = pre_process, post_process
+        self.other_end_here = other_end_here
         self.padded_vocab_size = padded_vocab_size
         self.tied = not config.untie_embeddings_and_output_weights
         factory = LayerFactory(
@@ -77,7 +81,7 @@ class GPTModel(MegatronModule):
         config = self.config
         # A stage that ends the model without beginning it keeps its own copy of a tied matrix, under the
         # same name, and both stages have the gradient of their one use of it.
-        both_ends = self.pre_process and self.post_process
+        both_ends = (self.pre_process and self.post_process) or self.other_end_here
         self.embedding = None
         if self.pre_process or (self.post_process and self.tied):
             self.embedding = LanguageModelEmbedding(
@@ -114,8 +118,10 @@ class GPTModel(MegatronModule):
         )
         head: tuple[nn.Module, ...] = ()
         if self.post_process:
-            # Where this stage only ends the model, the tied matrix is read by `tied_output` alone.
-            copy = self.embedding if self.tied and not self.pre_process else None
+            # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
+            # another chunk of the rank, the matrix is that one's, which runs first.
+            alone = self.tied and not self.pre_process and not self.other_end_here
+            copy = self.embedding if alone else None
             parts = (self.decoder.final_layernorm, copy, self.output_layer, self.tied_output)
             head = tuple(part for part in parts if part is not None)
         if self.pre_process and self.post_process and self.tied:

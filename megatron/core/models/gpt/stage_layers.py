@@ -1,7 +1,8 @@
 """Which layers each stage of the pipeline holds, by Megatron's flags (floor 0).
 
-Stages are global: with interleaving, stage chunk * PP + rank is a rank's chunk (the looped placement). Layers are
-numbered along the stages, and none is ever dropped: what does not come out even is an error that names the flags.
+Stages are global: with interleaving, stage chunk * PP + rank is a rank's chunk (the looped placement); on a V odd
+chunks run backwards. Layers are numbered along the stages, and none is ever dropped: what does not come out even is an
+error that names the flags.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron.core.list_expression import ListExpressionError, expand_layout
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 
 MAX_LAYERS, MAX_STAGES = 2**20, 2**14  # beyond any model: a slip of the fingers is refused, not computed
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -33,11 +34,14 @@ class StageSpec:
     loss: bool
 
 
-def split_stages(config: ModelParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
+def split_stages(
+    config: ModelParallelConfig, num_layers: int, *, chunks: int | None = None, kind: str | None = None
+) -> tuple[StageSpec, ...]:
     """The stages in order, PP x chunks of them. Raises StageLayersError, which names the flags and a fix.
 
-    The embedding is on the first and the loss on the last stage. A stage is without layers only where a layout
-    string says so, or where padding took its one layer.
+    chunks: what the schedule asks for; None: what the flags do, one without any. kind: of placement, where the flags
+    speak of ranks. The embedding is on the first and the loss on the last stage. A stage is without layers only where a
+    layout string says so, or where padding took its one layer.
     """
     for flag, value, most in (
         ("--num-layers", num_layers, MAX_LAYERS),
@@ -47,8 +51,15 @@ def split_stages(config: ModelParallelConfig, num_layers: int) -> tuple[StageSpe
         if not 1 <= value <= most:
             raise StageLayersError(f"{flag} {value}: must be from 1 to {most}")
     by_layout = config.pipeline_model_parallel_layout is not None
-    counts = _by_layout(config, num_layers) if by_layout else _by_numbers(config, num_layers)
+    counts = _by_layout(config, num_layers) if by_layout else _by_numbers(config, num_layers, chunks, kind)
     ranks = config.pipeline_model_parallel_size
+    if chunks is not None and len(counts) != chunks * ranks:
+        asked = LAYOUT if by_layout else f"{_PER_CHUNK} {config.num_layers_per_virtual_pipeline_stage}"
+        raise StageLayersError(
+            f"{asked} makes {len(counts)} stages, the pipeline's schedule has {chunks * ranks}: {chunks} on each of "
+            f"{ranks} ranks; "
+            + (f"write {chunks * ranks} stages" if by_layout else f"leave {_PER_CHUNK} out")
+        )
     if ranks == 1 and len(counts) > 1:
         raise StageLayersError(
             f"{len(counts)} chunks of the model with --pipeline-model-parallel-size 1: interleaving needs at least 2 "
@@ -121,8 +132,10 @@ def _counted_flags(config: ModelParallelConfig) -> dict[str, bool]:
     }
 
 
-def _by_numbers(config: ModelParallelConfig, num_layers: int) -> list[int]:
-    """Layers of each stage from the flags that are numbers and switches."""
+def _by_numbers(
+    config: ModelParallelConfig, num_layers: int, needed: int | None, kind: str | None
+) -> list[int]:
+    """Layers of each stage from the flags that are numbers and switches. needed: chunks of the schedule."""
     per_chunk, chunks = (
         config.num_layers_per_virtual_pipeline_stage,
         config.num_virtual_stages_per_pipeline_rank,
@@ -131,10 +144,15 @@ def _by_numbers(config: ModelParallelConfig, num_layers: int) -> list[int]:
     for flag, value in ((_PER_CHUNK, per_chunk), (_CHUNKS, chunks)):
         if value is not None and value < 1:
             raise StageLayersError(f"{flag} {value}: must be at least 1")
+    if needed is not None and chunks not in (None, needed):
+        raise StageLayersError(
+            f"{_CHUNKS} {chunks}: the pipeline's schedule has {needed} on each rank; leave the flag out"
+        )
+    chunks = chunks or needed or 1
     ends, counted = _end_flags(config), _counted_flags(config)
     given_ends = [flag for flag, value in ends.items() if value is not None]
     if not given_ends:
-        return _even(config, num_layers)
+        return _even(config, num_layers, chunks)
     for flag in given_ends:
         for other in [
             *(name for name, on in counted.items() if on),
@@ -146,16 +164,15 @@ def _by_numbers(config: ModelParallelConfig, num_layers: int) -> list[int]:
             f"{' and '.join(given_ends)} with {_PER_CHUNK}: stages of different sizes have no one size of chunk; "
             f"use {_CHUNKS}"
         )
-    return _uneven_ends(config, num_layers)
+    return _uneven_ends(config, num_layers, chunks, kind)
 
 
-def _even(config: ModelParallelConfig, num_layers: int) -> list[int]:
+def _even(config: ModelParallelConfig, num_layers: int, chunks: int) -> list[int]:
     """Equal stages; the embedding and the loss may count as a layer, missing layers may be padded."""
     ranks, per_chunk = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
     counted = _counted_flags(config)
     slots = num_layers + sum(counted.values())
     told = " + ".join([f"--num-layers {num_layers}", *(f"1 ({flag})" for flag, on in counted.items() if on)])
-    chunks = config.num_virtual_stages_per_pipeline_rank or 1
     if per_chunk is not None:
         on_rank = -(-slots // ranks)
         if on_rank % per_chunk or (slots % ranks and not config.allow_padding_num_layers):
@@ -182,9 +199,9 @@ def _even(config: ModelParallelConfig, num_layers: int) -> list[int]:
     return counts
 
 
-def _uneven_ends(config: ModelParallelConfig, num_layers: int) -> list[int]:
+def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind: str | None) -> list[int]:
     """Given layers on the first and last rank, the rest spread evenly; each rank's layers spread over its chunks."""
-    ranks, chunks = config.pipeline_model_parallel_size, config.num_virtual_stages_per_pipeline_rank or 1
+    ranks = config.pipeline_model_parallel_size
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     told = " ".join(f"{flag} {value}" for flag, value in _end_flags(config).items() if value is not None)
     given = [end for end in (first, last) if end is not None]
@@ -205,11 +222,21 @@ def _uneven_ends(config: ModelParallelConfig, num_layers: int) -> list[int]:
     if uneven is not None:
         raise StageLayersError(
             f"--num-layers {num_layers} with {told} puts {counts_of_ranks[uneven]} layers on pipeline rank {uneven}, "
-            f"which {_CHUNKS} {chunks} does not divide; choose numbers that it divides, or use {LAYOUT}"
+            f"which {_chunks_told(config, chunks)} does not divide; choose numbers that it divides, or use {LAYOUT}"
         )
-    counts = [count // chunks for count in counts_of_ranks] * chunks
+    once = [count // chunks for count in counts_of_ranks]
+    counts = [
+        count for chunk in range(chunks) for count in (once[::-1] if kind == V_SHAPED and chunk % 2 else once)
+    ]
     _refuse_empty(counts, set(), f"--num-layers {num_layers} with {told}", ranks)
     return counts
+
+
+def _chunks_told(config: ModelParallelConfig, chunks: int) -> str:
+    """Where the number of chunks comes from."""
+    if config.num_virtual_stages_per_pipeline_rank is not None:
+        return f"{_CHUNKS} {chunks}"
+    return f"the schedule's number of chunks a rank, {chunks},"
 
 
 def _stages_text(ranks: int, chunks: int) -> str:

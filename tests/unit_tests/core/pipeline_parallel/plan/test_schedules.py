@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, F, PlanError, op_text, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.registry import PLANNED, build_plan
+from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import to_torch_csv
@@ -121,7 +121,6 @@ def test_groups_of_any_size_with_any_remainder_can_run(data, p, v, comm):
         ("1f1b", (4, 8, 2), "one chunk a stage, not 2"),
         ("gpipe", (4, 8, 1, 4), "no microbatch groups"),
         ("nonsense", (4, 8), "unknown; there are gpipe"),
-        *((name, (4, 8), "zero-bubble schedules") for name in PLANNED),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(name, request_words, message):

@@ -1,0 +1,227 @@
+"""What a stage's microbatch costs before anything was measured: times by FLOPs, activations by bytes (floor 0).
+
+Source of the form: arXiv 2401.10241, table 1: per layer F = sbh(24h+4s), B = sbh(24h+8s), W = 24sbh^2, activations
+sb(34h+5as). The terms here are those of our own layers and of what they really keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Elementwise work (norms, residuals, dropout), in FLOPs a hidden element of each layer: for stages without layers, too,
+# which hand on what they get.
+_ELEMENTWISE = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One microbatch of a part of the model, on one tensor parallel rank.
+
+    f, b, w: FLOPs. saved: bytes from F to B. held: bytes from B to W.
+    """
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    saved: float = 0.0
+    held: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Work(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCosts:
+    """The facts that costs follow from.
+
+    config: resolved. params_dtype: as `Config.params_dtype`. drops_attention_scores: attention keeps [s, s] scores
+    (unfused, or a device whose fused kernel cannot drop elements).
+    """
+
+    config: TransformerConfig
+    padded_vocab_size: int
+    micro_batch_size: int
+    params_dtype: str
+    tp: int = 1
+    sequence_parallel: bool = False
+    has_gpu: bool = False
+
+    def of_stages(self, stages: Sequence[StageSpec], *, comm: float = 0.0) -> CostModel:
+        """Times in units of one layer's F; activations in bytes, of a rank of the stage."""
+        unit = self.layer().f
+        works = [self.stage(spec) for spec in stages]
+        return CostModel(
+            tuple(one.f / unit for one in works),
+            tuple(one.b / unit for one in works),
+            tuple(one.w / unit for one in works),
+            # What W needs can be more than what F has kept: gradients of outputs join the inputs.
+            tuple(max(one.saved, one.held) for one in works),
+            tuple(one.held for one in works),
+            comm,
+        )
+
+    def stage(self, spec: StageSpec) -> Work:
+        """All that a stage holds; of one without anything, handing on."""
+        inputs = (bool(spec.layers) or not spec.embedding) + (bool(spec.layers) and spec.loss)
+        total = Work(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._residual))
+        if spec.embedding:
+            total = total + self.embedding()
+        total = total + self._layers(len(spec.layers))
+        return total + self.head() if spec.loss else total
+
+    def _layers(self, count: int) -> Work:
+        """Without the input of the first, which the stage has."""
+        if not count:
+            return Work()
+        one, chunks = self.layer(), self._recomputed_chunks(count)
+        dropped = sum(chunks)
+        inputs = len(chunks) - 1 if dropped == count else len(chunks)  # all that is kept of recomputed chunks
+        rest = (count - dropped) * one.saved - (0 if dropped == count else self._hidden(self._residual))
+        return Work(
+            count * one.f,
+            count * one.b + dropped * one.f,
+            count * one.w,
+            inputs * self._hidden(self._residual) + rest,
+            count * one.held,
+        )
+
+    def _recomputed_chunks(self, count: int) -> list[int]:
+        """Layers of each chunk of which only the input is kept."""
+        config = self.config
+        if config.recompute_granularity != "full":
+            return []
+        step = config.recompute_num_layers or 1
+        if config.recompute_method == "block":
+            return [1] * min(step, count)
+        return [min(step, count - first) for first in range(0, count, step)]
+
+    def layer(self) -> Work:
+        """One decoder layer."""
+        c, e, tokens = self.config, self._element, self._tokens
+        query, key = self._query, self._key
+        first = c.ffn_hidden_size / self.tp * (2 if c.gated_linear_unit else 1)
+        width = c.ffn_hidden_size / self.tp
+        hidden = c.hidden_size
+        products = (
+            2 * tokens * (hidden * (query + 2 * key) + query * hidden + hidden * first + width * hidden)
+        )
+        scores = 4 * tokens * c.seq_length * query
+        again = scores if self._recomputes_core else 0.0
+        masks = 2 * self._hidden(1) if c.hidden_dropout else 0.0
+        saved = (
+            2 * self._hidden(self._residual)  # inputs of both norms
+            + 2 * self._hidden(e)  # and what they hand on
+            + self._norms(2)
+            + self._attention()
+            + tokens * first * e
+            + masks
+        )
+        held = (
+            2 * self._hidden(e)
+            + tokens * e * (query + 2 * key + first)  # gradients of the column layers' outputs
+            + tokens * e * (query + width)  # inputs of the row layers
+            + 2 * tokens * hidden * e
+        )
+        return Work(
+            products + scores + self._moved,
+            products + 2 * scores + again + self._moved,
+            products,
+            saved,
+            held,
+        )
+
+    def embedding(self) -> Work:
+        """Lookup and dropout; W adds rows."""
+        ids = self._tokens * 8 * (2 if self.config.position_embedding_type == "learned_absolute" else 1)
+        masks = self._hidden(1) if self.config.hidden_dropout else 0.0
+        # Hidden states enter here: the stage takes none from another.
+        saved = ids + masks
+        return Work(f=self._moved, b=0.0, w=self._moved, saved=saved, held=ids + self._hidden(self._residual))
+
+    def head(self) -> Work:
+        """Final norm, output layer, loss."""
+        columns = self.padded_vocab_size / self.tp
+        product = 2 * self._tokens * self.config.hidden_size * columns
+        logits = self._tokens * columns
+        saved = (
+            self._hidden(self._element) + self._norms(1) + logits * max(4, self._element) + self._tokens * 8
+        )
+        held = self._hidden(self._element) + logits * self._element
+        return Work(product + 5 * logits, product + 3 * logits, product, saved, held)
+
+    def _attention(self) -> float:
+        """Bytes that attention keeps, up to the input of its output projection."""
+        c, e, tokens = self.config, self._element, self._tokens
+        per_group = c.num_attention_heads // max(c.num_query_groups, 1)
+        rows = tokens * (self._query + 2 * self._key) * e
+        turned = c.position_embedding_type == "rope" or c.qk_layernorm
+        heads = tokens * (self._query + self._key) * e if turned else 0.0
+        if per_group > 1 and (c.qk_layernorm or not turned):
+            heads += tokens * self._query * e  # queries of a group lie between keys: a copy
+        if c.qk_layernorm:
+            num_heads = (self._query + self._key) / c.kv_channels
+            heads += tokens * num_heads * 4 * self._numbers_of_norm
+        out = tokens * self._query * e
+        if self._recomputes_core:
+            return rows + heads + out
+        scores = self.micro_batch_size * c.num_attention_heads / self.tp * c.seq_length**2
+        if c.attention_backend in ("unfused", "local"):
+            wide = max(e, 4) if c.attention_softmax_in_fp32 or c.apply_query_key_layer_scaling else e
+            kept = wide + (1 + e if c.attention_dropout else e if wide != e else 0)
+            return rows + heads + out + tokens * self._query * e + kept * scores
+        if c.attention_dropout and not self.has_gpu:
+            # torch's kernel for CPUs writes the scores out where it drops some: fp32, their mask, and what is left
+            return rows + heads + out + tokens * 2 * self._query * max(e, 4) + 12 * scores
+        return rows + heads + out + tokens * (c.num_attention_heads / self.tp) * 4
+
+    def _norms(self, count: int) -> float:
+        return count * self._numbers_of_norm * 4 * self._tokens / self._parts
+
+    def _hidden(self, element: int) -> float:
+        """Hidden states of a microbatch, under sequence parallel this rank's part, in elements of so many bytes."""
+        return self._tokens * self.config.hidden_size * element / self._parts
+
+    @property
+    def _numbers_of_norm(self) -> int:
+        """Kept of each row."""
+        return 1 if self.config.normalization == "RMSNorm" else 2
+
+    @property
+    def _recomputes_core(self) -> bool:
+        c = self.config
+        return c.recompute_granularity == "selective" and "core_attn" in c.recompute_modules
+
+    @property
+    def _moved(self) -> float:
+        return _ELEMENTWISE * self._tokens * self.config.hidden_size / self._parts
+
+    @property
+    def _parts(self) -> int:
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def _tokens(self) -> int:
+        return self.config.seq_length * self.micro_batch_size
+
+    @property
+    def _element(self) -> int:
+        return _DTYPE_BYTES[self.params_dtype]
+
+    @property
+    def _residual(self) -> int:
+        return max(4, self._element) if self.config.fp32_residual_connection else self._element
+
+    @property
+    def _query(self) -> float:
+        return self.config.num_attention_heads * self.config.kv_channels / self.tp
+
+    @property
+    def _key(self) -> float:
+        return max(self.config.num_query_groups / self.tp, 1) * self.config.kv_channels

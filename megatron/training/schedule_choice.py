@@ -1,0 +1,204 @@
+"""Which pipeline schedule the flags ask for, what stages it has, what it costs and may hold (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
+from megatron.core.pipeline_parallel.plan.auto import Choice, choose
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, SEARCHED
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.training.config import Config
+
+AUTO = "auto"
+V_CHUNKS = LOOPED_CHUNKS = 2
+V_BY_MEMORY = {"zb": "zbv", "half": "v-half", "min": "v-min"}
+# Under one memory limit these search what zb-1p and zbv search.
+_SAME_UNDER_A_LIMIT = frozenset(("zb-2p", "v-half", "v-min"))
+
+
+def asked_schedules(parallel: ModelParallelConfig) -> dict[str, str]:
+    """Flags that name a schedule in other words than --pipeline-schedule -> its name."""
+    asked = {}
+    if parallel.zero_bubble_v_schedule:
+        asked["--zero-bubble-v-schedule"] = V_BY_MEMORY[parallel.zero_bubble_v_schedule_mem_setup]
+    elif parallel.enable_zero_bubble:
+        pending = parallel.zero_bubble_max_pending_backward
+        twice = pending is not None and pending >= 2 * parallel.pipeline_model_parallel_size
+        asked["--enable-zero-bubble"] = "zb-2p" if twice else "zb-1p"
+    if parallel.enable_1f1b_v:
+        asked["--enable-1f1b-v"] = "1f1b-v"
+    if parallel.interleave_group_size > 0:
+        asked["--interleave-group-size"] = "gis"
+    return asked
+
+
+def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
+    """The stages of a schedule by name; None: of the flags alone. Raises StageLayersError."""
+    kind = PLACEMENTS.get(schedule or "")
+    return split_stages(parallel, num_layers, chunks=V_CHUNKS if kind == V_SHAPED else None, kind=kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Stages, where they lie, and what they cost.
+
+    group_size: microbatches that interleaving takes in turn, None without. estimated: costs are those of the model
+    (times in layers, activations in bytes); else equal stages with F = B = W, each rank's activations 1.
+    """
+
+    schedule: str
+    placement: Placement
+    stages: tuple[StageSpec, ...]
+    group_size: int | None
+    costs: CostModel
+    estimated: bool
+
+    def request(self, num_microbatches: int, limits: tuple[float, ...] | None) -> Request:
+        """What the schedule's generator is asked for."""
+        p = self.placement
+        chunks = p.num_chunks if p.kind != V_SHAPED else None
+        return Request(p.num_ranks, num_microbatches, chunks, self.group_size, self.costs, limits)
+
+    @property
+    def whole_stage(self) -> float:
+        """Activations of one microbatch on the rank that has the most of them, all its chunks together."""
+        held = [0.0] * self.placement.num_ranks
+        for activation, rank in zip(self.costs.activation, self.placement.ranks(), strict=True):
+            held[rank] += activation
+        return max(held)
+
+
+def layout_of(config: Config, schedule: str, *, placement: Placement | None = None) -> Layout:
+    """placement: of a saved plan, which decides on the stages then. Raises StageLayersError."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    assert num_layers is not None, "the rules ask for --num-layers"
+    if placement is not None:
+        stages = split_stages(parallel, num_layers, chunks=placement.num_chunks, kind=placement.kind)
+    else:
+        stages = stages_of(parallel, num_layers, schedule)
+        placement = _placement(parallel, schedule, stages)
+    group = None
+    if placement.num_chunks > 1 and schedule == "interleaved":
+        group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
+    elif schedule == "gis":
+        group = parallel.interleave_group_size or parallel.pipeline_model_parallel_size
+    limited = parallel.pipeline_memory_limit is not None or parallel.pipeline_schedule == AUTO
+    model = model_costs(config) if limited or schedule in SEARCHED else None
+    costs = CostModel.of_ranks(placement) if model is None else model.of_stages(stages)
+    return Layout(schedule, placement, stages, group, costs, model is not None)
+
+
+def _placement(parallel: ModelParallelConfig, schedule: str, stages: Sequence[StageSpec]) -> Placement:
+    ranks = parallel.pipeline_model_parallel_size
+    num_chunks = len(stages) // ranks
+    kind = LINEAR if num_chunks == 1 else LOOPED
+    return Placement(V_SHAPED if PLACEMENTS.get(schedule) == V_SHAPED else kind, ranks, num_chunks)
+
+
+def model_costs(config: Config) -> ModelCosts | None:
+    """What costs are estimated from; None where the configuration is not complete, which rules tell."""
+    model, batch = config.model, config.training.micro_batch_size
+    vocabulary = model.padded_vocab_size
+    sizes = (
+        model.hidden_size,
+        model.num_attention_heads,
+        model.ffn_hidden_size,
+        model.kv_channels,
+        model.num_query_groups,
+        model.seq_length,
+        batch,
+        vocabulary,
+        config.parallel.tensor_model_parallel_size,
+    )
+    if any(size is None or size < 1 for size in sizes):
+        return None
+    assert batch is not None, sizes
+    assert vocabulary is not None, sizes
+    return ModelCosts(
+        model,
+        vocabulary,
+        batch,
+        config.params_dtype,
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.sequence_parallel,
+        config.parallel.distributed_backend == "nccl",
+    )
+
+
+def limits_of_flags(config: Config, layout: Layout) -> tuple[float, ...] | None:
+    """By rank, in the unit of the layout's costs; None: the schedule's own.
+
+    A limit in bytes counts once activations are known in bytes.
+    """
+    parallel = config.parallel
+    ranks = layout.placement.num_ranks
+    if parallel.pipeline_memory_limit is not None:
+        return (float(parallel.pipeline_memory_limit),) * ranks if layout.estimated else None
+    if parallel.zero_bubble_max_pending_backward is not None:
+        return (parallel.zero_bubble_max_pending_backward * layout.whole_stage,) * ranks
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """--pipeline-schedule auto: the layout of what was chosen, the limits, and a line a candidate that says why."""
+
+    layout: Layout
+    limits: tuple[float, ...]
+    lines: tuple[str, ...]
+
+
+def choose_layout(config: Config, num_microbatches: int) -> Chosen:
+    """The fastest schedule for steps of so many microbatches.
+
+    Without a limit every rank may hold what 1F1B holds on the first: p whole-stage activations. Raises
+    StageLayersError where no schedule's stages fit the layers, PlanError where none fits the limit.
+    """
+    layouts, impossible = _candidates(config)
+    first = next(iter(layouts.values()))
+    limits = limits_of_flags(config, first)
+    if limits is None:
+        limits = (first.placement.num_ranks * first.whole_stage,) * first.placement.num_ranks
+    requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
+    choice = _chosen(requests, num_microbatches, limits)
+    return Chosen(layouts[choice.best.name], limits, (*choice.lines(), *impossible))
+
+
+def _candidates(config: Config) -> tuple[dict[str, Layout], list[str]]:
+    """Layouts by schedule, and a line for each that has none."""
+    parallel = config.parallel
+    layouts: dict[str, Layout] = {}
+    errors: list[tuple[str, StageLayersError]] = []
+    for name, kind in PLACEMENTS.items():
+        if name in _SAME_UNDER_A_LIMIT or (parallel.pipeline_model_parallel_size == 1 and name != "1f1b"):
+            continue
+        try:
+            one = layout_of(config, name)
+            if kind == LOOPED and one.placement.num_chunks == 1:
+                # no flag says how many chunks: as many as interleaving has at least
+                one = layout_of(config.replace(num_virtual_stages_per_pipeline_rank=LOOPED_CHUNKS), name)
+        except StageLayersError as error:
+            errors.append((name, error))
+            continue
+        if kind != LINEAR or one.placement.num_chunks == 1:
+            layouts[name] = one
+    if not layouts:
+        raise errors[0][1]
+    return layouts, [f"{name}: not possible: {error}" for name, error in errors]
+
+
+@functools.lru_cache(maxsize=8)
+def _chosen(
+    requests: tuple[tuple[str, Request], ...], num_microbatches: int, limits: tuple[float, ...]
+) -> Choice:
+    """Kept: every chunk's model provider asks, and a search takes its time."""
+    generators = {name: SCHEDULES[name] for name, _ in requests}
+    request = Request(len(limits), num_microbatches, memory_limit=limits)
+    return choose(generators, request, requests=dict(requests))
