@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
 from megatron.core.pipeline_parallel.plan.search.squeeze import Squeezer
 
 # Operations visited by squeezing: at least, and more for each rank. Not time: every rank must come to the same plan.
-_VISITS, _VISITS_OF_RANK = 15000, 4500
+_VISITS, _VISITS_OF_RANK = 35000, 1800
 _STARTS_SHARE = 0.65
 _MOST_STARTS = 40
 # How much of an operation may stick out of the gap that it fills; what is delayed by it may gain elsewhere.
@@ -169,15 +169,31 @@ def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
         if longer is not None and longer.cost <= expected:
             break
     else:
-        # Nothing settles within the short problem: squeeze the whole.
-        made = whole.add(ranking[0].start, ranking[0].start.make(problem))
-        if made is not None:
-            whole.squeeze(made, max(1, rounds), 0.0)
+        _squeeze_long(whole, ranking[0].start, 2 * search.problem.num_microbatches, rounds, expected)
     if problem.placement.num_chunks == 1 or not whole.found:
         for start in known(problem):
             whole.add(start, start.make(problem))
     assert whole.found, "no start can be made longer"
     return whole.ranking[0]
+
+
+def _squeeze_long(whole: Search, start: Start, middle: int, rounds: int, expected: float) -> None:
+    """For a start that does not settle within the short problem: squeeze a longer one, and if need be the whole."""
+    problem = whole.problem
+    if 2 * middle <= problem.num_microbatches:
+        half = Search(problem.of_length(middle))
+        found = half.add(start, start.make(half.problem))
+        if found is not None:
+            found = half.squeeze(found, 1, 0.0)
+            more = problem.num_microbatches - middle
+            longer = whole.add(start, extend(found.order, problem.placement.num_chunks, more))
+            work = max(problem.costs.rank_times(problem.placement))
+            reached = found.cost + more * max(work, start.period)
+            if longer is not None and longer.cost <= max(expected, reached + slack(reached)):
+                return
+    made = whole.add(start, start.make(problem))
+    if made is not None:
+        whole.squeeze(made, max(1, rounds), 0.0)
 
 
 def short_length(problem: Problem) -> int:
