@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -231,6 +232,22 @@ def test_one_page_and_pictures_on_one_axis(tmp_path):
         for name in ends
     }
     assert ends["zbv"] / ends["1f1b"] == pytest.approx(makespans["zbv"] / makespans["1f1b"], rel=2e-3)
+
+
+def test_table_and_pictures_of_the_document_are_those_of_the_tool():
+    text = (TOOL.parents[1] / "docs" / "pipelines.md").read_text()
+    command = next(line for line in text.splitlines() if "--format table`" in line)
+    words = shlex.split(command.split("`")[1])[2:]
+    assert output(*words) in text
+    commands = [line.split("`")[1] for line in text.splitlines() if "--pictures docs/" in line]
+    words = shlex.split(commands[0])[2:]
+    folder = TOOL.parents[1] / words[words.index("--pictures") + 1]
+    told = json.loads(output(*words[: words.index("--pictures")], "--format", "json"))
+    assert {path.stem for path in folder.iterdir()} == set(SCHEDULES)
+    for one in told:
+        svg = (folder / f"{one['name']}.svg").read_text()
+        assert f"{one['name']}, bubble {one['bubble_rate']:.1%}</text>" in svg
+        assert f"({folder.parent.name}/{folder.name}/{one['name']}.svg)" in text
 
 
 def test_it_needs_no_torch(tmp_path):
