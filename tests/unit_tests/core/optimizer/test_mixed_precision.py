@@ -17,7 +17,7 @@ from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
-from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_optimizer
+from megatron.core.optimizer.mixed_precision import OptimizerStateError, RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta, infer_param_meta
@@ -597,3 +597,82 @@ def test_gradients_are_converted_a_few_buckets_at_a_time_with_the_same_bits(case
     assert calls == (len(sizes) if lasting else 1)
     assert ledger.peak("casts") == (lasting + momentary) * max(sizes)
     assert all(torch.equal(at_once[name], one_each[name]) for name in at_once)
+
+
+# What post-validation asks of it
+
+
+def test_the_state_of_a_stage_has_the_bits_of_the_norm():
+    """Over one data parallel rank, two and three, cut and not: order of addition matters from three on."""
+
+    def body(ctx, dp):
+        found = []
+        for sharding in ("no_shard", "optim", "optim_grads_params") if dp > 1 else ("no_shard",):
+            cut = sharding_of(sharding)
+            place = ShardPlace(ctx.rank, dp)
+            units = {name: name[0] for name, _ in larger(torch.float32).named_parameters()}
+            buffer, ours = make(
+                larger(torch.float32), ps=ctx.make_ps(dp=dp), ddp_config=DistributedDataParallelConfig(), sharding=cut,
+                place=place, units=units if sharding != "no_shard" else None,
+            )  # fmt: skip
+            for step in range(4):
+                set_part_grads(buffer, step)
+                stats = ours.prepare(3.0, count_zero_grads=True)
+                state = ours.stage_state(False, count_zero_grads=True)
+                assert ours.norm(state.sums, 3.0) == stats.norm, (sharding, step)
+                assert (state.num_zeros, state.finite) == (stats.num_zeros, True)
+                assert len(state.sums) == ours.num_regions
+                found.append((sharding, stats.norm))
+            assert not ours.stage_state(ctx.rank == dp - 1).finite  # one rank's loss
+            part = next(p for p in map(buffer.main_grad_part, buffer.names) if p.numel() or ctx.rank)
+            if ctx.rank == 0:
+                part[0] = math.inf
+            state, stats = ours.stage_state(False), ours.prepare(3.0)
+            # Where nothing is cut ranks hold the same gradients, and this is one rank's mistake: all hear of it anyway.
+            assert state.nonfinite
+            assert stats.nonfinite
+        return found
+
+    alone = run_ranks(body, 1, 1)[0]
+    for dp in (2, 3):
+        by_rank = run_ranks(body, dp, dp)
+        assert by_rank == [by_rank[0]] * dp
+        assert by_rank[0][:4] == alone
+        for (_, norm), (_, expected) in zip(by_rank[0][4:], [*alone, *alone], strict=True):
+            assert norm == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["adam", "sgd", "sgd_plain"])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_the_inverse_comes_back_to_about_a_rounding_and_keeps_no_copy(dtype, name, num_before):
+    flags = {"optimizer": "adam"} if name == "adam" else {"optimizer": "sgd"}
+    if name == "sgd_plain":
+        flags["sgd_momentum"] = 0.0
+    ledger = Ledger()
+    buffer, _ = make(model(dtype))
+    ours = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, **flags), buffer, PS, ledger)
+    ours.rollback_by = RollbackBy.INVERSE
+    for step in range(num_before):
+        set_grads(buffer, step)
+        ours.step(2.0)
+    set_grads(buffer, 7, scale=3.0)
+    grads = [buffer.main_grad(key).clone() for key in buffer.names]
+    before = mutable_state(ours)
+    ours.snapshot()
+    assert ours.snapshot_bytes() == 0
+    assert not any("snapshot" in line for line in ledger.lines())
+    ours.step(4.0, 1.0)
+    assert not same(mutable_state(ours), before)
+    ours.rollback()
+    assert ours.num_steps == num_before
+    eps = {torch.float64: 1e-15}.get(dtype, 3e-7)
+    for number, (now, then) in enumerate(zip(mutable_state(ours)[1], before[1], strict=True)):
+        size = max(1.0, float(then.abs().max()) if then.numel() else 1.0)
+        assert float((now - then).abs().max()) <= (8e-3 if now.dtype == torch.bfloat16 else eps) * size, (
+            number
+        )
+    assert all(map(torch.equal, grads, (buffer.main_grad(key) for key in buffer.names)))  # for the right step
+    ours.commit()
+    ours.rollback_by = RollbackBy.SNAPSHOT
+    assert ours.snapshot_bytes() > 0

@@ -158,15 +158,19 @@ def test_a_data_parallel_engine_hears_of_weight_gradients_and_does_what_the_plan
 
 
 def test_kinds_without_a_handler_are_refused_at_the_start_and_others_can_bring_one():
-    with pytest.raises(PlanError, match=r"rank 0: 0VALIDATE: nothing here does VALIDATE; it needs a handler"):
-        one_rank("0F0 0BW0 0VALIDATE")
+    with pytest.raises(
+        PlanError, match=r"rank 0: 0VALIDATE: nothing here does VALIDATE; it needs a validation"
+    ):
+        one_rank("0VALIDATE 0F0 0BW0 0STEP")
+    with pytest.raises(PlanError, match=r"rank 0: 0STEP: nothing here does STEP; it needs a handler"):
+        one_rank("0F0 0BW0 0STEP")
     with pytest.raises(
         PlanError, match=r"0REDUCE: nothing here does REDUCE; it needs a data parallel engine"
     ):
         one_rank("0F0 0BW0 0REDUCE")
     told = []
     executor = one_rank(
-        "0F0 0BW0 0VALIDATE 0STEP", handlers={Kind.VALIDATE: told.append, Kind.STEP: told.append}
+        "0F0 0VALIDATE 0BW0 0STEP", handlers={Kind.VALIDATE: told.append, Kind.STEP: told.append}
     )
     executor.run()
     assert [str(Op.of(op)) for op in told] == ["0VALIDATE", "0STEP"]

@@ -88,6 +88,22 @@ def test_identity_constant_and_frozen_stages():
         stage.check_empty()
 
 
+def test_a_forward_that_is_forgotten_can_run_again():
+    once, again = ToyChunk(1, 2), ToyChunk(1, 2)
+    one, two = once.stage(), again.stage()
+    two.forward(0, hidden(5))
+    kept = weakref.ref(two._saved[0].leaf)
+    two.forget(0)
+    assert kept() is None
+    two.check_empty()
+    for stage in (one, two):
+        stage.forward(0, hidden())
+        stage.backward(0, None)
+    assert once.grads() == again.grads()
+    with pytest.raises(AssertionError, match="no F0 to forget"):
+        two.forget(0)
+
+
 def test_evaluation_keeps_nothing():
     chunk = ToyChunk(0, 1)
     stage = chunk.stage()

@@ -1,0 +1,219 @@
+"""A small trainer over the toy pipeline: synchronous steps or post-validated ones, with faults at chosen iterations."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import collectives
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
+from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.validation_state import StepRules
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
+from megatron.core.pipeline_parallel.runtime.executor import Executor, Validation
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
+from tests.harness.toy_pipeline import HIDDEN, TOKENS, ToyChunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """faults: iteration -> (stage, what its gradient is multiplied with before the step: large, inf or nan). after: of
+    the validator; None: synchronous steps. saves: iterations after which everything is validated. stops: numbers of
+    decisions after which the owner wants the step under way to be begun anew. dies: (stage, iteration) of a rank that
+    is gone when it comes to microbatch 1."""
+
+    plan: Plan
+    num_steps: int
+    faults: Mapping[int, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    after: int | None = None
+    clip_grad: float = 1.0
+    optimizer: str = "adam"
+    dtype: torch.dtype = torch.float32
+    rollback_by: RollbackBy = RollbackBy.SNAPSHOT
+    saves: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+    dies: tuple[int, int] | None = None
+
+
+class _Chunk(ToyChunk):
+    """Input and dropout mask depend on iteration, data parallel rank and microbatch, and on nothing else."""
+
+    def __init__(self, stage: int, num_stages: int, trainer: ToyTrainer) -> None:
+        super().__init__(stage, num_stages)
+        self.stage_number, self.trainer = stage, trainer
+        self.forwards = 0
+        dtype = trainer.run.dtype
+        self.parameters = {
+            name: nn.Parameter(getattr(self, name).detach().to(dtype)) for name in ("weight", "bias", "scale")
+        }
+        self.weight, self.bias, self.scale = self.parameters.values()
+
+    def run(self, microbatch: int, hidden: Tensor | None) -> Tensor:
+        trainer = self.trainer
+        if trainer.run.dies == (self.stage_number, trainer.iteration) and microbatch == 1:
+            os._exit(9)
+        self.forwards += 1
+        seed = (trainer.iteration * 64 + microbatch) * 8 + trainer.ps.dp_rank
+        dtype = trainer.run.dtype
+        if self.begins:
+            hidden = torch.randn(*TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            self.begins = False  # the base class would make its own
+            try:
+                return self.run_masked(microbatch, hidden, seed)
+            finally:
+                self.begins = True
+        assert hidden is not None
+        return self.run_masked(microbatch, hidden, seed)
+
+    def run_masked(self, microbatch: int, hidden: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(7919 * (self.stage_number + 1) + seed)
+        mask = (torch.rand(hidden.shape, generator=generator) > 0.2).to(hidden)
+        output = super().run(microbatch, hidden * mask)
+        return output * self.trainer.scaler.scale if self.ends else output
+
+
+class ToyTrainer:
+    """One rank. weights: after each decision. losses: of each iteration, on the last stage's rank."""
+
+    def __init__(self, ps: ParallelState, run: Run) -> None:
+        self.run, self.ps, self.iteration, self.clock = run, ps, 0, 0
+        self.weights: list[dict[str, Any]] = []
+        self.losses: list[Any] = []
+        self.outcomes: list[Outcome] = []
+        self.retried: list[int] = []
+        plan, place = run.plan, run.plan.placement
+        # Large enough to overflow nothing; doubles every other clean step, so it moves all the time.
+        self.scaler = DynamicGradScaler(scale=8.0, window=2, hysteresis=1)
+        self._scaler_before = self.scaler.state()
+        mine = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
+        self.chunks = {stage: _Chunk(stage, place.num_stages, self) for stage in mine}
+        parameters = {
+            f"{stage}.{name}": parameter
+            for stage, chunk in self.chunks.items()
+            for name, parameter in chunk.parameters.items()
+        }
+        meta = {name: ParamMeta(name, tuple(p.shape)) for name, p in parameters.items()}
+        self.buffer = FlatBuffer(
+            parameters, meta, DistributedDataParallelConfig(), sharding=STRATEGIES["no_shard"],
+            place=ShardPlace(), device=torch.device("cpu"),
+            stages={name: int(name.partition(".")[0]) for name in parameters},
+        )  # fmt: skip
+        for stage, chunk in self.chunks.items():
+            chunk.sink.bind({name: self.buffer.main_grad(f"{stage}.{name}") for name in chunk.parameters})
+        config = OptimizerConfig(optimizer=run.optimizer, lr=1e-2, weight_decay=0.1)
+        self.optimizer = build_optimizer(config, self.buffer, ps)
+        self.optimizer.rollback_by = run.rollback_by
+        self.stages = {stage: chunk.stage() for stage, chunk in self.chunks.items()}
+        self.validator: PostValidator | None = None
+        executor: dict[str, Any] = {}
+        if run.after is not None:
+            plan = post_validation(plan, CostModel.of_ranks(place))
+            self.validator = PostValidator(
+                self.optimizer, StateChannel(ps, self.optimizer.num_regions + 2), self,
+                StepRules(run.clip_grad), rank=ps.pp_rank, num_ranks=ps.pp_size, after=run.after,
+                count_zero_grads=True,
+            )  # fmt: skip
+            validation = Validation(self.validator.decide, lambda stage, mb: self.stages[stage].forget(mb))
+            executor = {"handlers": self.validator.handlers, "validation": validation}
+        self.executor = Executor(plan, ps.pp_rank, self.stages, P2P(ps), **executor)
+
+    def train(self) -> ToyTrainer:
+        self.buffer.zero_grads()
+        while self.iteration < self.run.num_steps:
+            for chunk in self.chunks.values():
+                chunk.losses.clear()
+            if not self.executor.run(self.iteration):
+                self.retried.append(self.iteration)
+                continue
+            self.losses.append([dict(chunk.losses) for chunk in self.chunks.values() if chunk.ends])
+            if self.validator is None:
+                self._synchronous_step()
+            elif self.iteration in self.run.saves or self.iteration + 1 == self.run.num_steps:
+                self.validator.validate_now()
+                assert not self.validator.pending
+            self.iteration += 1
+        return self
+
+    def complete(self) -> Completed:
+        """Gradients over data parallel ranks, with this iteration's fault."""
+        for grads in self.buffer.grads_at_rest():
+            collectives.all_reduce(grads, self.ps.dp_group)
+        stage, factor = self.run.faults.get(self.iteration, (-1, 1.0))
+        if stage in self.chunks:
+            self.buffer.main_grad(f"{stage}.weight").mul_(factor)
+        divisor = self.scaler.scale * self.run.plan.num_microbatches * self.ps.dp_size
+        self._scaler_before = self.scaler.state()
+        self.scaler.update(False)  # what forwards of the next step may go by; put right where it proves wrong
+        return Completed(divisor, nonfinite=False)
+
+    def weights_changed(self) -> None:
+        pass
+
+    def decided(self, outcome: Outcome) -> bool:
+        number = len(self.outcomes)
+        self.outcomes.append(outcome)
+        self._finish_step(skipped=outcome.coefficient is None)
+        return number not in self.run.stops
+
+    def _synchronous_step(self) -> None:
+        divisor, _ = self.complete()
+        stats = self.optimizer.prepare(divisor, count_zero_grads=True)
+        coefficient = None if stats.nonfinite else clip_coefficient(stats.norm, self.run.clip_grad)
+        if coefficient is not None:
+            self.optimizer.step(divisor, coefficient)
+        self.outcomes.append(Outcome(stats.norm, coefficient, stats.nonfinite, stats.num_zeros or 0, False))
+        self._finish_step(skipped=coefficient is None)
+
+    def _finish_step(self, *, skipped: bool) -> None:
+        if skipped:
+            self.scaler.load_state(self._scaler_before)
+            self.scaler.update(True)
+        else:
+            self.clock += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + self.clock)
+        self.weights.append({name: self.buffer.weight(name).tolist() for name in self.buffer.names})
+        self.buffer.zero_grads()
+
+    def state(self) -> list[Any]:
+        """Everything that a checkpoint would hold, as lists."""
+        moments = [piece.tensor.tolist() for piece in self.optimizer.pieces()]
+        steps = [tensor.tolist() for tensor in self.optimizer._update.mutable()]
+        return [self.optimizer.num_steps, self.clock, self.scaler.state(), moments, steps]
+
+
+def train(ctx: Any, runs: Mapping[str, Run], **grid: int) -> dict[str, Any]:
+    """By name: (weights after each step, losses, final state, outcomes, rollbacks, forwards run) of this rank."""
+    ps = ctx.make_ps(**grid)
+    results = {}
+    for name, run in runs.items():
+        trainer = ToyTrainer(ps, run).train()
+        rollbacks = trainer.validator.num_rollbacks if trainer.validator else 0
+        told = [
+            (repr(one.norm) if one.coefficient is not None else None, one.coefficient, one.num_zeros)
+            for one in trainer.outcomes
+        ]
+        results[name] = {
+            "bits": (trainer.weights, trainer.losses, trainer.state(), told),
+            "rollbacks": rollbacks,
+            "rolled_back": [one.rolled_back for one in trainer.outcomes],
+            "forwards": sum(chunk.forwards for chunk in trainer.chunks.values()),
+            "retried": trainer.retried,
+        }
+    return results

@@ -1,0 +1,76 @@
+"""States add up to the norm of all, and what they decide."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.optimizer.clip_grads import norm_of
+from megatron.core.optimizer.validation_state import Decision, StepRules, ValidationState
+
+sums = st.floats(0, 1e12, allow_subnormal=False)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.lists(sums, min_size=1, max_size=4), min_size=1, max_size=5))
+def test_partial_states_have_the_bits_of_the_whole(stages):
+    """Each stage owns some regions. Any bracketing of the sum gives the norm's bits, and no part's norm is larger."""
+    size = sum(map(len, stages))
+    parts, start = [], 0
+    for own in stages:
+        parts.append(ValidationState((*[0.0] * start, *own, *[0.0] * (size - start - len(own))), 1.0, False))
+        start += len(own)
+    partial = list(itertools.accumulate(parts))
+    whole = partial[-1]
+    assert whole.sums == tuple(itertools.chain(*stages))
+    assert whole.num_zeros == len(stages)
+    backwards = parts[-1]
+    for part in reversed(parts[:-1]):
+        backwards = backwards + part
+    assert backwards == whole
+    norms = [norm_of(state.sums) for state in partial]
+    assert norms == sorted(norms)
+    rules = StepRules(max_norm=norm_of(whole.sums) or 1.0)
+    if rules.is_clean(whole, norms[-1]):
+        assert all(map(rules.is_clean, partial, norms))
+
+
+def test_numbers_survive_a_message():
+    for state in (
+        ValidationState((0.1, 0.0, math.inf), 7.0, False),
+        ValidationState((1e-300,), 2.0**52, True),
+        ValidationState((), 0.0, True),
+    ):
+        assert ValidationState.of_numbers(state.numbers) == state
+    nan = ValidationState.of_numbers(ValidationState((math.nan,), 0.0, False).numbers)
+    assert math.isnan(nan.sums[0])
+    assert not nan.finite
+
+
+@pytest.mark.parametrize(
+    ("state", "norm", "max_norm", "skips", "expected"),
+    [
+        (ValidationState((4.0,), 0, False), 2.0, 0.0, True, Decision(1.0, True)),  # clipping is off
+        (ValidationState((4.0,), 0, False), 2.0, 5.0, True, Decision(1.0, True)),
+        (ValidationState((4.0,), 0, False), 2.0, 1.0, True, Decision(1.0 / (2.0 + 1e-6), False)),
+        (ValidationState((4.0,), 0, True), 2.0, 5.0, True, Decision(None, False)),  # a loss was not finite
+        (ValidationState((math.nan,), 0, False), math.nan, 0.0, True, Decision(None, False)),
+        (ValidationState((math.inf,), 0, False), math.inf, 1.0, True, Decision(None, False)),
+        # Unchecked gradients are used as they are, but nobody steps on them before all know.
+        (ValidationState((math.inf,), 0, False), math.inf, 1.0, False, Decision(0.0, False)),
+        (ValidationState((math.nan,), 0, False), math.nan, 0.0, False, Decision(1.0, False)),
+    ],
+)
+def test_decisions(state, norm, max_norm, skips, expected):
+    rules = StepRules(max_norm, skips)
+    assert rules.decide(state, norm) == expected
+    assert rules.is_clean(state, norm) == expected.clean
+
+
+def test_states_of_different_models_do_not_add():
+    with pytest.raises(AssertionError, match="1 and 2 regions"):
+        ValidationState((1.0,), 0, False) + ValidationState((1.0, 2.0), 0, False)
