@@ -61,7 +61,7 @@ class GradStats:
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """Copies of everything that a step changes."""
+    """Copies of everything that a step changes, but what is rounded from it."""
 
     num_steps: int
     tensors: list[Tensor]
@@ -181,7 +181,8 @@ class MixedPrecisionOptimizer(Stepper):
         self.buffer.copy_main_to_weights()
 
     def snapshot(self) -> None:
-        """Keep copies of weights, main weights, moments and step counts; nothing with `RollbackBy.INVERSE`."""
+        """Keep copies of this rank's part of main weights, moments and step counts; nothing with
+        `RollbackBy.INVERSE`."""
         assert self._kept is None, "a snapshot is kept already: commit() forgets it"
         if self.rollback_by is RollbackBy.INVERSE:
             self._kept = _Inverse(self.num_steps)
@@ -190,7 +191,8 @@ class MixedPrecisionOptimizer(Stepper):
         self._ledger.hold("snapshot", "", num_bytes(self._kept.tensors))
 
     def rollback(self) -> None:
-        """Put back what `snapshot` kept, bit for bit. The snapshot stays until `commit`.
+        """Put back what `snapshot` kept, bit for bit, and this rank's part of the model's weights, which are rounded
+        main weights; others' parts are for the engine to gather. The snapshot stays until `commit`.
 
         With `RollbackBy.INVERSE` about what it was: see inverse_update, [Note: what is lost]. Gradients and the groups'
         rates have to be those of the step.
@@ -200,10 +202,10 @@ class MixedPrecisionOptimizer(Stepper):
             while self._kept.factors:
                 self._update.undo(self._converted(self._kept.factors.pop()), self.num_steps)
                 self.num_steps -= 1
-            self.buffer.copy_main_to_weights()
         else:
             for tensor, kept in zip(self._mutable(), self._kept.tensors, strict=True):
                 tensor.copy_(kept)
+        self.buffer.copy_main_to_weights()
         self.num_steps = self._kept.num_steps
 
     def commit(self) -> None:
@@ -340,12 +342,10 @@ class MixedPrecisionOptimizer(Stepper):
         return memory.optimizer_grads, self.buffer.arenas[memory.arena].main_dtype
 
     def _mutable(self) -> Iterator[Tensor]:
-        """Everything that `step` changes."""
-        for arena in self.buffer.arenas:
-            if arena.trained:
-                yield arena.weights
-            if arena.own_main_weights is not None:
-                yield arena.own_main_weights
+        """Everything that `step` changes and cannot be made of the rest: this rank's part of main weights, moments."""
+        for memory in self.buffer.buckets:
+            if memory.trained and memory.main_weights is not None:
+                yield memory.main_weights
         yield from self._update.mutable()
 
     def _arena_index(self, name: str) -> int:
