@@ -132,7 +132,8 @@ def _messages(
         # Messages of a route are in the same order on both sides, so both sides choose the same ones.
         for at in _chosen(len(places)):
             place = places[at]
-            op, posted = row[place], _ns(step.spans[place].end_s)
+            # From the beginning of the posting: a message may be there before the call that sent it returns.
+            op, posted = row[place], _ns(step.spans[place].start_s)
             if kind in (SEND_F, SEND_B):
                 sends.append([step.iteration, op[7], posted])
                 continue
