@@ -196,6 +196,14 @@ def measured_bubbles(figures: Sequence[Figures]) -> dict[int, float]:
     return rates
 
 
+def peaks_of(figures: Sequence[Figures], num_ranks: int) -> tuple[int, ...]:
+    """Bytes on top of what a step began with, by pipeline rank, the most of all pipelines; 0 where none was measured."""
+    return tuple(
+        max((one["peak_bytes"] for one in figures if one["rank"] == rank), default=0)
+        for rank in range(num_ranks)
+    )
+
+
 def drifted(old: CostModel, new: CostModel, share: float = 0.1) -> str | None:
     """What has changed by more than this share since, the largest change, in words; None where nothing has.
 

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.measured_costs import (
     drifted,
     latency_ns,
     measured_bubbles,
+    peaks_of,
 )
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
@@ -146,6 +147,14 @@ def test_bubbles_of_steps_are_those_of_the_simulator():
     assert measured_bubbles(figures[:2]) == {}
     assert bubble_rate([(100, 60), (90, 80)]) == pytest.approx(0.2)
     assert bubble_rate([(0, 0)]) == 0
+
+
+def test_peaks_are_the_most_of_all_pipelines():
+    figures = figures_of_run(lowered("1f1b", 2, 3)) + figures_of_run(lowered("1f1b", 2, 3), pipeline=(4, 5))
+    for one, peak in zip(figures, (7, 5, 6, 9), strict=True):
+        one["peak_bytes"] = peak
+    assert peaks_of(figures, 2) == (7, 9)
+    assert peaks_of([], 2) == (0, 0)
 
 
 def test_drift_is_named_and_small_things_do_not_count():
