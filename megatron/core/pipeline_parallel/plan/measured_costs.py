@@ -197,7 +197,7 @@ def measured_bubbles(figures: Sequence[Figures]) -> dict[int, float]:
 
 
 def peaks_of(figures: Sequence[Figures], num_ranks: int) -> tuple[int, ...]:
-    """Bytes on top of what a step began with, by pipeline rank, the most of all pipelines; 0 where none was measured."""
+    """By pipeline rank, bytes on top of what a step began with, the most of all pipelines; 0 where none measured."""
     return tuple(
         max((one["peak_bytes"] for one in figures if one["rank"] == rank), default=0)
         for rank in range(num_ranks)
