@@ -125,7 +125,7 @@ class ToyTrainer:
         if run.after is not None:
             plan = post_validation(plan, CostModel.of_ranks(place))
             self.validator = PostValidator(
-                self.optimizer, StateChannel(ps, self.optimizer.num_regions + 2), self,
+                self.optimizer, StateChannel(ps), self,
                 StepRules(run.clip_grad), rank=ps.pp_rank, num_ranks=ps.pp_size, after=run.after,
                 count_zero_grads=True,
             )  # fmt: skip
@@ -160,7 +160,12 @@ class ToyTrainer:
         divisor = self.scaler.scale * self.run.plan.num_microbatches * self.ps.dp_size
         self._scaler_before = self.scaler.state()
         self.scaler.update(False)  # what forwards of the next step may go by; put right where it proves wrong
-        return Completed(divisor, nonfinite=False)
+        return Completed(divisor, False, (self.own_loss, 1.0))
+
+    @property
+    def own_loss(self) -> float:
+        """The sum of this rank's losses in the step that has just run."""
+        return sum(loss for chunk in self.chunks.values() for loss in chunk.losses.values())
 
     def weights_changed(self) -> None:
         pass
@@ -172,12 +177,18 @@ class ToyTrainer:
         return number not in self.run.stops
 
     def _synchronous_step(self) -> None:
-        divisor, _ = self.complete()
+        divisor = self.complete().divisor
         stats = self.optimizer.prepare(divisor, count_zero_grads=True)
         coefficient = None if stats.nonfinite else clip_coefficient(stats.norm, self.run.clip_grad)
         if coefficient is not None:
             self.optimizer.step(divisor, coefficient)
-        self.outcomes.append(Outcome(stats.norm, coefficient, stats.nonfinite, stats.num_zeros or 0, False))
+        extras = torch.tensor([self.own_loss, 1.0], dtype=torch.float64)
+        collectives.all_reduce(extras, self.ps.world_group)
+        self.outcomes.append(
+            Outcome(
+                stats.norm, coefficient, stats.nonfinite, stats.num_zeros or 0, False, tuple(extras.tolist())
+            )
+        )
         self._finish_step(skipped=coefficient is None)
 
     def _finish_step(self, *, skipped: bool) -> None:
@@ -206,7 +217,7 @@ def train(ctx: Any, runs: Mapping[str, Run], **grid: int) -> dict[str, Any]:
         trainer = ToyTrainer(ps, run).train()
         rollbacks = trainer.validator.num_rollbacks if trainer.validator else 0
         told = [
-            (repr(one.norm) if one.coefficient is not None else None, one.coefficient, one.num_zeros)
+            (one.norm if one.coefficient is not None else None, one.coefficient, one.num_zeros, one.extras)
             for one in trainer.outcomes
         ]
         results[name] = {

@@ -105,11 +105,6 @@ class MixedPrecisionOptimizer(Stepper):
         self._grads = self._owned(buffer.main_grad_part)
 
     @property
-    def num_regions(self) -> int:
-        """Of the whole model: the numbers in `local_state`."""
-        return self._vector.size
-
-    @property
     def param_groups(self) -> list[ParamGroup]:
         """torch's: the scheduler writes lr and weight_decay into them. None where this rank has nothing to update."""
         return self._update.param_groups
@@ -149,9 +144,12 @@ class MixedPrecisionOptimizer(Stepper):
         """Of the whole model, or of a part, from squared sums in the model's order."""
         return norm_of(sums) / (divisor / self.buffer.grads_divided_by)
 
-    def stage_state(self, nonfinite: bool, *, count_zero_grads: bool = False) -> ValidationState:
+    def stage_state(
+        self, nonfinite: bool, *, count_zero_grads: bool = False, extras: Sequence[float] = ()
+    ) -> ValidationState:
         """What this pipeline stage knows of a step: `local_state` over its ranks, the same on all of them. nonfinite:
-        this rank has seen a loss that is not finite. Communicates over tp and dp.
+        this rank has seen a loss that is not finite. extras: this rank's, to be added up over all. Communicates over
+        tp and dp.
 
         Added up over the pipeline it is what `prepare` goes by, bit for bit.
         """
@@ -161,11 +159,12 @@ class MixedPrecisionOptimizer(Stepper):
         collectives.all_reduce(full, self.ps.tp_group)
         rows = full.tolist()  # sync: figures that the host decides on
         seen = nonfinite or not all(map(math.isfinite, rows[0]))
-        flag = torch.tensor([float(seen)], device=self.ps.device.torch_device)
-        collectives.all_reduce(flag, self.ps.dp_group, "max")
-        collectives.all_reduce(flag, self.ps.tp_group, "max")
-        # sync: as above
-        return ValidationState(tuple(rows[0]), sum(rows[1]) if count_zero_grads else 0.0, bool(flag.item()))
+        told = torch.tensor([seen, *extras], dtype=torch.float64, device=self.ps.device.torch_device)
+        collectives.all_reduce(told, self.ps.dp_group)
+        collectives.all_reduce(told, self.ps.tp_group)
+        num_seen, *totals = told.tolist()  # sync: as above
+        num_zeros = sum(rows[1]) if count_zero_grads else 0.0
+        return ValidationState(tuple(rows[0]), num_zeros, num_seen > 0.0, tuple(totals))
 
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update with gradients * clip_coefficient / divisor, then round main weights into the model's.

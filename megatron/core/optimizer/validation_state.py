@@ -18,18 +18,22 @@ from megatron.core.optimizer.clip_grads import clip_coefficient
 @dataclasses.dataclass(frozen=True)
 class ValidationState:
     """sums: [regions of the whole model], squared sums of gradients, undivided. num_zeros: elements of gradients that
-    are zero, where they are counted. nonfinite: some loss or gradient is not finite."""
+    are zero, where they are counted. nonfinite: some loss or gradient is not finite. extras: of no meaning here, added
+    up with the rest (losses, flags)."""
 
     sums: tuple[float, ...]
     num_zeros: float
     nonfinite: bool
+    extras: tuple[float, ...] = ()
 
     def __add__(self, other: ValidationState) -> ValidationState:
         assert len(self.sums) == len(other.sums), f"{len(self.sums)} and {len(other.sums)} regions"
+        assert len(self.extras) == len(other.extras), f"{len(self.extras)} and {len(other.extras)} extras"
         return ValidationState(
             tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
             self.num_zeros + other.num_zeros,
             self.nonfinite or other.nonfinite,
+            tuple(a + b for a, b in zip(self.extras, other.extras, strict=True)),
         )
 
     @property
@@ -39,12 +43,14 @@ class ValidationState:
     @property
     def numbers(self) -> list[float]:
         """For a message: `of_numbers` reads it. All are fp64."""
-        return [*self.sums, self.num_zeros, float(self.nonfinite)]
+        return [self.num_zeros, float(self.nonfinite), *self.sums, *self.extras]
 
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> ValidationState:
-        *sums, num_zeros, nonfinite = numbers
-        return cls(tuple(sums), num_zeros, nonfinite != 0.0)
+    def like(self, numbers: Sequence[float]) -> ValidationState:
+        """Another one of the same model, from its `numbers`."""
+        num_zeros, nonfinite, *rest = numbers
+        num_sums = len(self.sums)
+        assert len(rest) == num_sums + len(self.extras), f"{len(numbers)} numbers, not {len(self.numbers)}"
+        return ValidationState(tuple(rest[:num_sums]), num_zeros, nonfinite != 0.0, tuple(rest[num_sums:]))
 
 
 @dataclasses.dataclass(frozen=True)

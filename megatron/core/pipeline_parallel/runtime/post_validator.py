@@ -26,31 +26,37 @@ from megatron.core.protocols import Stepper
 class ValidatedStepper(Stepper, Protocol):
     """An optimizer that can say what its pipeline stage knows of a step."""
 
-    def stage_state(self, nonfinite: bool, *, count_zero_grads: bool = False) -> ValidationState:
-        """Of all ranks of this stage, the same on each. Communicates over tp and dp."""
+    def stage_state(
+        self, nonfinite: bool, *, count_zero_grads: bool = False, extras: Sequence[float] = ()
+    ) -> ValidationState:
+        """Of all ranks of this stage, the same on each; nonfinite and extras are this rank's. Communicates over tp and
+        dp."""
 
     def norm(self, sums: Sequence[float], divisor: float) -> float:
         """Of gradients with these squared sums, divided."""
 
 
 class Completed(NamedTuple):
-    """divisor: of the step's gradients, as for `Stepper.step`. nonfinite: this rank has seen a loss that is not
-    finite."""
+    """divisor: of the step's gradients, as for `Stepper.step`. nonfinite: this rank has seen a loss that is not finite.
+    extras: numbers of this rank that are wanted summed over all, as many on every rank: losses, flags. They travel
+    with the state, so that no step needs a collective over the world."""
 
     divisor: float
     nonfinite: bool
+    extras: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a step ended, the same on all ranks. coefficient: None where it was skipped. num_zeros: where zeros are
-    counted. rolled_back: it was stepped on before the whole state was known, which proved wrong."""
+    counted. rolled_back: it was stepped on before the whole state was known, which proved wrong. extras: summed."""
 
     norm: float
     coefficient: float | None
     nonfinite: bool
     num_zeros: int
     rolled_back: bool
+    extras: tuple[float, ...] = ()
 
 
 class StepOwner(Protocol):
@@ -74,6 +80,7 @@ class _Pending:
     its way and once it is there."""
 
     divisor: float
+    known: ValidationState
     optimistic: bool
     stepped: bool
     arrival: StateArrival | None
@@ -175,7 +182,7 @@ class PostValidator:
             self._stepper.snapshot()
             self._take_step(divisor, 1.0)
         whole = known if self._rank == self._last else None
-        self._pending = _Pending(divisor, optimistic, steps, None, whole)
+        self._pending = _Pending(divisor, known, optimistic, steps, None, whole)
         if not optimistic:
             self.validate_now()
 
@@ -184,10 +191,12 @@ class PostValidator:
     def _known(self) -> tuple[float, ValidationState]:
         """The step's divisor, and what this rank and those before it know."""
         if self._partial is None:
-            divisor, nonfinite = self._owner.complete()
-            known = self._stepper.stage_state(nonfinite, count_zero_grads=self._count_zero_grads)
+            divisor, nonfinite, extras = self._owner.complete()
+            known = self._stepper.stage_state(
+                nonfinite, count_zero_grads=self._count_zero_grads, extras=extras
+            )
             if self._from_before is not None:
-                known = ValidationState.of_numbers(self._from_before.wait()) + known
+                known = known.like(self._from_before.wait()) + known
                 self._from_before = None
             self._partial = divisor, known
         return self._partial
@@ -195,7 +204,7 @@ class PostValidator:
     def _whole(self, pending: _Pending) -> ValidationState:
         if pending.whole is None:
             assert pending.arrival is not None, "the whole state was not asked for"
-            pending.whole = ValidationState.of_numbers(pending.arrival.wait())
+            pending.whole = pending.known.like(pending.arrival.wait())
         return pending.whole
 
     def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool]:
@@ -215,7 +224,12 @@ class PostValidator:
         rolled_back = pending.optimistic and not decision.clean
         self.num_rollbacks += rolled_back
         outcome = Outcome(
-            norm, decision.coefficient, not whole.finite, int(whole.num_zeros), rolled_back=rolled_back
+            norm,
+            decision.coefficient,
+            nonfinite=not whole.finite,
+            num_zeros=int(whole.num_zeros),
+            rolled_back=rolled_back,
+            extras=whole.extras,
         )
         return outcome, self._owner.decided(outcome)
 

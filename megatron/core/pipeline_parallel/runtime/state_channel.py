@@ -36,51 +36,74 @@ class StateMessages(Protocol):
 
 class StateChannel:
     """`StateMessages` over the group `control`, which is gloo on every device: the host decides on steps, and its
-    messages wait for no stream. num_numbers: of a message, the same for all.
+    messages wait for no stream. All messages of a route have one length, which goes ahead of the first.
 
     Raises PeerLostError naming the message.
     """
 
-    def __init__(self, ps: ParallelState, num_numbers: int) -> None:
-        self._group, self._num_numbers = ps.control_group, num_numbers
+    def __init__(self, ps: ParallelState) -> None:
+        self._group = ps.control_group
         self._places = [ps.control_group.ranks.index(rank) for rank in ps.pp_group.ranks]
-        self._sends: dict[int, Pending] = {}
+        self._sends: dict[int, list[Pending]] = {}
+        self._lengths: dict[tuple[str, int], int] = {}  # (direction, peer) -> numbers of its messages
 
     def send(self, peer: int, numbers: Sequence[float]) -> None:
-        assert len(numbers) == self._num_numbers, f"{len(numbers)} numbers, not {self._num_numbers}"
         self._finish(peer)
-        message = torch.tensor(numbers, dtype=torch.float64)
-        try:
-            sent, _ = send_receive([(message, self._places[peer])], [], self._group)
-        except PeerLostError as error:
-            raise error.at(_name("to", peer)) from error
-        self._sends[peer] = sent[0]
+        route = ("to", peer)
+        messages = [torch.tensor(numbers, dtype=torch.float64)]
+        if route not in self._lengths:
+            self._lengths[route] = len(numbers)
+            messages.insert(0, torch.tensor([len(numbers)]))
+        assert len(numbers) == self._lengths[route], f"{len(numbers)} numbers, not {self._lengths[route]}"
+        self._sends[peer] = [self._start(message, *route) for message in messages]
 
     def receive(self, peer: int) -> StateArrival:
-        buffer = torch.empty(self._num_numbers, dtype=torch.float64)
-        try:
-            _, received = send_receive([], [(buffer, self._places[peer])], self._group)
-        except PeerLostError as error:
-            raise error.at(_name("from", peer)) from error
-        return _Arrival(buffer, received[0], peer)
+        length = self._lengths.get(("from", peer))
+        return _Arrival(self, peer, None if length is None else self._ask(peer, length))
 
     def drain(self) -> None:
         for peer in list(self._sends):
             self._finish(peer)
 
+    def _length_from(self, peer: int) -> int:
+        """Waits for it if need be."""
+        route = ("from", peer)
+        if route not in self._lengths:
+            header = torch.empty(1, dtype=torch.int64)
+            _wait(self._start(header, *route), _name(*route))
+            self._lengths[route] = int(header.item())
+        return self._lengths[route]
+
+    def _ask(self, peer: int, length: int) -> tuple[Tensor, Pending]:
+        buffer = torch.empty(length, dtype=torch.float64)
+        return buffer, self._start(buffer, "from", peer)
+
+    def _start(self, message: Tensor, direction: str, peer: int) -> Pending:
+        one = [(message, self._places[peer])]
+        try:
+            sent, received = send_receive(*((one, []) if direction == "to" else ([], one)), self._group)
+        except PeerLostError as error:
+            raise error.at(_name(direction, peer)) from error
+        return (*sent, *received)[0]
+
     def _finish(self, peer: int) -> None:
-        pending = self._sends.pop(peer, None)
-        if pending is not None:
+        for pending in self._sends.pop(peer, ()):
             _wait(pending, _name("to", peer))
 
 
 class _Arrival:
-    def __init__(self, buffer: Tensor, pending: Pending, peer: int) -> None:
-        self._buffer, self._pending, self._peer = buffer, pending, peer
+    """posted: the buffer and what fills it; None before the first message of a route, whose length is not known: it is
+    asked for when it is waited for. No two of these are asked for at once."""
+
+    def __init__(self, channel: StateChannel, peer: int, posted: tuple[Tensor, Pending] | None) -> None:
+        self._channel, self._peer, self._posted = channel, peer, posted
 
     def wait(self) -> list[float]:
-        _wait(self._pending, _name("from", self._peer))
-        numbers: list[float] = self._buffer.tolist()
+        buffer, pending = self._posted or self._channel._ask(
+            self._peer, self._channel._length_from(self._peer)
+        )
+        _wait(pending, _name("from", self._peer))
+        numbers: list[float] = buffer.tolist()
         return numbers
 
 

@@ -618,10 +618,10 @@ def test_the_state_of_a_stage_has_the_bits_of_the_norm():
             for step in range(4):
                 set_part_grads(buffer, step)
                 stats = ours.prepare(3.0, count_zero_grads=True)
-                state = ours.stage_state(False, count_zero_grads=True)
+                state = ours.stage_state(False, count_zero_grads=True, extras=(float(ctx.rank), 1.0))
                 assert ours.norm(state.sums, 3.0) == stats.norm, (sharding, step)
                 assert (state.num_zeros, state.finite) == (stats.num_zeros, True)
-                assert len(state.sums) == ours.num_regions
+                assert state.extras == (sum(range(dp)), dp)
                 found.append((sharding, stats.norm))
             assert not ours.stage_state(ctx.rank == dp - 1).finite  # one rank's loss
             part = next(p for p in map(buffer.main_grad_part, buffer.names) if p.numel() or ctx.rank)

@@ -44,9 +44,11 @@ def test_numbers_survive_a_message():
         ValidationState((0.1, 0.0, math.inf), 7.0, False),
         ValidationState((1e-300,), 2.0**52, True),
         ValidationState((), 0.0, True),
+        ValidationState((1.0, 2.0), 3.0, False, (4.0, 5.0, 6.0)),
     ):
-        assert ValidationState.of_numbers(state.numbers) == state
-    nan = ValidationState.of_numbers(ValidationState((math.nan,), 0.0, False).numbers)
+        assert state.like(state.numbers) == state
+    nan = ValidationState((math.nan,), 0.0, False)
+    nan = nan.like(nan.numbers)
     assert math.isnan(nan.sums[0])
     assert not nan.finite
 
@@ -71,6 +73,15 @@ def test_decisions(state, norm, max_norm, skips, expected):
     assert rules.is_clean(state, norm) == expected.clean
 
 
+def test_extras_are_added_too():
+    total = ValidationState((1.0,), 0, False, (1.0, 2.0)) + ValidationState((0.0,), 0, False, (0.5, 0.0))
+    assert total.extras == (1.5, 2.0)
+
+
 def test_states_of_different_models_do_not_add():
+    with pytest.raises(AssertionError, match="5 numbers, not 3"):
+        ValidationState((1.0,), 0, False).like([0.0] * 5)
+    with pytest.raises(AssertionError, match="0 and 1 extras"):
+        ValidationState((1.0,), 0, False) + ValidationState((1.0,), 0, False, (1.0,))
     with pytest.raises(AssertionError, match="1 and 2 regions"):
         ValidationState((1.0,), 0, False) + ValidationState((1.0, 2.0), 0, False)

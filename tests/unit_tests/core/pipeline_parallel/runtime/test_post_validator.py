@@ -143,8 +143,8 @@ class _Stepper:
     def __init__(self, state):
         self.state, self.calls = state, []
 
-    def stage_state(self, nonfinite, *, count_zero_grads=False):
-        return dataclasses.replace(self.state, nonfinite=nonfinite)
+    def stage_state(self, nonfinite, *, count_zero_grads=False, extras=()):
+        return dataclasses.replace(self.state, nonfinite=nonfinite, extras=tuple(extras))
 
     def norm(self, sums, divisor):
         return sum(sums) ** 0.5 / divisor
@@ -206,13 +206,13 @@ def first_half(validator):
 
 
 def test_a_clean_step_is_taken_at_once_and_confirmed():
-    validator, stepper, messages, owner = middle([4.0, 0.0, 0.0, 1.0, 0.0], [4.0, 9.0, 1.0, 3.0, 0.0])
+    validator, stepper, messages, owner = middle([1.0, 0.0, 4.0, 0.0, 0.0], [3.0, 0.0, 4.0, 9.0, 1.0])
     last_half(validator)
-    assert messages.sent == [(2, [4.0, 9.0, 0.0, 2.0, 0.0])]
+    assert messages.sent == [(2, [2.0, 0.0, 4.0, 9.0, 0.0])]
     assert stepper.calls == [("snapshot",), ("step", 2.0, 1.0)]
     assert validator.pending
     assert first_half(validator) is Go.ON
-    assert messages.sent[1:] == [(0, [4.0, 9.0, 1.0, 3.0, 0.0])]
+    assert messages.sent[1:] == [(0, [3.0, 0.0, 4.0, 9.0, 1.0])]
     assert stepper.calls[2:] == [("commit",)]
     outcome = owner.heard[-1]
     assert (outcome.coefficient, outcome.num_zeros, outcome.rolled_back) == (1.0, 3, False)
@@ -221,7 +221,7 @@ def test_a_clean_step_is_taken_at_once_and_confirmed():
 
 
 def test_a_clipped_step_is_taken_back_and_taken_again():
-    validator, stepper, _, owner = middle([4.0, 0.0, 0.0, 0.0, 0.0], [4.0, 9.0, 87.0, 0.0, 0.0])
+    validator, stepper, _, owner = middle([0.0, 0.0, 4.0, 0.0, 0.0], [0.0, 0.0, 4.0, 9.0, 87.0])
     last_half(validator)
     assert first_half(validator) is Go.AGAIN
     coefficient = 2.5 / (5.0 + 1e-6)
@@ -232,7 +232,7 @@ def test_a_clipped_step_is_taken_back_and_taken_again():
 
 
 def test_who_knows_of_an_overflow_waits_and_all_repeat():
-    validator, stepper, _, owner = middle([inf, 0.0, 0.0, 0.0, 0.0], [inf, 9.0, 0.0, 0.0, 0.0])
+    validator, stepper, _, owner = middle([0.0, 0.0, inf, 0.0, 0.0], [0.0, 0.0, inf, 9.0, 0.0])
     last_half(validator)
     assert first_half(validator) is Go.AGAIN
     assert (stepper.calls, owner.heard[:-1]) == ([], [])
@@ -242,23 +242,23 @@ def test_who_knows_of_an_overflow_waits_and_all_repeat():
 
 def test_a_loss_that_is_not_finite_is_told_to_all():
     validator, stepper, messages, _ = middle(
-        [0.0] * 5, [0.0, 9.0, 0.0, 0.0, 1.0], nonfinite=True, go_on=False
+        [0.0] * 5, [0.0, 1.0, 0.0, 9.0, 0.0], nonfinite=True, go_on=False
     )
     last_half(validator)
-    assert messages.sent == [(2, [0.0, 9.0, 0.0, 1.0, 1.0])]
+    assert messages.sent == [(2, [1.0, 1.0, 0.0, 9.0, 0.0])]
     assert first_half(validator) is Go.STOP
     assert stepper.calls == []
 
 
 def test_before_it_trusts_steps_all_wait_and_nothing_is_kept():
-    clean = [0.0, 9.0, 0.0, 0.0, 0.0]
+    clean = [0.0, 0.0, 0.0, 9.0, 0.0]
     validator, stepper, messages, owner = middle([0.0] * 5, clean, after=2)
     for _ in range(2):
         last_half(validator)
         assert not validator.pending
         assert first_half(validator) is Go.ON  # nothing to do
     assert stepper.calls == [("step", 2.0, 1.0)] * 2
-    assert messages.sent == [(2, [0.0, 9.0, 0.0, 1.0, 0.0]), (0, clean), "drain"] * 2
+    assert messages.sent == [(2, [1.0, 0.0, 0.0, 9.0, 0.0]), (0, clean), "drain"] * 2
     assert len(owner.heard) == 4
     last_half(validator)
     assert validator.pending
