@@ -116,6 +116,12 @@ class Device:
         allocated = resident if heap is None else heap
         return MemoryFigures(allocated, max(peak, allocated), resident, peak)
 
+    def total_bytes(self) -> int | None:
+        """Of the device's memory; None on CPU, whose memory is not this process's alone."""
+        if self.kind == "cuda":
+            return int(torch.cuda.get_device_properties(self.index).total_memory)
+        return None
+
     def reset_peak(self) -> None:
         """Peaks count from now on. On CPU: Linux only, elsewhere peaks stay those of the whole process."""
         if self.kind == "cuda":

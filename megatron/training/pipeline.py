@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWrit
 from megatron.core.protocols import Stage
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
+from megatron.training.pipeline_memory import settle_limits
 from megatron.training.plans import Plans
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
@@ -187,7 +188,11 @@ class PipelineRunner:
 
 
 def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
-    """The runner of a run, by its flags. Raises OutputPathError where the timeline cannot be written."""
+    """The runner of a run, by its flags. Communicates over the world where the device limits activations.
+
+    Raises OutputPathError where the timeline cannot be written, ConfigurationError where the device has no room.
+    """
+    settle_limits(session, plans, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
 from tests.harness.layouts import NO_DROPOUT, Layout, assembled, microbatch, reference_config, train
 from tests.harness.ranks import run_ranks
 from tests.harness.reference_gpt import ReferenceGPT
@@ -29,6 +30,37 @@ def schedules(pp: int) -> list[dict[str, object]]:
     return [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}]
 
 
+OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
+SHARDED = ("--use-distributed-optimizer",)
+# Schedules that split backwards with everything that hears of weight gradients, or communicates in B or W.
+ZERO_BUBBLE = [
+    Layout(tp=2, sp=True, pp=2, schedule="zbv"),
+    Layout(tp=2, pp=2, schedule="zb-1p"),
+    Layout(tp=2, sp=True, pp=2, schedule="v-half"),
+    Layout(pp=2, dp=2, schedule="zb-1p", more=OVERLAP),
+    Layout(pp=2, dp=2, schedule="zbv", more=(*OVERLAP, *SHARDED)),
+    Layout(pp=2, dp=2, schedule="v-half", more=(*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")),
+]
+EVERY_ZERO_BUBBLE = [
+    Layout(tp=tp, sp=sp, pp=2, dp=4 // tp, schedule=schedule, chunks=2 if schedule == "gis" else 1, more=more)
+    for schedule in (
+        "zb-h1",
+        "zb-h2",
+        "zb-1p",
+        "zb-2p",
+        "zbv",
+        "v-half",
+        "v-min",
+        "1f1b-v",
+        "dualpipe-v",
+        "gis",
+    )
+    for tp, sp in ((1, False), (2, False), (2, True), (4, True))
+    for more in ((), OVERLAP, SHARDED, (*OVERLAP, *SHARDED))
+    if 4 // tp > 1 or not more
+]
+
+
 def layouts(world_size: int) -> list[Layout]:
     """Every factorisation into TP x PP x DP, with and without sequence parallel, under every schedule."""
     sizes = range(1, world_size + 1)
@@ -43,7 +75,9 @@ def layouts(world_size: int) -> list[Layout]:
 
 def size_of(layout: Layout) -> tuple[int, int]:
     """As few layers and microbatches as the layout can do with: 8 ranks share two cores here."""
-    return max(2, layout.pp * layout.chunks), max(2, layout.pp) * layout.dp
+    chunks = max(layout.chunks, 2 if PLACEMENTS[layout.schedule] == "v" else 1)
+    fewest = 2 * layout.pp if layout.schedule == "dualpipe-v" else max(2, layout.pp)
+    return max(2, layout.pp * chunks), fewest * layout.dp
 
 
 def reference_step(words, global_batch, weights):
@@ -98,11 +132,22 @@ def test_every_layout_of_four_ranks_equals_the_reference():
     all_equal_reference(layouts(4), [*GPT, *EXACT])
 
 
+def test_zero_bubble_schedules_of_four_ranks_equal_the_reference():
+    all_equal_reference(ZERO_BUBBLE, [*GPT, *EXACT])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_zero_bubble_schedule_of_eight_ranks_equals_the_reference(model):
+    all_equal_reference(EVERY_ZERO_BUBBLE, [*model, *EXACT])
+
+
 REPEATED = [
     Layout(tp=4, sp=True),
     Layout(tp=2, pp=2, schedule="interleaved", chunks=2),
     Layout(tp=2, sp=True, dp=2, more=("--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
     Layout(pp=2, dp=2, schedule="gpipe", more=("--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
+    Layout(pp=2, dp=2, schedule="zbv", more=("--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
 ]
 
 

@@ -1,0 +1,90 @@
+"""Limits of activations where the device decides."""
+
+import dataclasses
+import types
+
+import pytest
+
+from megatron.core.device import Device, MemoryFigures
+from megatron.training.arguments import parse_config
+from megatron.training.launch_env import LaunchEnv
+from megatron.training.pipeline_memory import device_limits, settle_limits
+from megatron.training.plans import Plans
+from megatron.training.problems import ConfigurationError
+from tests.harness import launch
+
+
+class FakeGpu(Device):
+    """A device of a given size with 10 MiB in use."""
+
+    total = 0
+
+    def total_bytes(self):
+        return FakeGpu.total
+
+    def memory(self):
+        return MemoryFigures(10 * 2**20, 0, 0, 0)
+
+
+@dataclasses.dataclass
+class FakeSession:
+    """Of rank 0 of two, whose other rank has 5 MiB more in use."""
+
+    config: object
+    device: Device
+    lines: list[str] = dataclasses.field(default_factory=list)
+    ps: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(pp_rank=0))
+
+    def print_rank_0(self, text):
+        self.lines.append(text)
+
+    def gather(self, value):
+        _, used, total = value
+        return [value, [1, used + 5 * 2**20, total]]
+
+
+def settled(flags, device):
+    words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
+    env = LaunchEnv(world_size=2, launched=True, rank=0)
+    config = parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env)
+    plans, session = Plans(config), FakeSession(config, device)
+    settle_limits(session, plans, types.SimpleNamespace(persistent_bytes=lambda: 2**20))
+    return plans, "\n".join(session.lines)
+
+
+def test_the_least_that_is_left_on_any_replica_is_the_limit():
+    told = [(0, 30, 100), (1, 50, 100), (0, 60, 100), (1, 90, 100)]
+    assert device_limits(told, 80, 2) == (20.0, 0.0)
+
+
+def test_a_device_limits_zero_bubble_by_what_is_left():
+    FakeGpu.total = 100 * 2**20
+    plans, told = settled(
+        "--enable-zero-bubble --zero-bubble-adaptive-memory-limit-percentile 50", FakeGpu("cpu")
+    )
+    assert plans.limits == (40.0 * 2**20, 35.0 * 2**20)
+    assert "by pipeline rank: 40.0, 35.0 MiB" in told
+    for flags in (
+        "",
+        "--enable-zero-bubble --zero-bubble-max-pending-backward 1",
+        "--zero-bubble-v-schedule",
+    ):
+        plans, _ = settled(flags, FakeGpu("cpu"))
+        assert plans.limits != (40.0 * 2**20, 35.0 * 2**20)
+
+
+def test_a_device_without_room_is_refused():
+    FakeGpu.total = int(11.8 * 2**20)
+    with pytest.raises(ConfigurationError, match="85 % of the device's memory leaves too little"):
+        settled("--enable-zero-bubble", FakeGpu("cpu"))
+
+
+def test_the_log_says_what_limits_on_cpu_and_why_auto_chose():
+    plans, told = settled("--enable-zero-bubble", Device("cpu"))
+    assert plans.limits is None
+    assert "auto is the number of pipeline ranks on CPU, 2" in told
+    plans, told = settled("--pipeline-schedule auto", Device("cpu"))
+    assert all(f"auto: {line}" in told for line in plans.reasons)
+    assert "limit of activations" in told
+    _, told = settled("", Device("cpu"))
+    assert told == ""
