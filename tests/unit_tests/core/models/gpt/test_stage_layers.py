@@ -12,7 +12,7 @@ from megatron.core.models.gpt.stage_layers import (
     num_chunks,
     split_stages,
 )
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 
 SHORT = {
     "pp": "pipeline_model_parallel_size",
@@ -248,3 +248,48 @@ def test_the_log_shows_the_map():
         " > stage 2 on pipeline rank 0: no layers",
         " > stage 3 on pipeline rank 1: layers 1-2, loss",
     ]
+
+
+def v_counts(num_layers, **flags):
+    specs = split_stages(config_of(**flags), num_layers, chunks=2, kind=V_SHAPED)
+    return [len(spec.layers) for spec in specs]
+
+
+V_BY_HAND = [
+    (8, {"pp": 4}, [1] * 8),
+    (8, {"pp": 2, "chunks": 2}, [2, 2, 2, 2]),
+    (8, {"pp": 2, "per_chunk": 2}, [2, 2, 2, 2]),
+    # given layers are those of ranks, whose second chunks run backwards
+    (12, {"pp": 4, "first": 2, "last": 4}, [1, 1.5, 1.5, 2, 2, 1.5, 1.5, 1]),
+    (12, {"pp": 3, "first": 2, "last": 6}, [1, 2, 3, 3, 2, 1]),
+    (6, {"pp": 2, "embedding": True, "loss": True}, [1, 2, 2, 1]),
+    # padding: the last stage first, then 0, 1, ...; any number of layers
+    (5, {"pp": 2, "pad": True}, [1, 1, 2, 1]),
+    (3, {"pp": 2, "pad": True}, [1, 1, 1, 0]),
+    (1, {"pp": 2, "pad": True}, [0, 0, 1, 0]),
+    (1, {"pp": 4, "pad": True}, [0, 0, 0, 0, 0, 0, 1, 0]),
+    (9, {"pp": 4, "pad": True}, [1, 1, 1, 1, 1, 1, 2, 1]),
+    (3, {"pp": 2, "layout": "E|t|tt|L"}, [0, 1, 2, 0]),
+]
+
+
+@pytest.mark.parametrize(("num_layers", "flags", "expected"), V_BY_HAND)
+def test_on_a_v(num_layers, flags, expected):
+    if any(count % 1 for count in expected):
+        with pytest.raises(StageLayersError, match="number of chunks a rank, 2, does not divide"):
+            v_counts(num_layers, **flags)
+        return
+    assert v_counts(num_layers, **flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"chunks": 4}, "--num-virtual-stages-per-pipeline-rank 4: the pipeline's schedule has 2"),
+        ({"per_chunk": 1}, "--num-layers-per-virtual-pipeline-stage 1 makes 8 stages"),
+        ({"layout": "Etttt|ttttL"}, "--pipeline-model-parallel-layout makes 2 stages"),
+    ],
+)
+def test_flags_of_other_chunks_than_the_schedules_are_refused(flags, told):
+    with pytest.raises(StageLayersError, match=told):
+        v_counts(8, pp=2, **flags)
