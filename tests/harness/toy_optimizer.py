@@ -11,23 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import collectives
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.validation_state import StepRules
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
+from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.toy_pipeline import HIDDEN, TOKENS, ToyChunk
 
 
@@ -46,9 +47,27 @@ class Run:
     optimizer: str = "adam"
     dtype: torch.dtype = torch.float32
     rollback_by: RollbackBy = RollbackBy.SNAPSHOT
+    ddp: DistributedDataParallelConfig = dataclasses.field(default_factory=DistributedDataParallelConfig)
     saves: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
     dies: tuple[int, int] | None = None
+
+
+class _Keyed:
+    """A chunk's sink under the names of the whole model."""
+
+    def __init__(self, stage: int, sink: WeightGradAccumulator) -> None:
+        self.stage, self.sink, self.microbatch = stage, sink, 0
+
+    @property
+    def deferring(self) -> bool:
+        return self.sink.deferring
+
+    def put(self, key: str, x: Any, dy: Tensor) -> None:
+        self.sink.put(f"{self.stage}.{key}", x, dy)
+
+    def done(self, key: str, microbatch: int) -> None:
+        self.sink.done(f"{self.stage}.{key}", microbatch)
 
 
 class _Chunk(ToyChunk):
@@ -63,6 +82,9 @@ class _Chunk(ToyChunk):
             name: nn.Parameter(getattr(self, name).detach().to(dtype)) for name in ("weight", "bias", "scale")
         }
         self.weight, self.bias, self.scale = self.parameters.values()
+        self.module = nn.ParameterDict({f"{stage}": nn.ParameterDict(self.parameters)})
+        self.accumulator = WeightGradAccumulator()
+        self.sink = _Keyed(stage, self.accumulator)  # type: ignore[assignment]
 
     def run(self, microbatch: int, hidden: Tensor | None) -> Tensor:
         trainer = self.trainer
@@ -103,23 +125,28 @@ class ToyTrainer:
         self._scaler_before = self.scaler.state()
         mine = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
         self.chunks = {stage: _Chunk(stage, place.num_stages, self) for stage in mine}
-        parameters = {
-            f"{stage}.{name}": parameter
-            for stage, chunk in self.chunks.items()
-            for name, parameter in chunk.parameters.items()
+        meta = {
+            name: ParamMeta(name, tuple(p.shape), route=GradRoute.SINK)
+            for chunk in self.chunks.values()
+            for name, p in chunk.module.named_parameters()
         }
-        meta = {name: ParamMeta(name, tuple(p.shape)) for name, p in parameters.items()}
-        self.buffer = FlatBuffer(
-            parameters, meta, DistributedDataParallelConfig(), sharding=STRATEGIES["no_shard"],
-            place=ShardPlace(), device=torch.device("cpu"),
-            stages={name: int(name.partition(".")[0]) for name in parameters},
-        )  # fmt: skip
-        for stage, chunk in self.chunks.items():
-            chunk.sink.bind({name: self.buffer.main_grad(f"{stage}.{name}") for name in chunk.parameters})
+        chunks = list(self.chunks.values())
+        self.engine = DistributedDataParallel(
+            [chunk.module for chunk in chunks],
+            ps,
+            run.ddp,
+            meta,
+            [chunk.accumulator for chunk in chunks],
+            mine,
+        )
+        self.buffer = self.engine.buffer
         config = OptimizerConfig(optimizer=run.optimizer, lr=1e-2, weight_decay=0.1)
         self.optimizer = build_optimizer(config, self.buffer, ps)
         self.optimizer.rollback_by = run.rollback_by
-        self.stages = {stage: chunk.stage() for stage, chunk in self.chunks.items()}
+        self.stages = {
+            stage: ModelStage(chunk.run, chunk.accumulator, begins=chunk.begins, ends=chunk.ends)
+            for stage, chunk in self.chunks.items()
+        }
         self.validator: PostValidator | None = None
         executor: dict[str, Any] = {}
         if run.after is not None:
@@ -131,13 +158,13 @@ class ToyTrainer:
             )  # fmt: skip
             validation = Validation(self.validator.decide, lambda stage, mb: self.stages[stage].forget(mb))
             executor = {"handlers": self.validator.handlers, "validation": validation}
-        self.executor = Executor(plan, ps.pp_rank, self.stages, P2P(ps), **executor)
+        self.executor = Executor(plan, ps.pp_rank, self.stages, P2P(ps), self.engine, **executor)
 
     def train(self) -> ToyTrainer:
-        self.buffer.zero_grads()
         while self.iteration < self.run.num_steps:
             for chunk in self.chunks.values():
                 chunk.losses.clear()
+            self.engine.begin_step(self.run.plan.num_microbatches)
             if not self.executor.run(self.iteration):
                 self.retried.append(self.iteration)
                 continue
@@ -152,8 +179,7 @@ class ToyTrainer:
 
     def complete(self) -> Completed:
         """Gradients over data parallel ranks, with this iteration's fault."""
-        for grads in self.buffer.grads_at_rest():
-            collectives.all_reduce(grads, self.ps.dp_group)
+        self.engine.finish()
         stage, factor = self.run.faults.get(self.iteration, (-1, 1.0))
         if stage in self.chunks:
             self.buffer.main_grad(f"{stage}.weight").mul_(factor)
@@ -167,8 +193,11 @@ class ToyTrainer:
         """The sum of this rank's losses in the step that has just run."""
         return sum(loss for chunk in self.chunks.values() for loss in chunk.losses.values())
 
+    def settle_weights(self) -> None:
+        self.engine.settle_weights()
+
     def weights_changed(self) -> None:
-        pass
+        self.engine.weights_changed()
 
     def decided(self, outcome: Outcome) -> bool:
         number = len(self.outcomes)
@@ -182,6 +211,7 @@ class ToyTrainer:
         coefficient = None if stats.nonfinite else clip_coefficient(stats.norm, self.run.clip_grad)
         if coefficient is not None:
             self.optimizer.step(divisor, coefficient)
+            self.engine.weights_changed()
         extras = torch.tensor([self.own_loss, 1.0], dtype=torch.float64)
         collectives.all_reduce(extras, self.ps.world_group)
         self.outcomes.append(
@@ -199,8 +229,8 @@ class ToyTrainer:
             self.clock += 1
             for group in self.optimizer.param_groups:
                 group["lr"] = 1e-2 / (1 + self.clock)
+        self.engine.settle_weights()
         self.weights.append({name: self.buffer.weight(name).tolist() for name in self.buffer.names})
-        self.buffer.zero_grads()
 
     def state(self) -> list[Any]:
         """Everything that a checkpoint would hold, as lists."""

@@ -66,6 +66,10 @@ class StepOwner(Protocol):
         """After the step's last backward: finish its gradients, and say what they are divided by. Communicates over
         dp."""
 
+    def settle_weights(self) -> None:
+        """This rank's weights are about to be written although forwards have begun: return once no gather sends or
+        reads them any more."""
+
     def weights_changed(self) -> None:
         """This rank's weights were written. Communicates over dp."""
 
@@ -212,6 +216,8 @@ class PostValidator:
         norm = self._stepper.norm(whole.sums, pending.divisor)
         decision = self._rules.decide(whole, norm)
         self._pending = None
+        if pending.optimistic and not decision.clean:
+            self._owner.settle_weights()
         if pending.stepped:
             if not decision.clean:
                 self._stepper.rollback()

@@ -7,6 +7,7 @@ from math import inf, nan
 
 import torch
 
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.optimizer.validation_state import StepRules, ValidationState
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -95,13 +96,29 @@ def test_four_ranks():
 
 
 def test_data_parallel_ranks_of_a_stage_agree():
-    base = run_of(plan_of("zbv", 2, 4), {0: (0.3, inf), 1: (1.0, LARGE)}, 3)
-    outs = run_ranks(train, 4, {"a": base, "b": dataclasses.replace(base, after=0)}, dp=2, pp=2)
-    compare(outs, [("b", "a")])
-    assert outs[0]["b"]["rolled_back"] == [True, True, False]
-    # Same weights on both ranks of a stage, from different losses.
-    assert outs[0]["b"]["bits"][0] == outs[1]["b"]["bits"][0]
-    assert outs[0]["b"]["bits"][1] != outs[1]["b"]["bits"][1]
+    """Whole optimizers and distributed ones, gathers and reductions overlapped."""
+    overlapped = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }
+    configs = {
+        "whole": DistributedDataParallelConfig(),
+        "cut": DistributedDataParallelConfig(use_distributed_optimizer=True),
+        "overlapped": DistributedDataParallelConfig(**overlapped),
+    }
+    runs = {}
+    for name, ddp in configs.items():
+        base = run_of(plan_of("zbv", 2, 4), {0: (0.3, inf), 1: (1.0, LARGE), 3: (0.0, LARGE)}, 5, ddp=ddp)
+        runs |= {f"{name} synchronous": base, f"{name} optimistic": dataclasses.replace(base, after=0)}
+    outs = run_ranks(train, 4, runs, dp=2, pp=2)
+    compare(outs, [(f"{name} optimistic", f"{name} synchronous") for name in configs])
+    for name in configs:
+        one, other = outs[0][f"{name} optimistic"], outs[1][f"{name} optimistic"]
+        assert one["rolled_back"] == [True, True, False, True, False]
+        # Same weights on both ranks of a stage, from different losses.
+        assert one["bits"][0] == other["bits"][0] == outs[0]["whole synchronous"]["bits"][0]
+        assert one["bits"][1] != other["bits"][1]
 
 
 def test_a_pipeline_of_one():
@@ -177,6 +194,9 @@ class _Owner:
     def complete(self):
         return Completed(2.0, self.nonfinite)
 
+    def settle_weights(self):
+        self.heard.append("settle_weights")
+
     def weights_changed(self):
         self.heard.append("weights_changed")
 
@@ -226,7 +246,7 @@ def test_a_clipped_step_is_taken_back_and_taken_again():
     assert first_half(validator) is Go.AGAIN
     coefficient = 2.5 / (5.0 + 1e-6)
     assert stepper.calls[2:] == [("rollback",), ("commit",), ("step", 2.0, coefficient)]
-    assert owner.heard[:2] == ["weights_changed"] * 2
+    assert owner.heard[:3] == ["weights_changed", "settle_weights", "weights_changed"]
     assert owner.heard[-1].rolled_back
     assert validator.num_rollbacks == 1
 
@@ -235,7 +255,7 @@ def test_who_knows_of_an_overflow_waits_and_all_repeat():
     validator, stepper, _, owner = middle([0.0, 0.0, inf, 0.0, 0.0], [0.0, 0.0, inf, 9.0, 0.0])
     last_half(validator)
     assert first_half(validator) is Go.AGAIN
-    assert (stepper.calls, owner.heard[:-1]) == ([], [])
+    assert (stepper.calls, owner.heard[:-1]) == ([], ["settle_weights"])
     assert owner.heard[-1].coefficient is None
     assert owner.heard[-1].nonfinite
 
