@@ -1,6 +1,6 @@
 """Every pipeline schedule at TP = DP = 1 gives the bits of one process.
 
-Losses, norms, gradients, and weights after clipped steps, with dropout: ten in the full grid, four in the sample.
+Losses, norms, gradients, and weights after clipped steps, with dropout: ten in the full grid, two or four in the sample.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Size:
     recompute: bool = False
 
 
-FULL, SHORT, SHALLOW = Size(), Size(steps=4), Size(layers=4, steps=4)
+FULL, SHORT, SHALLOW = Size(), Size(steps=2), Size(layers=4, steps=4)
 # Fewer layers than stages: some are empty, on a V of 2 ranks the last one too.
 PADDED = Size(layers=3, steps=2, recompute=True)
 SPARSE = Size(layers=1, steps=2)
