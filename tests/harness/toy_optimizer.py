@@ -17,7 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.validation_state import StepRules
+from megatron.core.optimizer.step_rules import StepRules
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.pipeline_parallel.plan.costs import CostModel

@@ -34,9 +34,9 @@ from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.validation_state import ValidationState
 from megatron.core.parallel_state import ParallelState
 from megatron.core.protocols import Stepper
+from megatron.core.validation_state import ValidationState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
 

@@ -16,11 +16,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from megatron.core.optimizer.validation_state import StepRules, ValidationState
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
 from megatron.core.pipeline_parallel.runtime.executor import Go, Handler
 from megatron.core.pipeline_parallel.runtime.state_channel import StateArrival, StateMessages
 from megatron.core.protocols import Stepper
+from megatron.core.validation_state import Decision, ValidationState
 
 
 class ValidatedStepper(Stepper, Protocol):
@@ -34,6 +34,16 @@ class ValidatedStepper(Stepper, Protocol):
 
     def norm(self, sums: Sequence[float], divisor: float) -> float:
         """Of gradients with these squared sums, divided."""
+
+
+class Rules(Protocol):
+    """`core.optimizer.step_rules`."""
+
+    def decide(self, state: ValidationState, norm: float) -> Decision:
+        """Of the whole state. norm: of its sums, divided."""
+
+    def is_clean(self, partial: ValidationState, norm: float) -> bool:
+        """Whether a rank that knows no more than this steps."""
 
 
 class Completed(NamedTuple):
@@ -103,7 +113,7 @@ class PostValidator:
         stepper: ValidatedStepper,
         messages: StateMessages,
         owner: StepOwner,
-        rules: StepRules,
+        rules: Rules,
         *,
         rank: int,
         num_ranks: int,

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.mixed_precision import RollbackBy
-from megatron.core.optimizer.validation_state import StepRules, ValidationState
+from megatron.core.optimizer.step_rules import StepRules
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, parse_op
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.undone import undone
 from megatron.core.pipeline_parallel.runtime.executor import Go
 from megatron.core.pipeline_parallel.runtime.post_validator import Completed, PostValidator
+from megatron.core.validation_state import ValidationState
 from tests.harness.ranks import rank_outcomes, run_ranks
 from tests.harness.toy_optimizer import Run, train
 from tests.harness.toy_pipeline import lowered

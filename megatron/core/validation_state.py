@@ -1,4 +1,4 @@
-"""What a step is decided on, as ranks of a pipeline pass it on, and the decision.
+"""What a step is decided on, as ranks of a pipeline pass it on, and a decision (floor 0).
 
 A state is exact whichever way it came together: each region of the model has its number on one stage and zero on all
 others, so ranks that add in any order come to the bits of `MixedPrecisionOptimizer.prepare` (see clip_grads, [Note: the
@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-
-from megatron.core.optimizer.clip_grads import clip_coefficient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +58,3 @@ class Decision:
 
     coefficient: float | None
     clean: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRules:
-    """max_norm: `--clip-grad`, 0 = off. skips_nonfinite: gradients that are not finite make no step (else they are
-    used, as without `--check-for-nan-in-loss-and-grad`)."""
-
-    max_norm: float
-    skips_nonfinite: bool = True
-
-    def decide(self, state: ValidationState, norm: float) -> Decision:
-        """norm: of the state's sums, divided."""
-        finite = state.finite
-        if not finite and self.skips_nonfinite:
-            return Decision(None, clean=False)
-        coefficient = clip_coefficient(norm, self.max_norm)
-        return Decision(coefficient, clean=finite and coefficient == 1.0)
-
-    def is_clean(self, partial: ValidationState, norm: float) -> bool:
-        """Whether a rank that knows no more than this steps."""
-        return self.decide(partial, norm).clean

@@ -1,4 +1,4 @@
-"""States add up to the norm of all, and what they decide."""
+"""States add up to the norm of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.clip_grads import norm_of
-from megatron.core.optimizer.validation_state import Decision, StepRules, ValidationState
+from megatron.core.optimizer.step_rules import StepRules
+from megatron.core.validation_state import ValidationState
 
 sums = st.floats(0, 1e12, allow_subnormal=False)
 
@@ -51,26 +52,6 @@ def test_numbers_survive_a_message():
     nan = nan.like(nan.numbers)
     assert math.isnan(nan.sums[0])
     assert not nan.finite
-
-
-@pytest.mark.parametrize(
-    ("state", "norm", "max_norm", "skips", "expected"),
-    [
-        (ValidationState((4.0,), 0, False), 2.0, 0.0, True, Decision(1.0, True)),  # clipping is off
-        (ValidationState((4.0,), 0, False), 2.0, 5.0, True, Decision(1.0, True)),
-        (ValidationState((4.0,), 0, False), 2.0, 1.0, True, Decision(1.0 / (2.0 + 1e-6), False)),
-        (ValidationState((4.0,), 0, True), 2.0, 5.0, True, Decision(None, False)),  # a loss was not finite
-        (ValidationState((math.nan,), 0, False), math.nan, 0.0, True, Decision(None, False)),
-        (ValidationState((math.inf,), 0, False), math.inf, 1.0, True, Decision(None, False)),
-        # Unchecked gradients are used as they are, but nobody steps on them before all know.
-        (ValidationState((math.inf,), 0, False), math.inf, 1.0, False, Decision(0.0, False)),
-        (ValidationState((math.nan,), 0, False), math.nan, 0.0, False, Decision(1.0, False)),
-    ],
-)
-def test_decisions(state, norm, max_norm, skips, expected):
-    rules = StepRules(max_norm, skips)
-    assert rules.decide(state, norm) == expected
-    assert rules.is_clean(state, norm) == expected.clean
 
 
 def test_extras_are_added_too():
