@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
+from megatron.core.host_presence import Coming, presence_of
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_order import add_in_rank_order
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     )  # which itself gathers a few numbers before it makes groups
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+Running = dist.Work | Works | Coming
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _all_gather_flat = dist.all_gather_single if _TORCH >= (2, 13) else dist.all_gather_into_tensor
@@ -46,7 +48,7 @@ class Pending:
         self,
         op: str,
         group: Group,
-        work: dist.Work | Works | None,
+        work: Running | None,
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
         peer: int | None = None,
@@ -249,7 +251,7 @@ def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Works:
     return works
 
 
-def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> dist.Work | Works:
+def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Running:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
     if len(flat) == 1:
         output, input = flat[0]
@@ -265,7 +267,7 @@ def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> dist
     return Works(together.works)
 
 
-_Started = tuple[Callable[[], "dist.Work | Works"], Callable[[], None], tuple[Tensor, ...]]
+_Started = tuple[Callable[[], Running], Callable[[], None], tuple[Tensor, ...]]
 
 
 def _exchange(parts: Sequence[_Part], group: Group) -> _Started:
@@ -306,9 +308,11 @@ def _sum_readable(bucket: Tensor, of_ranks: Sequence[Tensor], group: Group) -> P
     return _launch("sum_gradients", group, True, lambda: _tell(group), (bucket,), finish)
 
 
-def _tell(group: Group) -> dist.Work:
-    """The word that this rank has come here; done when all have. A small all-reduce takes a quarter of the CPU time of
-    messages between pairs."""
+def _tell(group: Group) -> Running:
+    """The word that this rank has come here; done when all have. Where it has to be a message, a small all-reduce takes
+    a quarter of the CPU time of messages between pairs."""
+    if (presence := presence_of(group)) is not None:
+        return presence.come()
     return dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=group.process_group, async_op=True)
 
 
@@ -323,7 +327,7 @@ def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
     def start_one(part: _Part, total: Tensor) -> dist.Work:
         return _reduce_scatter_flat(total, part.full.view(-1), group=group.process_group, async_op=True)
 
-    def call() -> dist.Work | Works:
+    def call() -> Running:
         if len(parts) == 1:
             return start_one(parts[0], totals[0])
         works = []
@@ -459,7 +463,7 @@ def _launch(
     op: str,
     group: Group,
     async_op: bool,
-    call: Callable[[], dist.Work | Works],
+    call: Callable[[], Running],
     buffers: tuple[Tensor, ...],
     finish: Callable[[], None] | None = None,
     temporaries: tuple[Tensor, ...] = (),

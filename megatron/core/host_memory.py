@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.device import count_mapped
+from megatron.core.host_presence import HostPresence, close_files, presence_of, set_presence, watched
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import Group
@@ -45,21 +46,47 @@ def shared_zeros(numel: int, dtype: torch.dtype, group: Group) -> SharedTensor |
     num_bytes = numel * dtype.itemsize
     own = _new_file(num_bytes)
     try:
-        told = torch.empty(group.size, 4, dtype=torch.int64)
-        inode = os.fstat(own).st_ino if own >= 0 else 0
-        collectives.all_gather(told, torch.tensor([_host(), os.getpid(), own, inode]), group)
-        maps = _map_all(told.tolist(), numel, dtype)
-        shared = torch.tensor(maps is not None, dtype=torch.int32)
-        collectives.all_reduce(shared, group, "min")  # and nobody closes his file before all have mapped it
+        told = _tell_all([_host(), os.getpid(), own, os.fstat(own).st_ino if own >= 0 else 0], group)
+        maps = _map_all(told, numel, dtype)
+        shared = _all_can(maps is not None, group)  # and nobody closes his file before all have mapped it
     finally:
         if own >= 0:
             os.close(own)
-    if maps is None or not shared:  # sync: at construction
+    if maps is None or not shared:
         return None
     mine = maps[group.rank]
     count_mapped(num_bytes)
     weakref.finalize(mine, count_mapped, -num_bytes)
     return SharedTensor(mine, tuple(maps))
+
+
+def meet_on_host(group: Group) -> None:
+    """From here on, ranks of the group wait for each other (`collectives.fence`) through memory, where they can all
+    share some. Communicates over the group. Raises PeerLostError."""
+    if presence_of(group) is not None:
+        return
+    counters = shared_zeros(1, torch.int64, group)
+    if counters is None:
+        return
+    files = watched([process for (process,) in _tell_all([os.getpid()], group)])
+    if _all_can(files is not None, group):
+        assert files is not None, "this rank has said that it can"
+        set_presence(group, HostPresence(group, counters.of_ranks, files))
+    else:
+        close_files(files or ())
+
+
+def _tell_all(own: list[int], group: Group) -> list[list[int]]:
+    """Everybody's numbers, in rank order."""
+    told = torch.empty(group.size, len(own), dtype=torch.int64)
+    collectives.all_gather(told, torch.tensor(own), group)
+    return told.tolist()
+
+
+def _all_can(can: bool, group: Group) -> bool:
+    flag = torch.tensor(can, dtype=torch.int32)
+    collectives.all_reduce(flag, group, "min")
+    return bool(flag)  # sync: at construction
 
 
 def _new_file(num_bytes: int) -> int:

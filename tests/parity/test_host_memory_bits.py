@@ -53,7 +53,7 @@ def both(ctx, runs, dtype):
     torch.set_num_threads(1)
     for name, more in runs.items():
         (one, shared), (other, asked) = (run(ctx, more, dtype, shared=shared) for shared in (True, False))
-        assert shared == asked >= 1, f"{name}: nothing is shared"
+        assert min(shared, asked) >= 1, f"{name}: nothing is shared"
         assert one.losses == other.losses, name
         assert one.norms == other.norms, name
         for kind in ("weights", "model", "moments"):
