@@ -60,7 +60,7 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
         if scale != 1.0:
             total.mul_(scale)
         return
-    if total.dtype == addend.dtype or total.dim() < 2:
+    if total.dtype == addend.dtype or total.dim() < 2 or total.numel() <= WIDENED_ELEMENTS:
         total.add_(addend, alpha=scale)
         return
     rows = max(1, WIDENED_ELEMENTS // (total.numel() // total.shape[0]))

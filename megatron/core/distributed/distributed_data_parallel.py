@@ -233,7 +233,7 @@ class DistributedDataParallel(GradSync):
         """A contribution is about to be written; whether it overwrites."""
         if self.on_gradient is not None:
             self.on_gradient()
-        self._running(f"a gradient for {key}")
+        assert self._step is not None, f"a gradient for {key} outside of a step: call begin_step() first"
         return self._reduction.grad_begins(key)
 
     def grad_ready(self, key: str, microbatch: int) -> None:

@@ -69,7 +69,7 @@ class StepReduction:
         """num_microbatches: None where `expect` tells it later. accumulate: add to what is there."""
         self._queue.reset(fresh=not accumulate)
         self._reduce = reduce_gradients
-        self._missing = {}
+        self._missing, self._counts = {}, False
         if num_microbatches is not None:
             self.expect(num_microbatches)
 
@@ -79,14 +79,14 @@ class StepReduction:
     def expect(self, num_microbatches: int) -> None:
         """So many microbatches are still to come."""
         self._missing = {key: num_microbatches * reports for key, reports in self._reports.items()}
+        self._counts = self._overlap and self._reduce and bool(self._missing)
 
     def hold_back(self, held_back: bool) -> None:
         """Nothing is reduced before the last microbatch anyway."""
 
     def grad_begins(self, key: str) -> bool:
         """Whether the contribution is the first. Raises ModelError where all have come, with overlap."""
-        is_counted = self._overlap and self._reduce and bool(self._missing)
-        if is_counted and (self._missing[key] == 0 or self._queue.is_launched(key)):
+        if self._counts and (self._missing[key] == 0 or self._queue.is_launched(key)):
             raise ModelError(
                 late_message(key, "its bucket")
                 + ", or leave out --overlap-grad-reduce. (Or more microbatches ran than begin_step() was told of.)"
@@ -95,12 +95,12 @@ class StepReduction:
 
     def grad_ready(self, key: str) -> None:
         """A contribution is complete. See [Note: complete gradients]."""
-        if not self._reduce or not self._overlap or not self._missing:
+        if not self._counts:
             return
-        assert not self._queue.is_launched(key), f"a gradient for {key} arrived after its bucket was reduced"
-        self._missing[key] -= 1
-        assert self._missing[key] >= 0, f"more gradients for {key} than the step has microbatches"
-        if self._missing[key] == 0:
+        left = self._missing[key] = self._missing[key] - 1
+        if left <= 0:
+            assert not self._queue.is_launched(key), f"a gradient for {key} arrived after its bucket was reduced"
+            assert left == 0, f"more gradients for {key} than the step has microbatches"
             self._complete([key])
             self._queue.launch_complete()
 
