@@ -8,6 +8,7 @@ import gc
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,9 @@ class TrainingLoop:
         for line in layer_map_lines(plans.stages, plans.placement):
             session.print_rank_0(line)
         engine = self.engine
-        told = session.gather([session.ps.pp_rank, engine.persistent_bytes(), len(engine.model.units)])
         plan = plans.train(self._batch.num_microbatches(self.state.consumed_train_samples))
+        _check_same_plan(session.gather(plan_hash(plan)))
+        told = session.gather([session.ps.pp_rank, engine.persistent_bytes(), len(engine.model.units)])
         counts = [Counter(op[0] for op in row) for row in plan.rows]
         record = metrics.PlanRecord(
             schedule=plan.schedule,
@@ -351,3 +353,15 @@ class TrainingLoop:
     def _committed(self, directory: Path) -> None:
         self.last_checkpoint = str(directory)
         self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
+
+
+def _check_same_plan(hashes: Sequence[str]) -> None:
+    """hashes: of the plan of every rank. Raises TrainingExit where they differ, which would be noticed by a hang."""
+    different = sorted({hashes.index(one) for one in hashes})
+    if len(different) > 1:
+        told = ", ".join(f"rank {rank} has {hashes[rank][:12]}" for rank in different[:4])
+        raise TrainingExit(
+            ExitStatus.CONFIGURATION,
+            f"ranks would run different pipeline plans ({told}): give --pipeline-schedule-file the same file, and all "
+            "hosts the same version of this package",
+        )
