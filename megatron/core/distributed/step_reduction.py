@@ -99,7 +99,9 @@ class StepReduction:
             return
         left = self._missing[key] = self._missing[key] - 1
         if left <= 0:
-            assert not self._queue.is_launched(key), f"a gradient for {key} arrived after its bucket was reduced"
+            assert not self._queue.is_launched(key), (
+                f"a gradient for {key} arrived after its bucket was reduced"
+            )
             assert left == 0, f"more gradients for {key} than the step has microbatches"
             self._complete([key])
             self._queue.launch_complete()
