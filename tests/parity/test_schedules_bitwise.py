@@ -1,6 +1,6 @@
 """Every pipeline schedule at TP = DP = 1 gives the bits of one process.
 
-Losses, norms, gradients, and weights after clipped steps, with dropout: ten in the full grid, two or four in the sample.
+Losses, norms, gradients, and weights after clipped steps, with dropout: ten in the full grid, two to four by default.
 """
 
 from __future__ import annotations
