@@ -75,11 +75,11 @@ class Pending:
     def wait(self) -> None:
         if self._work is not None:
             work, self._work = self._work, None
+            finish, self._finish = self._finish, None  # never on what has not arrived
             with _peer_loss_named(self._op, self._group, self._started, self._peer):
                 work.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+            if finish is not None:
+                finish()
         self._buffers = ()
 
 
@@ -197,7 +197,8 @@ def sum_gradients(bucket: Tensor, group: Group, *, readable: Sequence[Tensor] | 
     distributed/distributed_data_parallel. It receives beside the bucket (`holds_temporary`), and its second half
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     readable: every rank's bucket, in rank order, where this process can read them (`host_memory`): each sums its own
-    slice in rank order and copies the others' sums. No rank writes its bucket before a `fence` behind all `wait()`s.
+    slice in rank order and copies the others' sums. All such sums of a group begin before the first is waited for, and
+    no rank writes its bucket before a `fence` behind all `wait()`s.
     """
     if readable is not None and group.size > 1:
         return _sum_readable(bucket, [one.view(group.size, -1) for one in readable], group)
@@ -291,7 +292,8 @@ def _read(parts: Sequence[_Part], slices: Sequence[Sequence[Tensor]], group: Gro
         for part, of_ranks in zip(parts, slices, strict=True):
             add_in_rank_order(of_ranks, part.shard, accumulate=part.accumulate)
 
-    return lambda: _tell(group), finish, ()
+    total = sum(part.full.numel() for part in parts)
+    return lambda: _tell(f"reduce_scatter of {total}", group), finish, ()
 
 
 def _sum_readable(bucket: Tensor, of_ranks: Sequence[Tensor], group: Group) -> Pending:
@@ -305,14 +307,16 @@ def _sum_readable(bucket: Tensor, of_ranks: Sequence[Tensor], group: Group) -> P
             if rank != group.rank:
                 own[rank].copy_(rows[rank])
 
-    return _launch("sum_gradients", group, True, lambda: _tell(group), (bucket,), finish)
+    return _launch(
+        "sum_gradients", group, True, lambda: _tell(f"sum of {bucket.numel()}", group), (bucket,), finish
+    )
 
 
-def _tell(group: Group) -> Running:
-    """The word that this rank has come here; done when all have. Where it has to be a message, a small all-reduce takes
-    a quarter of the CPU time of messages between pairs."""
+def _tell(what: str, group: Group) -> Running:
+    """The word that this rank has come here, where all do `what`; done when all have. Where it has to be a message, a
+    small all-reduce takes a quarter of the CPU time of messages between pairs."""
     if (presence := presence_of(group)) is not None:
-        return presence.come()
+        return presence.come(what)
     return dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=group.process_group, async_op=True)
 
 
@@ -441,7 +445,7 @@ def fence(group: Group) -> None:
     Raises PeerLostError.
     """
     if group.size > 1:
-        _launch("fence", group, False, lambda: _tell(group), ())
+        _launch("fence", group, False, lambda: _tell("fence", group), ())
 
 
 def barrier(group: Group) -> None:

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.device import count_mapped
-from megatron.core.host_presence import HostPresence, close_files, presence_of, set_presence, watched
+from megatron.core.host_presence import (
+    NUM_COUNTERS,
+    HostPresence,
+    close_files,
+    presence_of,
+    set_presence,
+    watched,
+)
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import Group
@@ -65,7 +72,7 @@ def meet_on_host(group: Group) -> None:
     share some. Communicates over the group. Raises PeerLostError."""
     if presence_of(group) is not None:
         return
-    counters = shared_zeros(1, torch.int64, group)
+    counters = shared_zeros(NUM_COUNTERS, torch.int64, group)
     if counters is None:
         return
     files = watched([process for (process,) in _tell_all([os.getpid()], group)])
@@ -117,7 +124,12 @@ def _host() -> int:
 
 
 def _map_all(told: list[list[int]], numel: int, dtype: torch.dtype) -> list[Tensor] | None:
-    """Every rank's tensor; None where one cannot be had. told: (host, process, file, inode) of each rank."""
+    """Every rank's tensor; None where one cannot be had. told: (host, process, file, inode) of each rank.
+
+    Processes differ, or hosts do that seem to be one (started from one image).
+    """
+    if len({process for _, process, _, _ in told}) < len(told):
+        return None
     if any(host != told[0][0] or host < 0 or file < 0 for host, _, file, _ in told):
         return None
     maps = []

@@ -3,6 +3,9 @@
 A rank that comes to the n-th point of its way counts to n; whoever waits for the others there waits for their counters.
 A tenth of the CPU time of gloo's smallest collective, which wakes two more threads a rank.
 
+[Note: what a point is] Ranks have to come to the same points in the same order, as with collectives. A count does not
+say what a rank has come to, so it leaves a mark beside it, and whoever has waited compares.
+
 [Note: order of writes] What a rank wrote before it counted is seen by those who have seen the count: so on x86, where
 stores are seen in their order. Elsewhere there are no counters, and ranks send messages.
 """
@@ -14,6 +17,7 @@ import platform
 import select
 import time
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.parallel_state import Group
 
+_MARKS = 64  # of the last points
+NUM_COUNTERS = 1 + _MARKS
 _SPINS = 100  # looks before the first sleep: peers are most often there, or nearly
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # of a sleep
 _LOOK_AT_PROCESSES_S = 0.05
@@ -31,7 +37,8 @@ _of_process_group: weakref.WeakKeyDictionary[dist.ProcessGroup, HostPresence] = 
 
 
 class HostPresence:
-    """counters: of every rank of the group, in order, int64 [1] each. processes: theirs, as `watched` gave them."""
+    """counters: of every rank of the group, in order, int64 [NUM_COUNTERS] each. processes: theirs, as `watched` gives
+    them."""
 
     def __init__(self, group: Group, counters: Sequence[Tensor], processes: Sequence[int]) -> None:
         self._timeout_s = group.timeout.total_seconds()
@@ -48,9 +55,10 @@ class HostPresence:
                 self._rank_of[file] = rank
         weakref.finalize(self, close_files, tuple(self._rank_of))
 
-    def come(self) -> Coming:
-        """This rank comes to its next point."""
+    def come(self, what: str) -> Coming:
+        """This rank comes to its next point. what: it does there, as all others."""
         number = int(self._own[0]) + 1
+        self._own[1 + number % _MARKS] = zlib.crc32(what.encode())
         self._own[0] = number
         return Coming(self, number)
 
@@ -62,7 +70,21 @@ class HostPresence:
         """Return once all ranks have come there. Raises RuntimeError, as backends do, where one cannot."""
         for _ in range(_SPINS):
             if self.are_at(number):
-                return
+                break
+        else:
+            self._wait_long(number)
+        self._compare(number)
+
+    def _compare(self, number: int) -> None:
+        """See [Note: what a point is]."""
+        mark = int(self._own[1 + number % _MARKS])
+        for rank, other in self._others.items():
+            if int(other[1 + number % _MARKS]) != mark and int(other[0]) < number + _MARKS // 2:
+                raise AssertionError(
+                    f"point {number}: rank {rank} has come there for something else than this rank"
+                )
+
+    def _wait_long(self, number: int) -> None:
         started = looked = time.monotonic()
         while not self.are_at(number):
             now = time.monotonic()

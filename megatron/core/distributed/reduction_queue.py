@@ -110,7 +110,9 @@ class ReductionQueue:
 
     def _slices(self, of_ranks: Sequence[Tensor]) -> list[Tensor]:
         """This rank's slice of everybody's bucket."""
-        return [one.view(self._group.size, -1)[self._group.rank] for one in of_ranks]
+        return [
+            one.view(self._group.size, one.numel() // self._group.size)[self._group.rank] for one in of_ranks
+        ]
 
     def _launch_next(self) -> None:
         """Reduce the next bucket in order. See [Note: order of collectives]."""

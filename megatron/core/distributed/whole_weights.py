@@ -97,7 +97,9 @@ class WholeWeights:
         if bucket.weights_of_ranks is None:
             return None
         size = self._group.size
-        return [[one.view(size, -1)[rank] for rank, one in enumerate(bucket.weights_of_ranks)]]
+        return [
+            [one.view(size, one.numel() // size)[rank] for rank, one in enumerate(bucket.weights_of_ranks)]
+        ]
 
     def _wait(self, place: int) -> None:
         pending = self._pending.pop(place, None)

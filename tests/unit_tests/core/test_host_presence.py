@@ -50,13 +50,28 @@ def test_a_point_is_complete_once_all_have_come():
         presence = presence_of(group)
         if ctx.rank == 1:
             collectives.fence(ctx.ps.dp_reduce_group)
-            presence.come().wait()
+            presence.come("here").wait()
             return True
-        first = presence.come()
+        first = presence.come("here")
         early = first.is_completed()
         collectives.fence(ctx.ps.dp_reduce_group)
         first.wait()
         return not early and first.is_completed()
+
+    assert run_ranks(body, 2) == [True, True]
+
+
+def test_ranks_that_do_different_things_hear_of_it():
+    def body(ctx):
+        group = ctx.ps.dp_gather_group
+        meet_on_host(group)
+        for _ in range(100):  # marks are used again
+            collectives.fence(group)
+        with pytest.raises(
+            AssertionError, match=rf"point 101: rank {1 - ctx.rank} has come there for something else"
+        ):
+            presence_of(group).come(f"rank {ctx.rank}").wait()
+        return True
 
     assert run_ranks(body, 2) == [True, True]
 

@@ -114,6 +114,7 @@ class FullyShardedModule(nn.Module):
             for part in unit.modules:
                 if part is not module:
                     part.register_forward_pre_hook(self._before_unit, prepend=True)
+                    part.register_forward_hook(self._after_unit, always_call=True)
 
     @property
     def module(self) -> nn.Module:
@@ -210,12 +211,17 @@ class FullyShardedModule(nn.Module):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._in_forward = False
-        if torch.is_grad_enabled() and not in_backward():
+        failed = output is None
+        if (torch.is_grad_enabled() or failed) and not in_backward():
             self.engine.weights_were_read()  # its backward may never run, and weights be written next
 
     def _before_unit(self, module: nn.Module, args: Any) -> None:
         if not self._in_forward and not in_backward():
             self._prepare()
+
+    def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._in_forward and not in_backward():
+            self.engine.weights_were_read()
 
     def _prepare(self) -> None:
         """Before a forward: weights are the optimizer's, a step has begun."""
@@ -289,8 +295,9 @@ class FullyShardedModule(nn.Module):
         """The last backward ended with an error: what it has started ends, and what it has added is not kept."""
         self._armed = False
         if self.engine.is_stepping:
-            if self._is_last:  # other ranks reduce
-                self.engine.reduce(0, last=True).wait()
+            if self._is_last:  # other ranks end theirs, and wait for each other there
+                self.engine.microbatch_done(0, 0)
+                self.engine.finish()
             self._begin_step()
 
     def _contribution(self) -> None:

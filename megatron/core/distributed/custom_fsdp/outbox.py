@@ -59,7 +59,7 @@ class Outbox:
         mine = self._rows_of(unit, fulls, rank)
         readable = []
         for number, full in enumerate(fulls):
-            rows = full.view(size, -1)
+            rows = full.view(size, full.numel() // size)
             for other in range(size):
                 if other != rank:
                     mine[number][_row(other, rank)].copy_(rows[other])

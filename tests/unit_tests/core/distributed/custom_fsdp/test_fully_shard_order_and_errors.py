@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.traffic import peak_gathered, persistent_bytes
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.module import ModelError
@@ -253,6 +255,67 @@ def training_goes_on_after_an_exception(ctx) -> None:
             assert_at_rest(model)
 
 
+def ranks_fail_at_different_places(ctx) -> None:
+    """In backward: at different units, and where weights and gradients are whole one rank alone."""
+    expected = train_whole(net, token_loss, ctx.world_size, steps=3)
+    for strategy in ("no_shard", "optim_grads", "optim_grads_params"):
+        model = sharded(ctx, lambda: Failing().double(), data_parallel_sharding_strategy=strategy)
+        updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            updates.zero_grad()
+            if strategy != "no_shard" or ctx.rank == 1:
+                model.module.fails = ("backward", 1 + ctx.rank)
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    token_loss(model, 5).backward()
+            else:
+                token_loss(model, 5).backward()
+            updates.zero_grad()
+            model.module.fails = None
+            token_loss(model, 1000 * step + ctx.rank).backward()
+            updates.step()
+        assert_same_weights(model.full_state_dict(), expected.weights)
+        assert_at_rest(model)
+
+
+def writes_wait_for_readers(ctx) -> None:
+    """Behind units that are called by themselves, and behind evaluations that end with an error: a rank that is late
+    still reads the others' weights, which these write next."""
+
+    def late(module, args) -> None:
+        time.sleep(0.03 * ctx.rank)
+
+    for reading in ("units", "units, with gradients", "an error"):
+        model = sharded(ctx, lambda: Failing().double(), data_parallel_sharding_strategy="optim_grads_params")
+        token_loss(model, 0).backward()
+        model.zero_grad()
+        before = {name: value.clone() for name, value in model.full_state_dict().items()}
+        seen: dict[str, list[torch.Tensor]] = {}
+        for name, block in model.module.blocks.named_children():
+            block.register_forward_pre_hook(late, prepend=True)
+            block.register_forward_pre_hook(functools.partial(note_weights, seen, f"blocks.{name}."))
+        if reading == "an error":
+            model.module.fails = ("forward", 2)
+            with torch.no_grad(), pytest.raises(RuntimeError, match="on purpose"):
+                token_loss(model, 0)
+        else:
+            x = torch.zeros(2, WIDTH, dtype=torch.float64)
+            with torch.set_grad_enabled("gradients" in reading):
+                for block in model.module.blocks:
+                    x = block(x)
+        with torch.no_grad():
+            for shard in model.parameters():
+                shard.add_(1.0)
+        assert len(seen) == 3
+        for prefix, values in seen.items():
+            own = [value for name, value in before.items() if name.startswith(prefix)]
+            assert all(torch.equal(a, b) for a, b in zip(values, own, strict=True)), (reading, prefix)
+        collectives.barrier(ctx.ps.control_group)
+
+
+def note_weights(seen, prefix, module, args) -> None:
+    seen[prefix] = [parameter.detach().clone() for parameter in module.parameters()]
+
+
 class InPlace(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 1
@@ -307,6 +370,8 @@ CHECKS_ON_TWO = (
     an_order_that_changes_is_recorded_again,
     persistent_bytes_are_those_of_the_formula,
     training_goes_on_after_an_exception,
+    ranks_fail_at_different_places,
+    writes_wait_for_readers,
     refusals,
     a_second_backward_of_whole_gradients_is_refused,
 )
