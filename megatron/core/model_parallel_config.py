@@ -131,6 +131,17 @@ class ModelParallelConfig:
     zero_bubble_v_schedule_mem_setup: Literal["min", "half", "zb"] = arg(
         "zb", "memory of the V schedule: v-min, v-half, or zbv (as much as 1F1B)"
     )
+    zero_bubble_pipeline_timers_start_iter: int = arg(
+        100,
+        "iteration from which computations, messages and memory of the pipeline are measured; with more than one rank",
+        unit="iterations",
+    )
+    zero_bubble_pipeline_timers_end_iter: int = arg(
+        110,
+        "iteration before which measuring ends: schedules that are searched are then solved again for what was "
+        "measured, and whenever it has changed by a tenth after as many log intervals",
+        unit="iterations",
+    )
     enable_1f1b_v: bool = arg(False, "1F1B on the V: about two thirds of 1F1B's activations")
     interleave_group_size: int = arg(
         0,

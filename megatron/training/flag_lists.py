@@ -191,9 +191,7 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         ZERO_BUBBLE,
         switches="--disable-backward-fusion --enable-layer-redistribution --enable-vocab-parallel "
         "--use-interlaced-schedule --no-pre-communication-optimization --enable-optimizer-post-validation",
-        values="--final-stage-num-layers --zero-bubble-pipeline-timers-start-iter "
-        "--zero-bubble-pipeline-timers-end-iter --num-seq-splits=1 --post-validation-rollback "
-        "--post-validation-after",
+        values="--final-stage-num-layers --num-seq-splits=1 --post-validation-rollback --post-validation-after",
     ),
     FlagList(
         CUSTOM_FSDP,

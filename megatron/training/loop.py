@@ -8,7 +8,6 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron.training.flops import train_step_flops
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.plans import Plans
+from megatron.training.replan import Replanner, check_same_plan
 from megatron.training.replica_check import check_replicas
 from megatron.training.reporter import Reporter
 from megatron.training.session import Session, say
@@ -102,6 +102,9 @@ class TrainingLoop:
         if not config.evaluation.skip_train:
             self._compare_data(data)
         self._reporter = Reporter(session, self.engine, self.state)
+        self._replanner = Replanner(
+            session, self._plans, self._runner, self.engine, self._reporter, self.state.iteration + 1
+        )
         evaluator = Evaluator(session, self._plans, self._runner, self._reporter, self.state, data)
         writers = self._reporter.writers
         global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
@@ -131,7 +134,7 @@ class TrainingLoop:
             session.print_rank_0(line)
         engine = self.engine
         plan = plans.train(self._batch.num_microbatches(self.state.consumed_train_samples))
-        _check_same_plan(session.gather(plan_hash(plan)))
+        check_same_plan(session.gather(plan_hash(plan)))
         told = session.gather([session.ps.pp_rank, engine.persistent_bytes(), len(engine.model.units)])
         counts = [Counter(op[0] for op in row) for row in plan.rows]
         record = metrics.PlanRecord(
@@ -256,7 +259,9 @@ class TrainingLoop:
         state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)
         if not result.skipped:
             self.engine.scheduler.step(batch_size)
-        self._reporter.step_done(result, batch_size=batch_size)
+        bubbles = self._replanner.after_step(number, num_microbatches)
+        self._reporter.step_done(result, batch_size=batch_size, bubbles=bubbles)
+        self._replanner.between_steps(number, num_microbatches)
         interval = self._config.training.manual_gc_interval
         if self._config.training.manual_gc and interval and number % interval == 0:
             gc.collect()
@@ -353,15 +358,3 @@ class TrainingLoop:
     def _committed(self, directory: Path) -> None:
         self.last_checkpoint = str(directory)
         self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
-
-
-def _check_same_plan(hashes: Sequence[str]) -> None:
-    """hashes: of the plan of every rank. Raises TrainingExit where they differ, which would be noticed by a hang."""
-    different = sorted({hashes.index(one) for one in hashes})
-    if len(different) > 1:
-        told = ", ".join(f"rank {rank} has {hashes[rank][:12]}" for rank in different[:4])
-        raise TrainingExit(
-            ExitStatus.CONFIGURATION,
-            f"ranks would run different pipeline plans ({told}): give --pipeline-schedule-file the same file, and all "
-            "hosts the same version of this package",
-        )

@@ -15,7 +15,8 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
-from megatron.core.pipeline_parallel.runtime.recorder import Recorder
+from megatron.core.pipeline_parallel.runtime.profiler import Profiler
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage, Run
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
@@ -69,7 +70,8 @@ class _TimedStage(ModelStage):
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any.
+    per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any. profiler: of what the
+    schedule is solved again for, if it is to be measured.
     """
 
     def __init__(
@@ -82,17 +84,21 @@ class PipelineRunner:
         *,
         per_token_loss: bool,
         recorder: Recorder | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
+        self.profiler = profiler
         self._plans = plans
         self._ps = ps
         self._engine = engine
         self._forward_step = forward_step
         self._timers = timers
         self._per_token_loss = per_token_loss
-        self._recorder = recorder
+        recorders = [one for one in (recorder, profiler) if one is not None]
+        self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
         self._channel = P2P(ps)
         self._step: _Step | None = None
-        self._stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._stages = stages if profiler is None else profiler.weigh(stages)
         self._executors: dict[tuple[int, bool], Executor] = {}  # (microbatches, training or not)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
 
@@ -133,6 +139,10 @@ class PipelineRunner:
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
         self._named(numbers, training=False)
+
+    def plan_anew(self) -> None:
+        """Between steps, on all ranks alike: the plans are others from now on."""
+        self._executors.clear()
 
     def close(self) -> None:
         """The run is over: close the recorder."""
@@ -206,4 +216,20 @@ def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: F
         session.timers,
         per_token_loss=session.config.model.calculate_per_token_loss,
         recorder=recorder,
+        profiler=_profiler(session),
+    )
+
+
+def _profiler(session: Session) -> Profiler | None:
+    """Of pipelines with messages: the window of the flags, and every log interval's last iteration."""
+    config, ps = session.config, session.ps
+    if ps.pp_size == 1:
+        return None
+    parallel = config.parallel
+    return Profiler(
+        ps.device,
+        ps.pp_group.ranks,
+        start=parallel.zero_bubble_pipeline_timers_start_iter,
+        end=parallel.zero_bubble_pipeline_timers_end_iter,
+        interval=config.logging.log_interval,
     )

@@ -17,7 +17,14 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
 from megatron.training.config import Config
-from megatron.training.schedule_choice import AUTO, Layout, choose_layout, layout_of, limits_of_flags
+from megatron.training.schedule_choice import (
+    AUTO,
+    Layout,
+    choose_again,
+    choose_layout,
+    layout_of,
+    limits_of_flags,
+)
 
 # Sums of activations are compared with this much of tolerance, relative to the limit.
 _TOLERANCE = 1e-9
@@ -39,6 +46,7 @@ class Plans:
         self._config = config
         self._masked = config.data.reset_attention_mask
         self._file: Plan | None = None
+        self._limits_of_device = False
         self.reasons: tuple[str, ...] = ()
         parallel = config.parallel
         if parallel.pipeline_schedule_file is not None:
@@ -90,6 +98,12 @@ class Plans:
         return self.schedule not in FUSED
 
     @property
+    def reads_costs(self) -> bool:
+        """Whether other costs may make another plan: a schedule that is searched, or `auto`."""
+        chosen = self._config.parallel.pipeline_schedule == AUTO
+        return self._file is None and (chosen or self.schedule in SEARCHED)
+
+    @property
     def asks_device(self) -> bool:
         """Whether the memory limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
         parallel = self._config.parallel
@@ -126,7 +140,7 @@ class Plans:
         assert len(limits) == self.placement.num_ranks, (
             f"{len(limits)} limits, {self.placement.num_ranks} ranks"
         )
-        self.limits = limits
+        self.limits, self._limits_of_device = limits, True
         self._forget()
 
     def use_costs(self, costs: CostModel, limits: tuple[float, ...] | None = None) -> None:
@@ -137,9 +151,43 @@ class Plans:
         assert len(costs.f) == self.placement.num_stages, (
             f"costs of {len(costs.f)} stages, {self.placement} has {self.placement.num_stages}"
         )
-        self._layout = dataclasses.replace(self._layout, costs=costs)
-        self.limits = limits
+        self.use_layout(dataclasses.replace(self._layout, costs=costs), limits)
+
+    def use_layout(self, layout: Layout, limits: tuple[float, ...] | None) -> None:
+        """Plan by this schedule and these costs from now on. Layers stay where they are."""
+        assert (layout.placement, layout.stages) == (self.placement, self.stages), (
+            f"layers cannot move from {self.placement} to {layout.placement}"
+        )
+        self._layout, self.limits = layout, limits
         self._forget()
+
+    def limits_under(self, costs: CostModel) -> tuple[float, ...] | None:
+        """The limits, by measured costs in bytes. What is given in bytes stays; activations are counted anew."""
+        parallel = self._config.parallel
+        if self.limits is None or self._limits_of_device or parallel.pipeline_memory_limit is not None:
+            return self.limits
+        layout = dataclasses.replace(self._layout, costs=costs)
+        if parallel.zero_bubble_max_pending_backward is not None:
+            return limits_of_flags(self._config, layout)
+        return (self.placement.num_ranks * layout.whole_stage,) * self.placement.num_ranks  # auto's own
+
+    def layout_under(
+        self, costs: CostModel, limits: tuple[float, ...] | None, num_microbatches: int, *, splits: bool
+    ) -> tuple[Layout, tuple[str, ...]]:
+        """The schedule to run by these costs, and for `auto` why: one whose layers lie where they lie.
+
+        splits: the model's backwards can be split. Raises PlanError where nothing fits.
+        """
+        if self._config.parallel.pipeline_schedule != AUTO:
+            return dataclasses.replace(self._layout, costs=costs), ()
+        assert limits is not None, "auto has limits"
+        chosen = choose_again(self._config, self._layout, costs, limits, num_microbatches, splits=splits)
+        return chosen.layout, chosen.lines
+
+    @staticmethod
+    def computations_of(layout: Layout, num_microbatches: int, limits: tuple[float, ...] | None) -> Plan:
+        """Of a schedule that is not (yet) that of the run. Raises PlanError."""
+        return _built(layout.schedule, layout.request(num_microbatches, limits))
 
     def _forget(self) -> None:
         self._train = functools.lru_cache(maxsize=None)(self._build)

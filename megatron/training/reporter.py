@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training import metrics
+from megatron.training import metrics, pipeline_lines
 from megatron.training.build import Engine
 from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
@@ -32,12 +32,15 @@ class Reporter:
         self._interval_started = time.monotonic()
         self._flops = 0.0
         self._memory_told = False
+        self._bubbles: pipeline_lines.Bubbles | None = None  # that no record has had yet
         self.writers: Writers = open_writers(
             session.config, enabled=session.ps.is_last_rank, resumed_iteration=state.iteration
         )
         self._progress_line("Starting job")
 
-    def step_done(self, result: StepResult, *, batch_size: int) -> None:
+    def step_done(
+        self, result: StepResult, *, batch_size: int, bubbles: pipeline_lines.Bubbles | None = None
+    ) -> None:
         """Count one finished iteration, and print its line if it is time. Communicates when timers are on.
 
         The extra line after a run's first iteration is a look at an interval that goes on: nothing is reset.
@@ -51,8 +54,11 @@ class Reporter:
             self._session.print_rank_last(f" iteration {state.iteration}: {result.note}")
         due = state.iteration % self._log.log_interval == 0
         extra = state.iteration == self._first_iteration
+        self._bubbles = bubbles or self._bubbles
         if due or extra or state.iteration % self._log.tensorboard_log_interval == 0:
             self._report(result, batch_size, printed=due or extra)
+        if bubbles is not None:
+            self._session.print_rank_last(pipeline_lines.bubble_line(bubbles))
         if due:
             self._report_timers()
             self._report_memory()
@@ -86,6 +92,9 @@ class Reporter:
             scalars = metrics.iteration_scalars(record, tokens_per_s=tokens_per_s)
             if self._log.log_memory_to_tensorboard:
                 scalars.update(metrics.memory_scalars(self._session.device.memory()))
+            if self._bubbles is not None:
+                scalars.update(pipeline_lines.bubble_scalars(self._bubbles))
+                self._bubbles = None
             self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
             self._unrecorded.reset()
 
@@ -167,6 +176,12 @@ class Reporter:
         """The checkpoint of `iteration` was committed."""
         self.writers.checkpoint_saved(iteration, directory)
         self._progress_line(f"Saved checkpoint\t{directory}")
+
+    def planned_again(self, plan: pipeline_lines.MeasuredPlan) -> None:
+        """The pipeline's schedule was solved again."""
+        self._session.print_rank_last(pipeline_lines.measured_plan_line(plan))
+        fields = dataclasses.asdict(plan)
+        self.writers.event("plan", fields.pop("iteration"), **fields)
 
     def ended(self, status: ExitStatus, reason: str) -> None:
         """The run is over, in good order."""

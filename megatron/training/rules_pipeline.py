@@ -190,6 +190,22 @@ def _pending_backward(s: Situation) -> str | None:
 
 
 @rule(
+    "pipeline-timers",
+    "--zero-bubble-pipeline-timers-start-iter --zero-bubble-pipeline-timers-end-iter",
+    "give both, the end behind the start: iterations from the start on, before the end, are measured",
+)
+def _pipeline_timers(s: Situation) -> str | None:
+    start = s.value("zero_bubble_pipeline_timers_start_iter")
+    end = s.value("zero_bubble_pipeline_timers_end_iter")
+    if start < end:
+        return None
+    return (
+        f"--zero-bubble-pipeline-timers-start-iter {start}, --zero-bubble-pipeline-timers-end-iter {end}: no iteration "
+        "is between them"
+    )
+
+
+@rule(
     "pipeline-plan",
     "--pipeline-schedule --pipeline-schedule-file --pipeline-memory-limit --zero-bubble-max-pending-backward",
     "raise the limit, use other pipeline flags, or leave the file out",

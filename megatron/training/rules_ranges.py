@@ -78,6 +78,7 @@ _FROM_ONE = (
     "tensorboard_log_interval tensorboard_queue_size num_dataset_builder_threads distributed_timeout_minutes "
     "nan_max_skips hysteresis loss_scale_window iterations_to_skip "
     "pipeline_memory_limit zero_bubble_max_pending_backward zero_bubble_adaptive_memory_limit_percentile "
+    "zero_bubble_pipeline_timers_start_iter zero_bubble_pipeline_timers_end_iter "
     "threads_per_rank num_distributed_optimizer_instances check_weight_hash_across_dp_replicas_interval"
 )
 for _name in _FROM_ONE.split():

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, s
 from megatron.core.pipeline_parallel.plan.auto import Choice, choose
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, SEARCHED
+from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS, SCHEDULES, SEARCHED
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.training.config import Config
 
@@ -169,6 +169,29 @@ def choose_layout(config: Config, num_microbatches: int) -> Chosen:
     requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
     choice = _chosen(requests, num_microbatches, limits)
     return Chosen(layouts[choice.best.name], limits, (*choice.lines(), *impossible))
+
+
+def choose_again(
+    config: Config,
+    current: Layout,
+    costs: CostModel,
+    limits: tuple[float, ...],
+    num_microbatches: int,
+    *,
+    splits: bool,
+) -> Chosen:
+    """The fastest schedule by these costs among those whose stages are the current one's, on the same ranks.
+
+    splits: the model's backwards can be split. Raises PlanError where none fits.
+    """
+    layouts = {
+        name: dataclasses.replace(one, costs=costs, estimated=current.estimated)
+        for name, one in _candidates(config)[0].items()
+        if (one.placement, one.stages) == (current.placement, current.stages) and (splits or name in FUSED)
+    }
+    requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
+    choice = _chosen(requests, num_microbatches, limits)
+    return Chosen(layouts[choice.best.name], limits, tuple(choice.lines()))
 
 
 def _candidates(config: Config) -> tuple[dict[str, Layout], list[str]]:

@@ -33,6 +33,7 @@ V, ZB, ONE_V, GIS = (
     "--interleave-group-size",
 )
 PENDING, SETUP = "--zero-bubble-max-pending-backward", "--zero-bubble-v-schedule-mem-setup"
+TIMERS = "--zero-bubble-pipeline-timers"
 LIMIT, FILE, PAD = "--pipeline-memory-limit", "--pipeline-schedule-file", "--allow-padding-num-layers"
 
 
@@ -135,6 +136,9 @@ REFUSED = [
      "--global-batch-size 7 has 7 microbatches a rank, fewer than two a pipeline rank, 8"),
     (2, "--pipeline-schedule dualpipe-v --num-layers 4 --rampup-batch-size 2 2 100", "dualpipe-v-microbatches",
      "the first batch of --rampup-batch-size has 2"),
+    (2, f"{TIMERS}-start-iter 110", "pipeline-timers", "no iteration is between them"),
+    (2, f"{TIMERS}-start-iter 5 {TIMERS}-end-iter 5", "pipeline-timers", "start-iter 5, "),
+    (2, f"{TIMERS}-start-iter 0 {TIMERS}-end-iter 5", "range-zero-bubble-pipeline-timers-start-iter", "at least 1"),
     # limits
     (2, f"{ZB} {PENDING} 0", "range-zero-bubble-max-pending-backward", "at least 1"),
     (2, f"{ZB} {PENDING} some", "value", "a whole number or auto"),

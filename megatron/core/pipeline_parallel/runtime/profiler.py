@@ -48,6 +48,11 @@ class Profiler:
         self._watching = False
         self._begin_bytes = self._peak_bytes = 0
 
+    def move_window(self, start: int, end: int) -> None:
+        """Between steps: the window is start <= iteration < end from now on."""
+        assert 0 <= start <= end, f"a window from {start} to {end}"
+        self._start, self._end = start, end
+
     def watches(self, iteration: int) -> bool:
         """Whether this iteration is measured."""
         at_interval = self._interval > 0 and iteration % self._interval == 0

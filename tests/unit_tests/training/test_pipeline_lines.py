@@ -1,0 +1,50 @@
+"""What is said of a measured pipeline."""
+
+import dataclasses
+
+from megatron.training import pipeline_lines
+
+
+def test_bubbles():
+    bubbles = pipeline_lines.Bubbles(7, 0.0769, 0.1)
+    assert (
+        pipeline_lines.bubble_line(bubbles)
+        == " pipeline bubble of iteration 7: planned 7.69%, measured 10.00%"
+    )
+    assert pipeline_lines.bubble_scalars(bubbles) == {"planned-bubble": 0.0769, "measured-bubble": 0.1}
+
+
+def test_a_schedule_solved_again():
+    plan = pipeline_lines.MeasuredPlan(
+        iteration=109,
+        first_iteration=100,
+        changed=None,
+        solved=True,
+        schedule="zb-1p",
+        hash="0123456789abcdef",
+        f_ms=(2.0, 1.5),
+        b_ms=(1.0, 1.0001),
+        w_ms=(0.25, 0.5),
+        comm_ms=0.125,
+        activation_bytes=(1, 2),
+        peak_bytes_per_rank=(3, 4),
+        planned_bubble_before=0.25,
+        planned_bubble=0.125,
+        kept=None,
+        path="out/pipeline-plan.json",
+    )
+    begin = (
+        " > pipeline solved again after iteration 109 (iterations 100-109): F 1.500-2.000, B 1.000, "
+        "W 0.250-0.500 ms a stage, a transfer 0.125 ms; planned bubble 25.00%"
+    )
+    line = pipeline_lines.measured_plan_line
+    assert line(plan) == f"{begin} -> 12.50%, zb-1p 0123456789ab, saved as out/pipeline-plan.json"
+    assert line(dataclasses.replace(plan, path=None)).endswith(
+        "zb-1p 0123456789ab, not saved: that takes --save"
+    )
+    kept = dataclasses.replace(plan, kept="a new one would take as long")
+    assert line(kept) == f"{begin}; zb-1p 0123456789ab stays: a new one would take as long"
+    fixed = dataclasses.replace(plan, schedule="gpipe", solved=False, kept="gpipe is a fixed order")
+    drifted = dataclasses.replace(plan, changed="F of stage 0: 1 -> 2 ns")
+    assert " 109 (iterations 100-109; changed most: F of stage 0: 1 -> 2 ns): F " in line(drifted)
+    assert line(fixed).startswith(" > pipeline measured after iteration 109 (iterations 100-109): F ")

@@ -1,0 +1,174 @@
+"""When the pipeline is measured and solved again, and what is said of it; ranks are played by one process."""
+
+import contextlib
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.text import from_json
+from megatron.training.arguments import parse_config
+from megatron.training.launch_env import LaunchEnv
+from megatron.training.plans import Plans
+from megatron.training.replan import PLAN_FILE, Replanner
+from tests.harness import launch
+from tests.harness.measured_runs import figures_of_run
+
+RANKS, MICROBATCHES = 3, 8
+
+
+class World:
+    """A run of several ranks, of which this is the last: what they measured is made of costs."""
+
+    def __init__(self, flags, first=1, log_interval=1):
+        words = [
+            *launch.TINY,
+            *f"--num-layers 6 --train-iters 4 --pipeline-model-parallel-size {RANKS}".split(),
+        ]
+        words += f"--global-batch-size {MICROBATCHES} --log-interval {log_interval}".split()
+        words += "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 6".split()
+        env = LaunchEnv(world_size=RANKS, launched=True, rank=0)
+        config = parse_config([*words, "--padded-vocab-size", "128", *flags.split()], env=env)
+        self.plans = Plans(config)
+        self.costs = CostModel.of_ranks(self.plans.placement, time_w=(0.3,), time_f=(1.0, 3.0, 1.0), comm=0.2)
+        self.steps, self.window = [], None
+        self.said, self.hashes, self.dropped, self.lost = [], [], 0, False
+        ps = SimpleNamespace(
+            pp_rank=RANKS - 1, is_last_rank=True, pp_group=SimpleNamespace(ranks=range(RANKS))
+        )
+        self.session = SimpleNamespace(
+            config=config,
+            ps=ps,
+            gather=self.gather,
+            watchdog=SimpleNamespace(phase=lambda _name: contextlib.nullcontext()),
+            print_rank_0=lambda _text: None,
+        )
+        engine = SimpleNamespace(chunks=[])
+        runner = SimpleNamespace(profiler=self, plan_anew=self.plan_anew)
+        self.replanner = Replanner(self.session, self.plans, runner, engine, self, first)
+
+    # the profiler
+    @property
+    def num_steps(self):
+        return len(self.steps)
+
+    def last_step(self):
+        return (self.steps[-1], *self.figures()[-1]["steps"][-1][1:]) if self.steps else None
+
+    def figures(self):
+        made = figures_of_run(self.plans.train(MICROBATCHES), self.costs)
+        for one in made:
+            one["steps"] = [[self.steps[-1], *one["steps"][-1][1:]]]
+        return made
+
+    def local_figures(self):
+        return self.figures()[-1]
+
+    def forget(self):
+        self.steps.clear()
+
+    def move_window(self, start, end):
+        self.window = start, end
+
+    # the reporter
+    def pause(self):
+        return 1.0
+
+    def resume(self, elapsed_s):
+        assert elapsed_s == 1.0
+
+    def planned_again(self, plan):
+        self.said.append(plan)
+
+    # the other ranks
+    def gather(self, value):
+        value = json.loads(json.dumps(value))
+        if isinstance(value, str):
+            self.hashes.append(value)
+            return [value] * RANKS
+        first, second = value
+        if isinstance(first, int):  # a log interval
+            return [[first, figures] for figures in self.figures()]
+        if self.lost:
+            return [[first, second], [None, True], [None, True]]
+        return [[figures, second] for figures in self.figures()]
+
+    def plan_anew(self):
+        self.dropped += 1
+
+    def step(self, iteration):
+        if (
+            self.window[0] <= iteration < self.window[1]
+            or not iteration % self.session.config.logging.log_interval
+        ):
+            self.steps.append(iteration)
+        bubbles = self.replanner.after_step(iteration, MICROBATCHES)
+        self.replanner.between_steps(iteration, MICROBATCHES)
+        return bubbles
+
+
+def test_solved_at_the_end_of_the_window_and_again_when_costs_drift(tmp_path):
+    world = World(f"--pipeline-schedule zb-1p --save {tmp_path} --save-interval 100")
+    old = world.plans.train(MICROBATCHES)
+    bubbles = [world.step(iteration) for iteration in range(1, 5)]
+    assert not world.said
+    assert [one.iteration for one in bubbles] == [1, 2, 3, 4]
+    world.step(5)
+    (told,) = world.said
+    new = world.plans.train(MICROBATCHES)
+    assert (told.iteration, told.changed, told.kept, told.solved) == (5, None, None, True)
+    assert told.f_ms == pytest.approx((1000, 3000, 1000))
+    assert told.comm_ms == pytest.approx(200)
+    assert told.planned_bubble < told.planned_bubble_before
+    assert new.rows != old.rows
+    assert world.hashes == [told.hash] == [plan_hash(new)]
+    assert world.dropped == 1
+    assert from_json((tmp_path / PLAN_FILE).read_text()).rows == new.rows
+    # what runs as planned is measured as planned
+    after = world.step(6)
+    assert after.planned == pytest.approx(told.planned_bubble) == pytest.approx(after.measured, abs=1e-6)
+    world.step(7)
+    world.step(8)  # as many log intervals as the window has iterations: nothing has changed
+    assert (len(world.said), world.steps) == (1, [])
+    world.costs = dataclasses.replace(world.costs, f=(3.0, 1.0, 1.0))
+    world.step(9)
+    world.step(10)
+    assert len(world.said) == 1
+    world.step(11)
+    assert len(world.said) == 2
+    assert world.said[1].changed.startswith("F of stage ")
+
+
+def test_fixed_orders_are_measured_only():
+    world = World("--pipeline-schedule zb-h1")
+    for iteration in range(1, 6):
+        world.step(iteration)
+    (told,) = world.said
+    assert (told.kept, told.solved, world.dropped) == ("zb-h1 is a fixed order", False, 0)
+    assert told.path is None
+
+
+def test_bubbles_are_told_at_log_intervals():
+    world = World("--pipeline-schedule zb-1p", log_interval=4)
+    told = [world.step(iteration) for iteration in range(1, 9)]
+    assert [one.iteration for one in told if one is not None] == [4, 8]
+    assert len(world.said) == 1
+
+
+def test_a_window_in_which_a_rank_measured_nothing_is_repeated():
+    world = World("--pipeline-schedule zb-1p", log_interval=100)
+    world.lost = True
+    for iteration in range(1, 6):
+        world.step(iteration)
+    assert (world.said, world.window) == ([], (6, 9))
+    world.lost = False
+    for iteration in range(6, 9):
+        world.step(iteration)
+    assert [one.iteration for one in world.said] == [8]
+
+
+def test_a_resumed_run_has_a_window_of_its_own():
+    assert World("", first=50).window == (51, 54)
