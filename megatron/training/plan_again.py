@@ -69,7 +69,8 @@ def solve_again(
     """
     before = simulate(plans.train(num_microbatches), costs)
     if not plans.reads_costs:
-        return Again(before, before, f"{plans.schedule} is a fixed order")
+        fixed = "a file says what is run" if plans.of_file else f"{plans.schedule} is a fixed order"
+        return Again(before, before, fixed)
     limits = plans.limits_under(costs)
     try:
         layout, reasons = plans.layout_under(costs, limits, num_microbatches, splits=splits)

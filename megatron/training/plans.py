@@ -98,6 +98,11 @@ class Plans:
         return self.schedule not in FUSED
 
     @property
+    def of_file(self) -> bool:
+        """Whether the plan is that of --pipeline-schedule-file."""
+        return self._file is not None
+
+    @property
     def reads_costs(self) -> bool:
         """Whether other costs may make another plan: a schedule that is searched, or `auto`."""
         chosen = self._config.parallel.pipeline_schedule == AUTO

@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, F, PlanError
 from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
@@ -76,6 +77,14 @@ def test_fixed_orders_stay(flags):
     found = again(plans, measured(plans.placement, slow=1))
     assert found.after is found.before
     assert found.why == f"{plans.schedule} is a fixed order"
+
+
+def test_a_plan_from_a_file_stays(tmp_path):
+    plans = made("--pipeline-schedule zb-1p")
+    (tmp_path / "plan.json").write_text(to_json(plans.train(MICROBATCHES)))
+    filed = made(f"--pipeline-schedule-file {tmp_path}/plan.json")
+    found = again(filed, measured(filed.placement, slow=0))
+    assert (found.layout, found.why) == (None, "a file says what is run")
 
 
 def test_limits_in_bytes_stay_and_those_in_activations_are_counted_anew():

@@ -196,3 +196,10 @@ def test_each_of_several_recorders_is_told_its_own_times():
     both.close()
     assert first.said == [("begin", 0, 3), (0, 101, 102, 0.5), "end", "close"]
     assert second.said == [("begin", 0, 3), (0, 108, 109, 0.5), "end", "close"]
+
+
+def test_the_window_moves():
+    profiler = Profiler(Device("cpu"), (0, 1), start=3, end=5)
+    assert [n for n in range(10) if profiler.watches(n)] == [3, 4]
+    profiler.move_window(7, 9)
+    assert [n for n in range(10) if profiler.watches(n)] == [7, 8]
