@@ -38,8 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.fsdp_peers import PEERS, import_packages, why_not
 from benchmarks.fsdp_report import PARTNERS, Step, check_losses, memory_case, text_of, timing_case
 from benchmarks.fsdp_workload import DTYPES, SIZES, Trainer, Work, make_work
-from benchmarks.machine_load import LivePeak, busy_s, live_bytes
+from benchmarks.machine_load import busy_s, live_bytes
 from megatron.core.device import Device
+from megatron.core.live_peak import LivePeak
 from megatron.core.parallel_state import ParallelState, make_parallel_state
 from megatron.core.rank_grid import RankGrid
 from tests.harness.ranks import RankContext, run_ranks
@@ -138,7 +139,7 @@ def memory_ranks(
     meet()
     with LivePeak(work.device) as peak:
         steps += [one_step(work, trainer) for _ in range(MEMORY_STEPS)]
-    return peak.bytes - before, steps
+    return peak.peak_bytes - before, steps
 
 
 def run_memory(

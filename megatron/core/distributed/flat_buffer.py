@@ -143,10 +143,6 @@ class FlatBuffer:
         gradients are cut, it has memory only while its bucket's full gradients have."""
         return self._grads[key]
 
-    def main_grads_by_key(self) -> dict[str, Tensor]:
-        """Every accumulator."""
-        return dict(self._grads)
-
     def main_weight(self, name: str) -> Tensor:
         """What the optimizer updates, in the parameter's shape; only where the optimizer is whole."""
         assert self.place.ways(self.sharding.optimizer) == 1, (
@@ -245,15 +241,6 @@ class FlatBuffer:
     def copy_weights_to_main(self) -> None:
         """From this rank's part of the weights at rest."""
         self._copy_main(to_weights=False)
-
-    def zero_grads(self) -> None:
-        """Gradients at rest are zero."""
-        self.reset_grads()
-        for grads in self.grads_at_rest():
-            grads.zero_()
-        if self.sharding.main_grads is Cut.WHOLE:
-            for extra in self.extra_grads.values():
-                extra.zero_()
 
     def reset_grads(self) -> None:
         """A new step's gradients are about to overwrite what is there."""

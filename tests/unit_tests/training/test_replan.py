@@ -11,9 +11,10 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.training.arguments import parse_config
+from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.plans import Plans
-from megatron.training.replan import PLAN_FILE, Replanner
+from megatron.training.replan import PLAN_FILE, Replanner, check_same_plan
 from tests.harness import launch
 from tests.harness.measured_runs import figures_of_run
 
@@ -172,3 +173,11 @@ def test_a_window_in_which_a_rank_measured_nothing_is_repeated():
 
 def test_a_resumed_run_has_a_window_of_its_own():
     assert World("", first=50).window == (51, 54)
+
+
+def test_ranks_with_different_plans_are_refused_and_named():
+    check_same_plan(["a" * 64] * 4)
+    with pytest.raises(TrainingExit, match=r"rank 0 has aaaaaaaaaaaa, rank 2 has bbbbbbbbbbbb") as refused:
+        check_same_plan(["a" * 64, "a" * 64, "b" * 64, "a" * 64])
+    assert refused.value.status is ExitStatus.CONFIGURATION
+    assert "--pipeline-schedule-file" in refused.value.reason

@@ -75,6 +75,10 @@ def counted_launches(monkeypatch):
     return launched
 
 
+def keys_of(ddp):
+    return [key for name in ddp.buffer.names for key in ddp.buffer.param_meta[name].grad_keys]
+
+
 def grads_of(ddp):
     return {name: ddp.buffer.main_grad(name).clone() for name in ddp.buffer.names}
 
@@ -110,7 +114,7 @@ def test_any_order_of_microbatches_gives_the_sum(overlap, monkeypatch):
         ddp, chunks, meta = engine(ctx.ps, overlap=overlap)
         results = []
         for step in range(3):
-            events = [(key, m) for key in ddp.buffer.main_grads_by_key() for m in range(4)]
+            events = [(key, m) for key in keys_of(ddp) for m in range(4)]
             random.Random(10 * step + ctx.rank).shuffle(events)
             ddp.begin_step(4)
             launched.clear()
@@ -190,7 +194,7 @@ def test_reduce_of_a_plan_starts_what_is_complete_and_its_work_waits(monkeypatch
         launched = counted_launches(monkeypatch)
         ddp, chunks, meta = engine(ctx.ps, overlap=False, bucket_size=3 * 12)
         ddp.begin_step(1)
-        for key in ddp.buffer.main_grads_by_key():
+        for key in keys_of(ddp):
             put(ddp, chunks, key, 0, ctx.rank)
         ddp.reduce(1, last=False).wait()
         seen = [len(launched)]
@@ -214,11 +218,11 @@ def test_without_reduction_gradients_stay_this_ranks_own():
     def body(ctx):
         ddp, chunks, _ = engine(ctx.ps)
         ddp.begin_step(1, reduce_gradients=False)
-        for key in ddp.buffer.main_grads_by_key():
+        for key in keys_of(ddp):
             put(ddp, chunks, key, 0, ctx.rank)
         ddp.microbatch_done(0, 0)
         ddp.microbatch_done(1, 0)
-        own = {key: grad.clone() for key, grad in ddp.buffer.main_grads_by_key().items()}
+        own = {key: ddp.buffer.main_grad(key).clone() for key in keys_of(ddp)}
         ddp.begin_step(1)  # the next one starts clean
         ddp.finish()
         return own, grads_of(ddp)
