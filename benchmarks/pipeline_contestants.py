@@ -1,0 +1,280 @@
+"""The contestants of `pipeline_training.py`: one GPT under our pipelines and under torch.distributed.pipelining's.
+
+Ours are what the trainer builds from flags: configuration, plans, engine, runner, and where they are asked to, costs
+measured in the run and a schedule solved again for them. Torch's are as its documentation has them: a PipelineStage a
+chunk, the schedule's class, fused AdamW, clipping by the norm over both ranks. Both hold the same layers in each chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+
+from benchmarks.plain_gpt import Block, copy_weights, set_schedule
+from megatron.core import host_data
+from megatron.core.models.gpt.loss import gpt_loss
+from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.runtime.profiler import Profiler
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.training.arguments import parse_config
+from megatron.training.build import build_engine, build_gpt_model
+from megatron.training.config import Config
+from megatron.training.launch_env import LaunchEnv
+from megatron.training.pipeline import PipelineRunner
+from megatron.training.plan_again import measured_costs, solve_again
+from megatron.training.plans import Plans
+from megatron.training.step_batches import StepBatches
+from megatron.training.timers import Timers
+
+NUM_RANKS = 2
+LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP, SEED = 3e-4, 0.1, (0.9, 0.95), 1.0, 1234
+PEERS = {"1f1b": Schedule1F1B, "zbv": ScheduleZBVZeroBubble}  # ours of the same name lay the stages alike
+Batches = list[tuple[Tensor, Tensor]]  # tokens and labels of each microbatch, [micro_batch, seq]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is trained. layers, hidden, heads, seq, vocab: of the model. line, v: layers of each stage of schedules
+    with one chunk a rank, and of those on a V; empty: even ones. bf16: bf16 weights (ours), autocast (torch's).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    micro_batch: int = 1
+    num_microbatches: int = 8
+    bf16: bool = False
+    line: tuple[int, ...] = ()
+    v: tuple[int, ...] = ()
+
+    def config(self, schedule: str, rank: int) -> Config:
+        """The trainer's, of a launch with these flags. Raises ConfigurationError."""
+        samples = self.micro_batch * self.num_microbatches
+        words = (
+            f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads} "
+            f"--seq-length {self.seq} --max-position-embeddings {self.seq} --untie-embeddings-and-output-weights "
+            "--hidden-dropout 0 --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer "
+            f"--vocab-size {self.vocab - 1} --padded-vocab-size {self.vocab} "
+            f"--micro-batch-size {self.micro_batch} --global-batch-size {samples} --train-iters 1000 "
+            f"--lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} "
+            f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --clip-grad {CLIP} --seed {SEED} "
+            f"--pipeline-model-parallel-size {NUM_RANKS} --pipeline-schedule {schedule}"
+        ).split()
+        words += ["--bf16"] if self.bf16 else []
+        even = parse_config(words, env=_launched(rank))
+        counts = self.line if Plans(even).placement.num_chunks == 1 else self.v
+        if not counts:
+            return even
+        stages = "|".join("t" * count for count in counts)
+        return parse_config([*words, "--pipeline-model-parallel-layout", f"E{stages}L"], env=_launched(rank))
+
+    def batches(self) -> Batches:
+        """Random tokens, the same in every step: what is compared is time."""
+        generator = torch.Generator().manual_seed(5)
+        samples = self.micro_batch * self.num_microbatches
+        text = torch.randint(self.vocab, (samples, self.seq + 1), generator=generator)
+        return [
+            (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in text.split(self.micro_batch)
+        ]
+
+
+def _launched(rank: int) -> LaunchEnv:
+    return LaunchEnv(
+        launched=True, world_size=NUM_RANKS, local_world_size=NUM_RANKS, rank=rank, local_rank=rank
+    )
+
+
+class OurPipeline:
+    """The trainer's engine and runner under one of our schedules.
+
+    measured: steps that are profiled, the second one is the first of them. timeline: folder for the measured timeline.
+    """
+
+    def __init__(
+        self, work: Work, schedule: str, ps: ParallelState, *, measured: int, timeline: Path | None = None
+    ) -> None:
+        config = work.config(schedule, ps.pp_rank)
+        self.ps, self.plans, self.count = ps, Plans(config), work.num_microbatches
+        self.engine = build_engine(config, ps, self.plans, partial(build_gpt_model, config, ps))
+        set_schedule(self.engine.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
+        self.profiler = Profiler(ps.device, ps.pp_group.ranks, start=2, end=2 + measured)
+        self.runner = PipelineRunner(
+            self.plans,
+            ps,
+            self.engine,
+            _forward_step,
+            Timers(0),
+            per_token_loss=False,
+            recorder=None if timeline is None else TimelineWriter(timeline, ps),
+            profiler=self.profiler,
+        )
+        self.batches, self.iteration = _trainer_batches(work), 0
+
+    def step(self) -> float:
+        """One of the trainer's steps; the mean loss."""
+        self.iteration += 1
+        batches = StepBatches(iter(self.batches), reads=self.plans.reads_data(self.ps.pp_rank))
+        numbers = self.runner.train(batches, iteration=self.iteration, num_microbatches=self.count)
+        total, count = numbers.reduce(self.ps).losses["lm loss"]
+        divisor = float(self.count)
+        stats = self.engine.optimizer.prepare(divisor)
+        self.engine.optimizer.step(divisor, clip_coefficient(stats.norm, CLIP))
+        self.engine.model.weights_changed()
+        return total / count
+
+    def solve_again(self) -> dict[str, Any]:
+        """As the trainer at the end of its window: costs of what all ranks measured, and the plan of these.
+
+        What is returned is the same on all ranks, in milliseconds and MB.
+        """
+        group = self.ps.control_group
+        figures = host_data.all_gather_json(self.profiler.local_figures(), group)
+        self.profiler.forget()
+        costs = measured_costs(figures, self.plans)
+        again = solve_again(self.plans, costs, self.count, self.count, splits=True)
+        if again.layout is not None:
+            self.plans.use_layout(again.layout, again.limits)
+            self.runner.plan_anew()
+        plan = self.plans.train(self.count)
+        hashes = host_data.all_gather_json(plan_hash(plan), group)
+        assert len(set(hashes)) == 1, f"ranks have solved different plans: {hashes}"
+        planned = simulate(plan, costs)
+        return {
+            "plan": hashes[0][:12],
+            "kept": again.why,
+            **{
+                f"{kind}_ms": [round(one / 1e6, 2) for one in times]
+                for kind, times in (("f", costs.f), ("b", costs.b), ("w", costs.w))
+            },
+            "comm_ms": round(costs.comm / 1e6, 3),
+            "planned_ms": planned.cost / 1e6,
+            "planned_bubble": max(0.0, planned.bubble_rate),
+            "planned_bubble_before": max(0.0, again.before.bubble_rate),
+            "activation_mb": [round(size / 1e6, 1) for size in costs.activation],
+        }
+
+    def close(self) -> None:
+        """Finish the timeline."""
+        self.runner.close()
+
+
+def _trainer_batches(work: Work) -> list[dict[str, Tensor]]:
+    positions = torch.arange(work.seq).expand(work.micro_batch, work.seq)
+    return [
+        {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": torch.ones(labels.shape)}
+        for tokens, labels in work.batches()
+    ]
+
+
+def _forward_step(iterator: Iterator[Mapping[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    """As pretrain_gpt.py's."""
+    batch = next(iterator)  # nothing on a rank that neither embeds nor has the loss
+    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, lambda losses: gpt_loss(batch["loss_mask"], losses)
+
+
+class PlainStage(nn.Module):
+    """A stage of benchmarks/plain_gpt.py's model, with a head of its own: tokens or hidden states in, hidden states
+    [b, s, h] or logits [b, s, v] out."""
+
+    def __init__(self, work: Work, spec: StageSpec, autocast: bool) -> None:
+        super().__init__()
+        hidden = work.hidden
+        self.autocast, self.spec = autocast, spec
+        if spec.embedding:
+            self.wte, self.wpe = nn.Embedding(work.vocab, hidden), nn.Embedding(work.seq, hidden)
+        self.blocks = nn.ModuleDict({str(layer): Block(hidden, work.heads) for layer in spec.layers})
+        if spec.loss:
+            self.ln_f, self.lm_head = nn.LayerNorm(hidden), nn.Linear(hidden, work.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        with context:
+            if self.spec.embedding:
+                x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
+            for block in self.blocks.values():
+                x = block(x)
+            return self.lm_head(self.ln_f(x)) if self.spec.loss else x
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1))
+
+
+class TorchPipeline:
+    """One of torch's schedules over plain stages, laid out as ours of the same name. pure: all of bf16 runs in bf16,
+    no autocast."""
+
+    def __init__(self, work: Work, schedule: str, rank: int, *, pure: bool) -> None:
+        config = work.config(schedule, rank)
+        plans = Plans(config)
+        numbers = plans.local_stages(rank)
+        specs = [plans.stages[number] for number in numbers]
+        self.begins, self.ends = any(spec.embedding for spec in specs), any(spec.loss for spec in specs)
+        modules = [PlainStage(work, spec, autocast=work.bf16 and not pure) for spec in specs]
+        self.model = nn.ModuleList(modules)
+        _copy_initial(config, modules, work)
+        if work.bf16 and pure:
+            self.model.to(torch.bfloat16)
+        decay = [p for p in self.model.parameters() if p.dim() > 1]
+        rest = [p for p in self.model.parameters() if p.dim() <= 1]
+        groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, fused=True)
+        total = plans.placement.num_stages
+        stages = [
+            PipelineStage(module, number, total, torch.device("cpu"))
+            for module, number in zip(modules, numbers, strict=True)
+        ]
+        one_chunk = plans.placement.num_chunks == 1
+        self.schedule: Any = PEERS[schedule](
+            stages[0] if one_chunk else stages,
+            work.num_microbatches,
+            loss_fn=_cross_entropy,
+        )
+        batches = work.batches()
+        self.tokens = torch.cat([tokens for tokens, _ in batches])
+        self.labels = torch.cat([labels for _, labels in batches])
+
+    def step(self) -> float | None:
+        """The mean loss where it is computed, None elsewhere."""
+        losses: list[Tensor] = []
+        targets: dict[str, Any] = {"target": self.labels, "losses": losses} if self.ends else {}
+        self.schedule.step(*[self.tokens] * self.begins, **targets, return_outputs=False)
+        self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sum(loss.item() for loss in losses) / len(losses) if self.ends else None
+
+    def _clip(self) -> None:
+        parameters = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        squared = norm.float() ** 2
+        dist.all_reduce(squared)
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, squared.sqrt())
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _copy_initial(config: Config, modules: list[PlainStage], work: Work) -> None:
+    """Our initial weights depend on seed and name alone: those of a whole model are those of every stage."""
+    whole = build_gpt_model(config)
+    weights = {name: parameter.float() for name, parameter in whole.named_parameters()}
+    for module in modules:
+        copy_weights(weights, module, work.heads)
