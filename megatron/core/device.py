@@ -122,6 +122,15 @@ class Device:
             return int(torch.cuda.get_device_properties(self.index).total_memory)
         return None
 
+    def free_bytes(self) -> int | None:
+        """Of the device's memory, what nobody holds and what torch has put by; on CPU of the machine's, None where the
+        system does not say."""
+        if self.kind == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.index)
+            kept = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+            return int(free) + kept
+        return _available_bytes()
+
     def reset_peak(self) -> None:
         """Peaks count from now on. On CPU: Linux only, elsewhere peaks stay those of the whole process."""
         if self.kind == "cuda":
@@ -266,6 +275,15 @@ def _mallinfo2() -> ctypes._NamedFuncPointer | None:
         return None
     function.restype = _Mallinfo2
     return function
+
+
+def _available_bytes() -> int | None:
+    """What the machine can give to processes without swapping."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/meminfo") as file:
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
+    return sizes.get("MemAvailable")
 
 
 def _resident_bytes() -> tuple[int, int]:

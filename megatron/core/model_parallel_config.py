@@ -149,6 +149,23 @@ class ModelParallelConfig:
         "gis; 0: do not",
         unit="microbatches",
     )
+    enable_optimizer_post_validation: bool = arg(
+        False,
+        "pipeline ranks step on what they know, without waiting for all others' gradients, and take a step back that "
+        "proves wrong (clipped, or not finite)",
+    )
+    post_validation_rollback: Literal["snapshot", "inverse"] = arg(
+        "snapshot",
+        "how a step is taken back: copies of main weights and moments, exact; or inverse arithmetic, approximate, "
+        "without copies",
+        ours=True,
+    )
+    post_validation_after: int = arg(
+        10,
+        "clean iterations in a row before ranks step on what they know; until then they wait for all; 0: never wait",
+        unit="iterations",
+        ours=True,
+    )
     distributed_backend: Literal["nccl", "gloo"] = arg(
         None, "backend of the process groups", derived="nccl with a GPU, else gloo"
     )

@@ -10,6 +10,7 @@ from megatron.training.data import DataIterators, EvaluationSet
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.plans import Plans
 from megatron.training.reporter import Reporter
+from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
 from megatron.training.state import TrainState
 from megatron.training.step_batches import StepBatches
@@ -25,6 +26,7 @@ class Evaluator:
         plans: Plans,
         runner: PipelineRunner,
         reporter: Reporter,
+        clock: RunClock,
         state: TrainState,
         data: DataIterators,
     ) -> None:
@@ -32,16 +34,25 @@ class Evaluator:
         self._config = session.config
         self._runner = runner
         self._reporter = reporter
+        self._clock = clock
         self._state = state
         self._data = data
         self._reads = plans.reads_data(session.ps.pp_rank)
 
     def if_due(self) -> None:
         """After an iteration: on the validation sets, every --eval-interval iterations."""
-        interval, iteration = self._config.evaluation.eval_interval, self._state.iteration
-        if not interval or iteration % interval or not self._data.valid:
+        iteration = self._state.iteration
+        if not self.is_due(iteration):
             return
-        paused = self._reporter.pause()
+        with self._clock.paused():
+            self._evaluate_here(iteration)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether `if_due` evaluates after an iteration."""
+        interval = self._config.evaluation.eval_interval
+        return interval is not None and interval > 0 and iteration % interval == 0 and bool(self._data.valid)
+
+    def _evaluate_here(self, iteration: int) -> None:
         collect = self._config.training.manual_gc and self._config.training.manual_gc_eval
         if collect:
             gc.collect()
@@ -49,7 +60,6 @@ class Evaluator:
         self._count_validation_samples()
         if collect:
             gc.collect()
-        self._reporter.resume(paused)
 
     def at_end(self) -> None:
         """After the last iteration: on the validation sets and on the test sets."""

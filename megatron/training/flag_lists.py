@@ -190,8 +190,8 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         ZERO_BUBBLE,
         switches="--disable-backward-fusion --enable-layer-redistribution --enable-vocab-parallel "
-        "--use-interlaced-schedule --no-pre-communication-optimization --enable-optimizer-post-validation",
-        values="--final-stage-num-layers --num-seq-splits=1 --post-validation-rollback --post-validation-after",
+        "--use-interlaced-schedule --no-pre-communication-optimization",
+        values="--final-stage-num-layers --num-seq-splits=1",
     ),
     FlagList(
         CUSTOM_FSDP,

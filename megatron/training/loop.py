@@ -31,13 +31,18 @@ from megatron.training.plans import Plans
 from megatron.training.replan import Replanner, check_same_plan
 from megatron.training.replica_check import check_replicas
 from megatron.training.reporter import Reporter
+from megatron.training.run_clock import RunClock
 from megatron.training.session import Session, say
 from megatron.training.signals import SignalHandler
 from megatron.training.state import TrainState
-from megatron.training.step import StepRunner
+from megatron.training.step import StepResult, StepRunner, Steps, StepTask
 from megatron.training.step_numbers import StepNumbers
+from megatron.training.validated_step import ValidatedStepRunner
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
+
+
+NO_FLAGS = (0.0, 0.0)  # nobody wants to stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +78,36 @@ class TrainingLoop:
             config.reliability.nan_max_skips,
             dynamic_loss_scale=engine.scaler.dynamic,
         )
-        self._step_runner = StepRunner(
-            config, session.ps, engine, runner, self._nan_policy, session.timers, session.watchdog
-        )
+        self._clock = RunClock()
+        self._steps = self._new_steps(runner)
+        self._begun_at = 0  # samples consumed before the newest step
         global_vars.provide(
-            num_microbatches=lambda: self._batch.num_microbatches(self.state.consumed_train_samples),
-            global_batch_size=lambda: self._batch.global_batch_size(self.state.consumed_train_samples),
+            num_microbatches=lambda: self._batch.num_microbatches(self._begun_at),
+            global_batch_size=lambda: self._batch.global_batch_size(self._begun_at),
         )
+
+    def _new_steps(self, runner: PipelineRunner) -> Steps:
+        session, config, engine = self.session, self._config, self.engine
+        steps = StepRunner(
+            config,
+            session.ps,
+            engine,
+            runner,
+            self._nan_policy,
+            session.timers,
+            session.watchdog,
+            self._clock,
+        )
+        if not config.parallel.enable_optimizer_post_validation:
+            return steps
+        return ValidatedStepRunner(config, session.ps, engine, runner, self._nan_policy, steps, self._clock)
 
     def run(self, datasets_provider: DatasetsProvider) -> Ending:
         """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
         session, config = self.session, self._config
         self._print_model()
         self._load()
+        self._begun_at = self.state.consumed_train_samples
         with session.watchdog.phase("build data"):
             data = build_data_iterators(
                 session,
@@ -101,11 +123,19 @@ class TrainingLoop:
             )
         if not config.evaluation.skip_train:
             self._compare_data(data)
-        self._reporter = Reporter(session, self.engine, self.state)
+        self._reporter = Reporter(session, self.engine, self.state, self._clock)
         self._replanner = Replanner(
-            session, self._plans, self._runner, self.engine, self._reporter, self.state.iteration + 1
+            session,
+            self._plans,
+            self._runner,
+            self.engine,
+            self._reporter,
+            self._clock,
+            self.state.iteration + 1,
         )
-        evaluator = Evaluator(session, self._plans, self._runner, self._reporter, self.state, data)
+        evaluator = Evaluator(
+            session, self._plans, self._runner, self._reporter, self._clock, self.state, data
+        )
         writers = self._reporter.writers
         global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
         try:
@@ -133,9 +163,20 @@ class TrainingLoop:
         for line in layer_map_lines(plans.stages, plans.placement):
             session.print_rank_0(line)
         engine = self.engine
-        plan = plans.train(self._batch.num_microbatches(self.state.consumed_train_samples))
+        parallel = self._config.parallel
+        validated = parallel.enable_optimizer_post_validation
+        plan = (plans.train_and_step if validated else plans.train)(
+            self._batch.num_microbatches(self.state.consumed_train_samples)
+        )
         check_same_plan(session.gather(plan_hash(plan)))
-        told = session.gather([session.ps.pp_rank, engine.persistent_bytes(), len(engine.model.units)])
+        told = session.gather(
+            [
+                session.ps.pp_rank,
+                engine.persistent_bytes(),
+                len(engine.model.units),
+                engine.optimizer.snapshot_bytes(),
+            ]
+        )
         counts = [Counter(op[0] for op in row) for row in plan.rows]
         record = metrics.PlanRecord(
             schedule=plan.schedule,
@@ -144,8 +185,10 @@ class TrainingLoop:
                 {kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank, *_ in told
             ),
             sharding=self._config.ddp.data_parallel_sharding_strategy,
-            persistent_bytes_per_rank=tuple(size for _, size, _ in told),
-            units_per_rank=tuple(units for _, _, units in told) if engine.model.units else (),
+            persistent_bytes_per_rank=tuple(size for _, size, _, _ in told),
+            post_validation=parallel.post_validation_rollback if validated else "off",
+            units_per_rank=tuple(units for _, _, units, _ in told) if engine.model.units else (),
+            snapshot_bytes_per_rank=tuple(size for *_, size in told) if validated else (),
         )
         session.print_rank_last(metrics.plan_line(record))
         self._warn_of_units()
@@ -217,9 +260,11 @@ class TrainingLoop:
         self._collect_garbage_by_hand()
         self._reporter.start_interval()
         while not state.finished:
-            flags = self._iteration(data)
+            flags = self._iteration(data, evaluator)
             if (directory := self._checkpointer.maybe_finalize()) is not None:
                 self._committed(directory)
+            if self._steps.num_undecided:
+                continue  # nothing is due, and the step before has been seen to
             evaluator.if_due()
             ending = self._ending(flags)
             self._save_if_due(last=ending is not None or state.finished)
@@ -227,58 +272,89 @@ class TrainingLoop:
                 return ending
         return None
 
-    def _iteration(self, data: DataIterators) -> tuple[float, ...]:
-        """One step; returns the flags (signal, duration) summed over ranks."""
-        state, session = self.state, self.session
-        number = state.iteration + 1
-        batch_size = self._batch.global_batch_size(state.consumed_train_samples)
-        num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
+    def _iteration(self, data: DataIterators, evaluator: Evaluator) -> tuple[float, ...]:
+        """One step; returns the flags (signal, duration) summed over ranks, of the last step that is decided on."""
+        state, session, steps = self.state, self.session, self._steps
+        number = state.iteration + steps.num_undecided + 1
+        self._begun_at = self._consumed
+        num_microbatches = self._batch.num_microbatches(self._begun_at)
         session.watchdog.step(number)
-        self._publish_progress()
+        self._publish_progress(number - 1)
         if number in self._config.training.iterations_to_skip:
-            self._skip_batch(data, number, batch_size, num_microbatches)
+            self._skip_batch(data, number, num_microbatches)
             return self._agreed_flags()
+        flags: tuple[float, ...] = NO_FLAGS
         try:
-            result = self._step_runner.step(
-                data.train, iteration=number, num_microbatches=num_microbatches, flags=self._flags()
-            )
+            for result in steps.step(data.train, StepTask(number, num_microbatches, self._flags())):
+                flags = self._step_done(result)
+            if steps.num_undecided and self._is_looked_at(number, evaluator):
+                for result in steps.settle(data.train):
+                    flags = self._step_done(result)
         except NonFiniteError as error:
             if error.verdict.save_first and self._config.checkpoint.save is not None:
                 self._save()
             raise TrainingExit(
                 error.status, str(error), iteration=state.iteration, checkpoint=self.last_checkpoint
             ) from error
-        compare = self._config.ddp.check_weight_hash_across_dp_replicas_interval
-        if compare is not None and number % compare == 0:
+        interval = self._config.training.manual_gc_interval
+        if self._config.training.manual_gc and interval and number % interval == 0:
+            gc.collect()
+        return flags
+
+    @property
+    def _consumed(self) -> int:
+        """Samples of all steps that have run. A step that is not decided on took a batch as large as they are now: with
+        a batch that grows, sizes change between decisions."""
+        consumed = self.state.consumed_train_samples
+        if self._steps.num_undecided:
+            consumed += self._batch.global_batch_size(consumed)
+        return consumed
+
+    def _is_looked_at(self, number: int, evaluator: Evaluator) -> bool:
+        """Whether something after this iteration needs the weights as they will stay."""
+        config = self._config
+        checks = config.ddp.check_weight_hash_across_dp_replicas_interval
+        return (
+            number >= self.state.train_iters
+            or evaluator.is_due(number)
+            or self._save_is_due(number)
+            or _at(number, config.training.exit_interval)
+            or _at(number, checks)
+            or number + 1 in config.training.iterations_to_skip
+            or (config.logging.log_params_norm and self._reporter.is_due(number))
+        )
+
+    def _step_done(self, result: StepResult) -> tuple[float, ...]:
+        """A step is decided on: count it, and report it. Returns the flags."""
+        state, session = self.state, self.session
+        number, num_microbatches = result.task.iteration, result.task.num_microbatches
+        assert number == state.iteration + 1, f"iteration {number} after {state.iteration}"
+        if _at(number, self._config.ddp.check_weight_hash_across_dp_replicas_interval):
             check_replicas(self.engine, session.ps, number)
         if not self._ledger_logged:
             self._ledger_logged = True
             self._log_ledger(f"after iteration {number}")
+        batch_size = self._batch.global_batch_size(state.consumed_train_samples)
         state.iteration = number
         state.consumed_train_samples += batch_size
         state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)
-        if not result.skipped:
-            self.engine.scheduler.step(batch_size)
         bubbles = self._replanner.after_step(number, num_microbatches)
         self._reporter.step_done(result, batch_size=batch_size, bubbles=bubbles)
         self._replanner.between_steps(number, num_microbatches)
-        interval = self._config.training.manual_gc_interval
-        if self._config.training.manual_gc and interval and number % interval == 0:
-            gc.collect()
         return result.flags
 
-    def _publish_progress(self) -> None:
-        """For user code: get_args().curr_iteration and its like count what is done before this iteration."""
-        state = self.state
+    def _publish_progress(self, iteration: int) -> None:
+        """For user code: get_args().curr_iteration and its like count what has run before this iteration."""
         global_vars.set_progress(
-            iteration=state.iteration,
-            curr_iteration=state.iteration,
-            consumed_train_samples=state.consumed_train_samples,
-            consumed_valid_samples=state.consumed_valid_samples,
+            iteration=iteration,
+            curr_iteration=iteration,
+            consumed_train_samples=self._begun_at,
+            consumed_valid_samples=self.state.consumed_valid_samples,
         )
 
-    def _skip_batch(self, data: DataIterators, number: int, batch_size: int, num_microbatches: int) -> None:
+    def _skip_batch(self, data: DataIterators, number: int, num_microbatches: int) -> None:
         """--iterations-to-skip: draw the batch, train on nothing."""
+        batch_size = self._batch.global_batch_size(self.state.consumed_train_samples)
         data.train.begin_step()
         data.train.microbatch(num_microbatches - 1)
         self.state.iteration = number
@@ -309,7 +385,7 @@ class TrainingLoop:
         if time_is_up:
             self.session.print_rank_0(metrics.exit_duration_line(training.exit_duration_in_mins or 0, now))
             return Ending(ExitStatus.DONE, "--exit-duration-in-mins")
-        if training.exit_interval and state.iteration % training.exit_interval == 0:
+        if _at(state.iteration, training.exit_interval):
             self.session.print_rank_0(metrics.exit_interval_line(state.iteration, now))
             return Ending(ExitStatus.DONE, "--exit-interval")
         return None
@@ -321,15 +397,16 @@ class TrainingLoop:
 
     # --- between iterations
 
+    def _save_is_due(self, iteration: int) -> bool:
+        flags = self._config.checkpoint
+        return flags.save is not None and _at(iteration, flags.save_interval)
+
     def _save_if_due(self, *, last: bool) -> None:
-        flags, iteration = self._config.checkpoint, self.state.iteration
-        if flags.save is None:
+        if self._config.checkpoint.save is None:
             return
-        due = flags.save_interval is not None and iteration % flags.save_interval == 0
-        if due or last:
-            paused = self._reporter.pause()
-            self._save(wait=last)
-            self._reporter.resume(paused)
+        if self._save_is_due(self.state.iteration) or last:
+            with self._clock.paused():
+                self._save(wait=last)
 
     def _save(self, *, wait: bool = True) -> None:
         """Save everything that an exact resume needs."""
@@ -358,3 +435,8 @@ class TrainingLoop:
     def _committed(self, directory: Path) -> None:
         self.last_checkpoint = str(directory)
         self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
+
+
+def _at(iteration: int, interval: int | None) -> bool:
+    """Whether an interval ends here; None and 0: it never does."""
+    return bool(interval) and iteration % (interval or 1) == 0

@@ -26,7 +26,8 @@ PERPLEXITY_EXPONENT_LIMIT = (
 class IterationRecord:
     """What one iteration line says. A field that is None is left out of the line.
 
-    losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration.
+    losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration. rollbacks:
+    optimizer steps of the interval that post-validation has taken back.
     throughput_tflops: model TFLOP/s per device. energy_j, power_w: per device, where the device can tell.
     """
 
@@ -49,6 +50,7 @@ class IterationRecord:
     grad_norm: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
+    rollbacks: int | None = None
 
 
 def is_printable_loss(value: float) -> bool:
@@ -84,6 +86,8 @@ def iteration_line(record: IterationRecord) -> str:
         fields.append(f"num zeros: {r.num_zeros:d}")
     if r.params_norm is not None:
         fields.append(f"params norm: {r.params_norm:.6E}")
+    if r.rollbacks is not None:
+        fields.append(f"rollbacks: {r.rollbacks:d}")
     fields.append(f"number of skipped iterations: {r.skipped_iterations:3d}")
     fields.append(f"number of nan iterations: {r.nan_iterations:3d}")
     return " | ".join(fields) + " |"
@@ -100,6 +104,7 @@ def iteration_scalars(record: IterationRecord, *, tokens_per_s: float | None = N
         "grad-norm": record.grad_norm,
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
+        "rollbacks": record.rollbacks,
         "tokens-per-second": tokens_per_s,
     }
     return {
@@ -129,18 +134,25 @@ class IntervalTotals:
         self.iterations = 0
         self.skipped_iterations = 0
         self.nan_iterations = 0
+        self.rollbacks = 0
         self.tokens = 0
         self._means: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def add_iteration(
-        self, losses: Mapping[str, tuple[float, float]], *, skipped: bool = False, tokens: int = 0
+        self,
+        losses: Mapping[str, tuple[float, float]],
+        *,
+        skipped: bool = False,
+        tokens: int = 0,
+        rolled_back: bool = False,
     ) -> None:
         """Count one iteration. losses: name -> (sum over loss tokens of the global batch, number of them).
 
         tokens: tokens processed, for tokens/s. A skipped iteration with a non-finite loss counts as a NaN iteration.
         """
         self.iterations += 1
+        self.rollbacks += rolled_back
         self.tokens += tokens
         means = {name: token_mean(total, count) for name, (total, count) in losses.items()}
         if skipped:
@@ -300,7 +312,8 @@ class PlanRecord:
     ops_per_rank: per pipeline rank, how often each of F, B, W, BW is run in one step.
     persistent_bytes_per_rank: weights, gradients and optimizer state kept between steps, per global rank.
     units_per_rank: units of the model whose weights are gathered on their own, per global rank; () where all are whole,
-    and then not in the line. post_validation: "off" or the way in which the optimizer step is validated afterwards.
+    and then not in the line. post_validation: "off", or how steps are taken back that are validated afterwards;
+    snapshot_bytes_per_rank: what is kept for that, per global rank, () without.
     """
 
     schedule: str
@@ -310,6 +323,7 @@ class PlanRecord:
     persistent_bytes_per_rank: tuple[int, ...]
     post_validation: str = "off"
     units_per_rank: tuple[int, ...] = ()
+    snapshot_bytes_per_rank: tuple[int, ...] = ()
 
 
 def plan_line(plan: PlanRecord) -> str:
@@ -322,6 +336,11 @@ def plan_line(plan: PlanRecord) -> str:
         "persistent_bytes_per_rank": list(plan.persistent_bytes_per_rank),
         "post_validation": plan.post_validation,
         **({"units_per_rank": list(plan.units_per_rank)} if plan.units_per_rank else {}),
+        **(
+            {"snapshot_bytes_per_rank": list(plan.snapshot_bytes_per_rank)}
+            if plan.snapshot_bytes_per_rank
+            else {}
+        ),
     }
     return " > plan: " + json.dumps(record, allow_nan=False)
 

@@ -6,15 +6,19 @@ One path for every run: a world of one executes the plan of one stage.
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.runtime.executor import Executor
+from megatron.core.pipeline_parallel.runtime.executor import Executor, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage, Run
@@ -22,7 +26,7 @@ from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWrit
 from megatron.core.protocols import Stage
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
-from megatron.training.pipeline_memory import settle_limits
+from megatron.training.pipeline_memory import check_snapshot, settle_limits
 from megatron.training.plans import Plans
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
@@ -44,7 +48,14 @@ class _Step:
     batches: StepBatches
     iteration: int
     numbers: StepNumbers
-    loss_scale: float
+
+
+class _Kind(enum.Enum):
+    """What a plan is run for."""
+
+    TRAIN = "train"
+    TRAIN_AND_STEP = "train and step"
+    EVALUATE = "evaluate"
 
 
 class _TimedStage(ModelStage):
@@ -96,49 +107,64 @@ class PipelineRunner:
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
         self._channel = P2P(ps)
+        self._validator: PostValidator | None = None
         self._step: _Step | None = None
-        stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
-        self._executors: dict[tuple[int, bool], Executor] = {}  # (microbatches, training or not)
+        self._executors: dict[tuple[int, _Kind], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
 
     def train(
-        self,
-        batches: StepBatches,
-        *,
-        iteration: int,
-        num_microbatches: int,
-        loss_scale: float,
-        reduce_gradients: bool = True,
+        self, batches: StepBatches, *, iteration: int, num_microbatches: int, reduce_gradients: bool = True
     ) -> StepNumbers:
         """Forward and backward of every microbatch; main gradients hold the sums afterwards.
 
         With `reduce_gradients` they are summed over data parallel ranks too, complete on return; without, they stay
         this rank's own. Communicates over the pipeline and over dp_reduce.
         """
-        numbers = StepNumbers(self._ps.device.torch_device)
-        self._step = _Step(batches, iteration, numbers, loss_scale)
+        self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
         self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
-        self._execute(num_microbatches, iteration, training=True)
-        if reduce_gradients:
-            with self._timers("all-grads-sync", log_level=2):
-                self._engine.model.finish()
-        return self._named(numbers, training=True)
+        self._execute(num_microbatches, iteration, _Kind.TRAIN)
+        numbers = self.finish_gradients() if reduce_gradients else self._named(self._step.numbers, True)
+        self._step = None
+        return numbers
+
+    def validate_by(self, validator: PostValidator) -> None:
+        """Before the first `train_and_step`."""
+        self._validator = validator
+
+    def train_and_step(self, batches: StepBatches, *, iteration: int, num_microbatches: int) -> bool:
+        """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
+        owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
+        self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
+        self._engine.model.begin_step(num_microbatches)
+        done = self._execute(num_microbatches, iteration, _Kind.TRAIN_AND_STEP)
+        self._step = None
+        return done
+
+    def finish_gradients(self) -> StepNumbers:
+        """The backwards of the step under way are done: sum what they left. Communicates over dp_reduce."""
+        assert self._step is not None, "no step is under way"
+        with self._timers("all-grads-sync", log_level=2):
+            self._engine.model.finish()
+        return self._named(self._step.numbers, True)
 
     def evaluate(
         self, batches: StepBatches, numbers: StepNumbers, *, iteration: int, num_microbatches: int
     ) -> None:
         """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
-        self._step = _Step(batches, iteration, numbers, 1.0)
+        self._step = _Step(batches, iteration, numbers)
         modules = [chunk.module for chunk in self._engine.chunks]
         was_training = [module.training for module in modules]
         for module in modules:
             module.eval()
         with torch.no_grad():
-            self._execute(num_microbatches, iteration, training=False)
+            self._execute(num_microbatches, iteration, _Kind.EVALUATE)
+        self._step = None
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
-        self._named(numbers, training=False)
+        self._named(numbers, False)
 
     def plan_anew(self) -> None:
         """Between steps, on all ranks alike: the plans are others from now on."""
@@ -149,7 +175,7 @@ class PipelineRunner:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _named(self, numbers: StepNumbers, *, training: bool) -> StepNumbers:
+    def _named(self, numbers: StepNumbers, training: bool) -> StepNumbers:
         """Tell the numbers the names of the losses, which stages without a loss do not know by themselves."""
         if self._ps.pp_size > 1:
             if training not in self._loss_names:
@@ -157,22 +183,39 @@ class PipelineRunner:
             numbers.agree(self._loss_names[training])
         return numbers
 
-    def _execute(self, num_microbatches: int, iteration: int, *, training: bool) -> None:
-        key = (num_microbatches, training)
+    def _execute(self, num_microbatches: int, iteration: int, kind: _Kind) -> bool:
+        key = (num_microbatches, kind)
         if key not in self._executors:
-            plan = (self._plans.train if training else self._plans.evaluate)(num_microbatches)
-            self._executors[key] = Executor(
-                plan,
-                self._ps.pp_rank,
-                self._stages,
-                self._channel,
-                self._engine.model if training else None,
-                recorder=self._recorder if training else None,
-            )
-        self._executors[key].run(iteration)
-        self._step = None
+            self._executors[key] = self._executor(num_microbatches, kind)
+        return self._executors[key].run(iteration)
 
-    def _stage(self, chunk: Chunk) -> Stage:
+    def _executor(self, num_microbatches: int, kind: _Kind) -> Executor:
+        plans, training = self._plans, kind is not _Kind.EVALUATE
+        handlers, validation = None, None
+        if kind is _Kind.TRAIN_AND_STEP:
+            assert self._validator is not None, "train_and_step() before validate_by()"
+            plan = plans.train_and_step(num_microbatches)
+            handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
+        else:
+            plan = (plans.train if training else plans.evaluate)(num_microbatches)
+        return Executor(
+            plan,
+            self._ps.pp_rank,
+            self._stages,
+            self._channel,
+            self._engine.model if training else None,
+            recorder=self._recorder if training else None,
+            handlers=handlers,
+            validation=validation,
+        )
+
+    def _forget(self, stage: int, microbatch: int) -> None:
+        """Forwards of the step under way are undone, all that there were: so are their losses."""
+        assert self._step is not None, "forwards outside of a step"
+        self._own_stages[stage].forget(microbatch)
+        self._step.numbers.clear()
+
+    def _stage(self, chunk: Chunk) -> _TimedStage:
         def run(microbatch: int, hidden: Tensor | None) -> Tensor:
             return self._forward(chunk, microbatch, hidden)
 
@@ -194,7 +237,8 @@ class PipelineRunner:
         if not torch.is_grad_enabled():
             return result.loss
         loss = loss_to_differentiate(result, self._per_token_loss)
-        return loss * step.loss_scale if step.loss_scale != 1.0 else loss
+        scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
+        return loss * scale if scale != 1.0 else loss
 
 
 def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
@@ -202,6 +246,10 @@ def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: F
 
     Raises OutputPathError where the timeline cannot be written, ConfigurationError where the device has no room.
     """
+    parallel = session.config.parallel
+    engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
+    if parallel.enable_optimizer_post_validation:
+        check_snapshot(session, engine)
     settle_limits(session, plans, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:

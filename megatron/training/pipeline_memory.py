@@ -49,6 +49,8 @@ def _limit_by_device(session: Session, plans: Plans, engine: Engine, total: int)
     parallel = session.config.parallel
     percentile = parallel.zero_bubble_adaptive_memory_limit_percentile
     used = max(session.device.memory().allocated_bytes, engine.persistent_bytes())
+    if parallel.enable_optimizer_post_validation:
+        used += engine.optimizer.snapshot_bytes()
     told = [tuple(one) for one in session.gather([session.ps.pp_rank, used, total])]
     plans.limit(device_limits(told, percentile, plans.placement.num_ranks))
     schedule = session.config.batch_schedule()
@@ -58,3 +60,26 @@ def _limit_by_device(session: Session, plans: Plans, engine: Engine, total: int)
         fix = "use fewer layers a rank, smaller microbatches or recomputation, or a higher percentile"
         message = f"{percentile} % of the device's memory leaves too little for activations: {error}"
         raise ConfigurationError([Problem("device-memory", _FLAGS, message, fix)]) from None
+
+
+def check_snapshot(session: Session, engine: Engine) -> None:
+    """--post-validation-rollback snapshot: whether this machine has room for it. Communicates over the world.
+
+    Raises ConfigurationError, on every rank alike.
+    """
+    ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
+    told = session.gather([engine.optimizer.snapshot_bytes() * ranks_here, session.device.free_bytes()])
+    for rank, (needed, free) in enumerate(told):
+        if free is not None and needed > free:
+            message = (
+                f"rank {rank}: copies of main weights and moments, to take steps back to, take "
+                f"{needed / 2**20:.0f} MiB"
+                + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
+                + f", of which {free / 2**20:.0f} MiB are free"
+            )
+            fix = (
+                "give --post-validation-rollback inverse (no copies; approximate: docs/pipelines.md), leave "
+                "--enable-optimizer-post-validation out, or shard the optimizer with --use-distributed-optimizer"
+            )
+            flags = ("--post-validation-rollback", "--enable-optimizer-post-validation")
+            raise ConfigurationError([Problem("snapshot-memory", flags, message, fix)])

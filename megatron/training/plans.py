@@ -8,9 +8,10 @@ from pathlib import Path
 
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, B, Plan, PlanError, W
+from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, B, Kind, Plan, PlanError, W
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.registry import FUSED, SEARCHED, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -51,6 +52,11 @@ class Plans:
         parallel = config.parallel
         if parallel.pipeline_schedule_file is not None:
             self._file = load_plan(parallel.pipeline_schedule_file, parallel.pipeline_model_parallel_size)
+            if _steps(self._file) and not parallel.enable_optimizer_post_validation:
+                raise PlanError(
+                    f"--pipeline-schedule-file {parallel.pipeline_schedule_file} makes and validates the optimizer's "
+                    "steps: give --enable-optimizer-post-validation"
+                )
             self._layout = layout_of(config, self._file.schedule, placement=self._file.placement)
             self.limits = limits_of_flags(config, self._layout)
         elif parallel.pipeline_schedule == AUTO:
@@ -127,6 +133,10 @@ class Plans:
         """With transfers, verified. Raises PlanError."""
         return self._train(num_microbatches)
 
+    def train_and_step(self, num_microbatches: int) -> Plan:
+        """`train`, with the operations of post-validation. Raises PlanError."""
+        return self._train_and_step(num_microbatches)
+
     def evaluate(self, num_microbatches: int) -> Plan:
         """The same order of forwards, without backwards. Raises PlanError."""
         return self._evaluate(num_microbatches)
@@ -196,13 +206,20 @@ class Plans:
 
     def _forget(self) -> None:
         self._train = functools.lru_cache(maxsize=None)(self._build)
+        self._train_and_step = functools.lru_cache(maxsize=None)(self._build_with_step)
         self._evaluate = functools.lru_cache(maxsize=None)(self._build_forward_only)
 
     def _build(self, num_microbatches: int) -> Plan:
-        if self._file is not None and self._file.has_transfers:
-            self._of_file(num_microbatches)
+        computations = self.computations(num_microbatches)
+        if self._file is not None and self._file.has_transfers and not _steps(self._file):
             return self._file
-        return lower(self.computations(num_microbatches), self.costs)
+        return lower(computations, self.costs)
+
+    def _build_with_step(self, num_microbatches: int) -> Plan:
+        train = self.train(num_microbatches)
+        if self._file is not None and _steps(self._file):
+            return self._file
+        return post_validation(train, self.costs)
 
     def _build_forward_only(self, num_microbatches: int) -> Plan:
         # A whole validation set may end with fewer microbatches than the schedule needs: of a larger plan, those that
@@ -245,6 +262,11 @@ class Plans:
                     f"{plan.schedule} holds {held} of activations on pipeline rank {rank}, and --pipeline-memory-limit "
                     f"is {allowed}: raise it, or use zb-1p, zbv or auto, which plan within it"
                 )
+
+
+def _steps(plan: Plan) -> bool:
+    """Whether it has the operations of post-validation."""
+    return any(op[0] == Kind.STEP for row in plan.rows for op in row)
 
 
 def _amount(size: float, in_bytes: bool) -> str:

@@ -25,6 +25,7 @@ from megatron.training.pipeline import PipelineRunner
 from megatron.training.plan_again import Again, measured_costs, solve_again, window_of
 from megatron.training.plans import Plans, last_num_microbatches
 from megatron.training.reporter import Reporter
+from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
 
 PLAN_FILE = "pipeline-plan.json"
@@ -47,11 +48,12 @@ class Replanner:
         runner: PipelineRunner,
         engine: Engine,
         reporter: Reporter,
+        clock: RunClock,
         first_iteration: int,
     ) -> None:
         parallel = session.config.parallel
         self._session, self._plans, self._runner = session, plans, runner
-        self._engine, self._reporter = engine, reporter
+        self._engine, self._reporter, self._clock = engine, reporter, clock
         self._start, self._end = window_of(
             parallel.zero_bubble_pipeline_timers_start_iter,
             parallel.zero_bubble_pipeline_timers_end_iter,
@@ -91,10 +93,8 @@ class Replanner:
         enough = self._costs is not None and at_interval
         if not window_ends and not (enough and self._fewest_steps >= min(self._length, MOST_STEPS)):
             return
-        paused = self._reporter.pause()
-        with self._session.watchdog.phase("plan the pipeline"):
+        with self._clock.paused(), self._session.watchdog.phase("plan the pipeline"):
             self._take_figures(profiler, iteration, num_microbatches)
-        self._reporter.resume(paused)
 
     # --- costs and plans
 

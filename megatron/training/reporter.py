@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.training import metrics, pipeline_lines
 from megatron.training.build import Engine
 from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
+from megatron.training.run_clock import RunClock
 from megatron.training.session import Session, say
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult
@@ -21,7 +21,7 @@ from megatron.training.writers import Writers, append_progress, open_writers
 class Reporter:
     """Collects an interval's numbers and prints them at its end. Every rank has one; the last rank speaks."""
 
-    def __init__(self, session: Session, engine: Engine, state: TrainState) -> None:
+    def __init__(self, session: Session, engine: Engine, state: TrainState, clock: RunClock) -> None:
         self._session = session
         self._engine = engine
         self._state = state
@@ -29,7 +29,8 @@ class Reporter:
         self._totals = metrics.IntervalTotals()  # since the last line
         self._unrecorded = metrics.IntervalTotals()  # since the last record
         self._first_iteration = state.iteration + 1
-        self._interval_started = time.monotonic()
+        self._clock = clock
+        self._interval_started = clock.now()
         self._flops = 0.0
         self._memory_told = False
         self._bubbles: pipeline_lines.Bubbles | None = None  # that no record has had yet
@@ -48,22 +49,31 @@ class Reporter:
         config, state = self._session.config, self._state
         tokens = batch_size * config.model.seq_length
         for totals in (self._totals, self._unrecorded):
-            totals.add_iteration(result.losses, skipped=result.skipped, tokens=tokens)
+            totals.add_iteration(
+                result.losses, skipped=result.skipped, tokens=tokens, rolled_back=result.rolled_back
+            )
         self._flops += train_step_flops(config, batch_size)
         if result.note:
             self._session.print_rank_last(f" iteration {state.iteration}: {result.note}")
-        due = state.iteration % self._log.log_interval == 0
-        extra = state.iteration == self._first_iteration
+        due, extra = self._is_printed(state.iteration)
         self._bubbles = bubbles or self._bubbles
-        if due or extra or state.iteration % self._log.tensorboard_log_interval == 0:
+        if self.is_due(state.iteration):
             self._report(result, batch_size, printed=due or extra)
         if bubbles is not None:
             self._session.print_rank_last(pipeline_lines.bubble_line(bubbles))
         if due:
             self._report_timers()
             self._report_memory()
-            self.start_interval()
+            self._start_interval(result.ended_at)
         self.writers.iteration_done(state.iteration)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether an iteration has a line or a record."""
+        return any(self._is_printed(iteration)) or iteration % self._log.tensorboard_log_interval == 0
+
+    def _is_printed(self, iteration: int) -> tuple[bool, bool]:
+        """Whether an interval ends there, and whether it is the run's first."""
+        return iteration % self._log.log_interval == 0, iteration == self._first_iteration
 
     def batch_skipped(self, why: str) -> None:
         """An iteration without a step."""
@@ -76,7 +86,7 @@ class Reporter:
         The line is the mean over --log-interval, the record the mean over --tensorboard-log-interval.
         """
         norm = self._engine.optimizer.params_norm() if self._log.log_params_norm else None
-        elapsed_s = time.monotonic() - self._interval_started
+        elapsed_s = result.ended_at - self._interval_started
         line = self._record(result, batch_size, self._totals, elapsed_s, self._flops, norm)
         tokens_per_s = self._totals.tokens / elapsed_s if elapsed_s > 0 else 0.0
         if printed:
@@ -88,6 +98,7 @@ class Reporter:
                 losses=self._unrecorded.losses(),
                 skipped_iterations=self._unrecorded.skipped_iterations,
                 nan_iterations=self._unrecorded.nan_iterations,
+                rollbacks=None if line.rollbacks is None else self._unrecorded.rollbacks,
             )
             scalars = metrics.iteration_scalars(record, tokens_per_s=tokens_per_s)
             if self._log.log_memory_to_tensorboard:
@@ -107,7 +118,7 @@ class Reporter:
         flops: float,
         params_norm: float | None,
     ) -> metrics.IterationRecord:
-        engine, state = self._engine, self._state
+        state = self._state
         tflops = flops / (elapsed_s * self._session.ps.world_size * 1e12) if elapsed_s > 0 else 0.0
         return metrics.IterationRecord(
             iteration=state.iteration,
@@ -115,8 +126,8 @@ class Reporter:
             consumed_samples=state.consumed_train_samples,
             skipped_samples=state.skipped_train_samples,
             elapsed_s=elapsed_s / max(totals.iterations, 1),
-            learning_rate=engine.scheduler.lr,
-            decoupled_learning_rate=engine.scheduler.decoupled_lr,
+            learning_rate=result.learning_rate,
+            decoupled_learning_rate=result.decoupled_learning_rate,
             global_batch_size=batch_size,
             losses=totals.losses(),
             loss_scale=result.loss_scale,
@@ -126,6 +137,9 @@ class Reporter:
             throughput_tflops=tflops if self._log.log_throughput else None,
             skipped_iterations=totals.skipped_iterations,
             nan_iterations=totals.nan_iterations,
+            rollbacks=totals.rollbacks
+            if self._session.config.parallel.enable_optimizer_post_validation
+            else None,
             when=datetime.datetime.now(),
         )
 
@@ -150,18 +164,13 @@ class Reporter:
             self._memory_told = True
 
     def start_interval(self) -> None:
-        """Forget the interval: after its line, and after a pause for evaluation or saving."""
+        """The first interval of the run begins."""
+        self._start_interval(self._clock.now())
+
+    def _start_interval(self, now: float) -> None:
         self._totals.reset()
         self._flops = 0.0
-        self._interval_started = time.monotonic()
-
-    def pause(self) -> float:
-        """Seconds of the interval so far; give them to `resume` when training goes on."""
-        return time.monotonic() - self._interval_started
-
-    def resume(self, elapsed_s: float) -> None:
-        """Go on with an interval that `pause` left, so that its iterations carry their own time only."""
-        self._interval_started = time.monotonic() - elapsed_s
+        self._interval_started = now
 
     def evaluated(self, where: str, losses: Mapping[str, float], set_name: str) -> None:
         """Print and record one evaluation."""

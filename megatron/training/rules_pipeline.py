@@ -166,6 +166,24 @@ def _too_few(s: Situation, least: int, why: str) -> str | None:
     return f"{where} has {fewest} {noun} a rank, {why}"
 
 
+@rule(
+    "post-validation",
+    "--enable-optimizer-post-validation --pipeline-model-parallel-size --post-validation-rollback "
+    "--post-validation-after",
+    "use 2 pipeline ranks or more, or leave the flags of post-validation out",
+)
+def _post_validation(s: Situation) -> str | None:
+    if s.value("enable_optimizer_post_validation"):
+        if s.value("pipeline_model_parallel_size") > 1:
+            return None
+        return "--enable-optimizer-post-validation with one pipeline rank: there is nobody to wait for"
+    for name, default in (("post_validation_rollback", "snapshot"), ("post_validation_after", 10)):
+        if s.value(name) != default:
+            flag = "--" + name.replace("_", "-")
+            return f"{flag} {s.value(name)} without --enable-optimizer-post-validation"
+    return None
+
+
 # Memory, files: what only planning tells
 
 

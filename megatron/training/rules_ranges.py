@@ -89,7 +89,8 @@ _FROM_ZERO = (
     "weight_decay "
     "clip_grad seed num_workers manual_gc_interval ckpt_step mid_level_dataset_surplus "
     "tiktoken_num_special_tokens "
-    "norm_epsilon init_method_std suggested_communication_unit_size fsdp_memory_budget interleave_group_size"
+    "norm_epsilon init_method_std suggested_communication_unit_size fsdp_memory_budget interleave_group_size "
+    "post_validation_after"
 )
 for _name in _FROM_ZERO.split():
     _at_least(_name, 0)

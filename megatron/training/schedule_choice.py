@@ -68,7 +68,13 @@ class Layout:
 
     @property
     def whole_stage(self) -> float:
-        """Activations of one microbatch on the rank that has the most of them, all its chunks together."""
+        """Activations of one microbatch on the rank that has the most of them, all its chunks together: of each chunk
+        the larger one of what F leaves and what is held between B and W."""
+        return self.costs.whole_stage(self.placement)
+
+    @property
+    def left_by_forwards(self) -> float:
+        """What the F's of one microbatch leave on the rank where that is most."""
         held = [0.0] * self.placement.num_ranks
         for activation, rank in zip(self.costs.activation, self.placement.ranks(), strict=True):
             held[rank] += activation
@@ -158,14 +164,14 @@ class Chosen:
 def choose_layout(config: Config, num_microbatches: int) -> Chosen:
     """The fastest schedule for steps of so many microbatches.
 
-    Without a limit every rank may hold what 1F1B holds on the first: p whole-stage activations. Raises
+    Without a limit every rank may hold what 1F1B holds on the first: what the F's of p microbatches leave. Raises
     StageLayersError where no schedule's stages fit the layers, PlanError where none fits the limit.
     """
     layouts, impossible = _candidates(config)
     first = next(iter(layouts.values()))
     limits = limits_of_flags(config, first)
     if limits is None:
-        limits = (first.placement.num_ranks * first.whole_stage,) * first.placement.num_ranks
+        limits = (first.placement.num_ranks * first.left_by_forwards,) * first.placement.num_ranks
     requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
     choice = _chosen(requests, num_microbatches, limits)
     return Chosen(layouts[choice.best.name], limits, (*choice.lines(), *impossible))

@@ -10,7 +10,7 @@ class StepBatches:
     """An iterator's batches, taken a step at a time and kept for the step.
 
     A pipeline asks for a microbatch on the stage that embeds it and again where its loss is; `--nan-policy` runs a
-    whole step again.
+    whole step again, with post-validation when the next one has begun.
 
     fetch: draws from `source`; there to be timed and watched. reads: whether this rank's stages need data at all;
     without it nothing is drawn, and every microbatch is empty.
@@ -22,11 +22,18 @@ class StepBatches:
         self._source = source
         self._fetch = fetch
         self._reads = reads
+        self._before: list[Any] = []  # of the step before, where it may come again
         self._kept: list[Any] = []
+        self._ahead: list[Any] = []  # drawn already for the step after this one
 
-    def begin_step(self) -> None:
-        """Forget the last step's batches."""
-        self._kept.clear()
+    def begin_step(self, *, keep_last: bool = False) -> None:
+        """The next step's batches. keep_last: `step_back` may be called; otherwise those of the last are forgotten."""
+        self._before = self._kept if keep_last else []
+        self._kept, self._ahead = self._ahead, []
+
+    def step_back(self) -> None:
+        """The step before is the one under way again; this one's batches are the next's."""
+        self._ahead, self._kept, self._before = self._kept, self._before, []
 
     def microbatch(self, index: int) -> Any:
         """Microbatch `index` of the step; drawn, with those before it, at the first request."""

@@ -47,6 +47,11 @@ class StepNumbers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.clear()
+
+    def clear(self) -> None:
+        """As if no microbatch had been added."""
+        device = self._device
         self._nonfinite = torch.zeros((), dtype=torch.float64, device=device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._report: dict[str, Tensor] = {}  # name -> [sum, count]
@@ -92,16 +97,28 @@ class StepNumbers:
 
         Losses count where they are computed, once for all tensor parallel ranks; flags count on every rank.
         """
-        own = [torch.stack([self._nonfinite, self._tokens]), *self._report.values()]
-        numbers = torch.cat(own)
+        vector = self.vector(ps, flags)
+        collectives.all_reduce(vector, ps.world_group)
+        return self.totals(vector.tolist(), len(flags))  # sync: the step's only look at its own numbers
+
+    def vector(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Tensor:
+        """This rank's numbers, fp64, in the layout above: to be summed over all ranks."""
+        numbers = torch.cat([torch.stack([self._nonfinite, self._tokens]), *self._report.values()])
         if ps.tp_rank:
             numbers.zero_()
-        vector = torch.cat([torch.tensor(flags, dtype=torch.float64, device=self._device), numbers])
-        collectives.all_reduce(vector, ps.world_group)
-        summed = vector.tolist()  # sync: the step's only look at its own numbers
-        nonfinite, tokens, *pairs = summed[len(flags) :]
+        return torch.cat([torch.tensor(flags, dtype=torch.float64, device=self._device), numbers])
+
+    def totals(self, summed: Sequence[float], num_flags: int) -> Totals:
+        """Of vectors that were summed over all ranks."""
+        nonfinite, tokens, *pairs = summed[num_flags:]
         losses = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.names)}
-        return Totals(int(nonfinite), tokens, tuple(summed[: len(flags)]), losses)
+        return Totals(int(nonfinite), tokens, tuple(summed[:num_flags]), losses)
+
+    def num_tokens(self, ps: ParallelState) -> float:
+        """Over all ranks. Communicates over world."""
+        tokens = torch.zeros_like(self._tokens) if ps.tp_rank else self._tokens.clone()
+        collectives.all_reduce(tokens, ps.world_group)
+        return float(tokens.item())  # sync: the host divides by it
 
 
 def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def test_unsupported_flags_with_neutral_values_ask_for_nothing():
     experts = flag_table()["num_experts"]
     assert experts.asks_for_nothing(("0",))
     assert not experts.asks_for_nothing(("8",))
-    assert not flag_table()["enable_optimizer_post_validation"].asks_for_nothing(())
+    assert not flag_table()["enable_vocab_parallel"].asks_for_nothing(())
 
 
 def test_edit_distance():

@@ -15,6 +15,7 @@ from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.plans import Plans
 from megatron.training.replan import PLAN_FILE, Replanner, check_same_plan
+from megatron.training.run_clock import RunClock
 from tests.harness import launch
 from tests.harness.measured_runs import figures_of_run
 
@@ -49,7 +50,7 @@ class World:
         )
         engine = SimpleNamespace(chunks=[])
         runner = SimpleNamespace(profiler=self, plan_anew=self.plan_anew)
-        self.replanner = Replanner(self.session, self.plans, runner, engine, self, first)
+        self.replanner = Replanner(self.session, self.plans, runner, engine, self, RunClock(), first)
 
     # the profiler
     @property
@@ -75,12 +76,6 @@ class World:
         self.window = start, end
 
     # the reporter
-    def pause(self):
-        return 1.0
-
-    def resume(self, elapsed_s):
-        assert elapsed_s == 1.0
-
     def planned_again(self, plan):
         self.said.append(plan)
 

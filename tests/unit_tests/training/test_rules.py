@@ -99,7 +99,7 @@ BAD = [
     ("--json", "json-flag"),
     ("--num-experts 8 --moe-router-topk 2", "not-supported not-supported"),
     ("--use-custom-fsdp --use-nccl-ub --use-sharp", "not-supported not-supported"),
-    ("--enable-optimizer-post-validation --fp8-format hybrid", "not-supported not-supported"),
+    ("--enable-vocab-parallel --fp8-format hybrid", "not-supported not-supported"),
     ("--pipeline-model-parallel-size 2", "world-size"),
     ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "not-supported not-supported"),
     ("--trust-remote-code", "not-supported"),

@@ -155,7 +155,10 @@ REFUSED = [
     (2, f"{FILE} nowhere.json", "pipeline-plan", "nowhere.json cannot be read"),
     # not built
     (2, "--num-seq-splits 2", "not-supported", "--num-seq-splits 2"),
-    (2, "--enable-optimizer-post-validation", "not-supported", "post-validation"),
+    (1, "--enable-optimizer-post-validation", "post-validation", "nobody to wait for"),
+    (2, "--post-validation-after 3", "post-validation", "--post-validation-after 3 without --enable"),
+    (2, "--post-validation-rollback inverse", "post-validation", "inverse without --enable"),
+    (2, "--enable-optimizer-post-validation --post-validation-after -1", "range-post-validation-after", "least 0"),
 ]  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.plans import Plans
 from megatron.training.replica_check import check_replicas
-from megatron.training.step import StepRunner
+from megatron.training.run_clock import RunClock
+from megatron.training.step import StepRunner, StepTask
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
@@ -79,6 +80,7 @@ class Trainer:
             NanPolicy(policy, 3),
             Timers(0),
             NoWatchdog(),
+            RunClock(),
         )
         self.batches = StepBatches(self._microbatches(), reads=True)
 
@@ -90,9 +92,8 @@ class Trainer:
                 yield microbatch(step, index * self.ps.dp_size + self.ps.dp_rank)
 
     def step(self, iteration):
-        return self.steps.step(
-            self.batches, iteration=iteration, num_microbatches=self.num_microbatches, flags=()
-        )
+        (result,) = self.steps.step(self.batches, StepTask(iteration, self.num_microbatches))
+        return result
 
     def run(self, count):
         results = [self.step(iteration) for iteration in range(1, count + 1)]

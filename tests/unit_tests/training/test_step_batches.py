@@ -29,3 +29,17 @@ def test_a_rank_that_needs_no_data_draws_none():
     batches.begin_step()
     assert [batches.microbatch(i) for i in range(5)] == [{}] * 5
     assert next(source) == 0
+
+
+def test_a_step_that_comes_again_and_the_one_after_it():
+    batches = StepBatches(iter(range(10)))
+    batches.begin_step()
+    assert batches.microbatch(1) == 1
+    batches.begin_step(keep_last=True)
+    assert batches.microbatch(0) == 2  # the second of this step is not drawn
+    batches.step_back()
+    assert [batches.microbatch(i) for i in range(2)] == [0, 1]
+    batches.begin_step()
+    assert [batches.microbatch(i) for i in range(2)] == [2, 3]
+    batches.begin_step()
+    assert batches.microbatch(0) == 4

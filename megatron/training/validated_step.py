@@ -1,0 +1,158 @@
+"""Optimizer steps that no rank waits for all others to make: `--enable-optimizer-post-validation`.
+
+[Note: one step behind] A step that has run is decided on while the next one's first forwards run (see post_validator).
+Until then it has not happened for anybody but the weights: the loop's counters, the learning rate and the log wait for
+the decision. The loss scale has to go ahead, because forwards multiply with it: it moves as after a clean step, and is
+put right with the rest. Where the decision is to run a step again, or to abort, the step under way is dropped, and what
+it has drawn of the data is kept for when it comes again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.optimizer.step_rules import StepRules
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
+from megatron.training.build import Engine
+from megatron.training.config import Config
+from megatron.training.nan_policy import Decision, NanPolicy, Verdict
+from megatron.training.pipeline import PipelineRunner
+from megatron.training.run_clock import RunClock
+from megatron.training.step import Attempt, StepResult, StepRunner, StepTask
+from megatron.training.step_batches import StepBatches
+from megatron.training.step_numbers import StepNumbers
+
+
+@dataclasses.dataclass
+class _Undecided:
+    """A step that has run. scaler: its state in that step. numbers: this rank's. ended_at: None while it still runs."""
+
+    task: StepTask
+    divisor: float
+    loss_scale: float
+    scaler: dict[str, Any]
+    numbers: StepNumbers
+    ended_at: float | None = None
+
+
+class ValidatedStepRunner:
+    """`step.Steps` over the validator of this rank, whose `StepOwner` it is. steps: for what has to be run in the old
+    way: a step once more, or the search for what is not finite."""
+
+    def __init__(
+        self,
+        config: Config,
+        ps: ParallelState,
+        engine: Engine,
+        runner: PipelineRunner,
+        nan_policy: NanPolicy,
+        steps: StepRunner,
+        clock: RunClock,
+    ) -> None:
+        self._config, self._ps, self._engine, self._runner = config, ps, engine, runner
+        self._nan_policy, self._steps, self._clock = nan_policy, steps, clock
+        self._running: StepTask | None = None
+        self._undecided: _Undecided | None = None
+        self._failed: tuple[Attempt, Verdict, StepTask] | None = None
+        self._results: list[StepResult] = []
+        self._validator = PostValidator(
+            engine.optimizer,
+            StateChannel(ps),
+            self,
+            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks),
+            rank=ps.pp_rank,
+            num_ranks=ps.pp_size,
+            after=config.parallel.post_validation_after,
+            count_zero_grads=config.logging.log_num_zeros_in_grad,
+        )
+        runner.validate_by(self._validator)
+
+    # For the loop ------------------------------------------------------------------------------------
+
+    @property
+    def num_undecided(self) -> int:
+        return int(self._validator.pending)
+
+    def step(self, batches: StepBatches, task: StepTask) -> list[StepResult]:
+        """See `Steps`. Communicates over the world, but waits for it only where a step is decided on at once."""
+        batches.begin_step(keep_last=self._validator.pending)
+        self._running = task
+        with self._steps.phase("forward-backward"):
+            done = self._runner.train_and_step(
+                batches, iteration=task.iteration, num_microbatches=task.num_microbatches
+            )
+        self._running = None
+        if not done:
+            batches.step_back()
+        elif self._undecided is not None:
+            self._undecided.ended_at = self._clock.now()
+        return self._decided_on(batches)
+
+    def settle(self, batches: StepBatches) -> list[StepResult]:
+        """See `Steps`."""
+        with self._steps.phase("optimizer"):
+            self._validator.validate_now()
+        return self._decided_on(batches)
+
+    def _decided_on(self, batches: StepBatches) -> list[StepResult]:
+        if self._failed is not None:
+            attempt, verdict, task = self._failed
+            self._failed = None
+            self._results.append(self._steps.conclude(attempt, verdict, batches, task))
+        results, self._results = self._results, []
+        return results
+
+    # For the validator, while a step runs ----------------------------------------------------------------
+
+    def complete(self) -> Completed:
+        """See `StepOwner`. With --calculate-per-token-loss it waits for the number of tokens of all ranks."""
+        task, scaler, config = self._running, self._engine.scaler, self._config
+        assert task is not None, "a step is complete that is not under way"
+        assert self._undecided is None, "a step is complete before the one before it was decided on"
+        numbers = self._runner.finish_gradients()
+        per_token = config.model.calculate_per_token_loss
+        num_tokens = numbers.num_tokens(self._ps) if per_token else 0.0
+        divisor = self._steps.divisor(num_tokens, task.num_microbatches)
+        self._undecided = _Undecided(task, divisor, scaler.scale, scaler.state(), numbers)
+        scaler.update(False)
+        own = numbers.vector(
+            self._ps, task.flags
+        ).tolist()  # sync: it travels with the state, from host to host
+        seen = numbers.totals(own, len(task.flags)).nonfinite_microbatches > 0
+        return Completed(divisor, seen, tuple(own))
+
+    def settle_weights(self) -> None:
+        self._engine.model.settle_weights()
+
+    def weights_changed(self) -> None:
+        self._engine.model.weights_changed()
+
+    def decided(self, outcome: Outcome) -> bool:
+        """See `StepOwner`, and [Note: one step behind]. Whether nothing asks for an end."""
+        step, scaler = self._undecided, self._engine.scaler
+        assert step is not None, "a decision on no step"
+        self._undecided = None
+        scaler.load_state(step.scaler)
+        verdict = self._nan_policy.decide(
+            nonfinite=outcome.nonfinite and self._steps.checks, scale_at_minimum=scaler.at_minimum
+        )
+        totals = step.numbers.totals(outcome.extras, len(step.task.flags))
+        num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None
+        attempt = Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
+        if verdict.decision in (Decision.RERUN, Decision.ABORT):
+            self._failed = attempt, verdict, step.task
+            return False
+        assert (verdict.decision is Decision.SKIP) == (outcome.coefficient is None), (verdict, outcome)
+        result = self._steps.decided(
+            attempt,
+            verdict,
+            step.task,
+            step.loss_scale,
+            ended_at=step.ended_at,
+            rolled_back=outcome.rolled_back,
+        )
+        self._results.append(result)
+        return not any(totals.flags)
