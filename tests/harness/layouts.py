@@ -152,9 +152,7 @@ class Run:
         gradients complete and nothing updated."""
         batches = StepBatches(self._microbatches(step), reads=self.plans.reads_data(self.ps.pp_rank))
         batches.begin_step()
-        numbers = self._runner.train(
-            batches, iteration=step, num_microbatches=self.num_microbatches, loss_scale=1.0
-        )
+        numbers = self._runner.train(batches, iteration=step, num_microbatches=self.num_microbatches)
         totals = numbers.reduce(self.ps)
         divisor = totals.num_tokens if self._per_token else float(self.global_batch)
         stats = self.engine.optimizer.prepare(divisor, count_zero_grads=count_zeros)

@@ -41,23 +41,43 @@ ZERO_BUBBLE = [
     Layout(pp=2, dp=2, schedule="zbv", more=(*OVERLAP, *SHARDED)),
     Layout(pp=2, dp=2, schedule="v-half", more=(*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")),
 ]
+NEW_SCHEDULES = ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zbv", "v-half", "v-min", "1f1b-v", "dualpipe-v", "gis")
 EVERY_ZERO_BUBBLE = [
     Layout(tp=tp, sp=sp, pp=2, dp=4 // tp, schedule=schedule, chunks=2 if schedule == "gis" else 1, more=more)
-    for schedule in (
-        "zb-h1",
-        "zb-h2",
-        "zb-1p",
-        "zb-2p",
-        "zbv",
-        "v-half",
-        "v-min",
-        "1f1b-v",
-        "dualpipe-v",
-        "gis",
-    )
+    for schedule in NEW_SCHEDULES
     for tp, sp in ((1, False), (2, False), (2, True), (4, True))
     for more in ((), OVERLAP, SHARDED, (*OVERLAP, *SHARDED))
     if 4 // tp > 1 or not more
+]
+RECOMPUTED = (
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+)
+PADDING = ("--allow-padding-num-layers", "--use-distributed-optimizer")
+SELECTIVE = ("--recompute-granularity", "selective")
+# Longer pipelines, and what B recomputes.
+DEEP_ZERO_BUBBLE = [
+    Layout(
+        tp=tp,
+        sp=sp,
+        pp=pp,
+        dp=8 // (tp * pp),
+        schedule=schedule,
+        chunks=2 if schedule == "gis" else 1,
+        more=more,
+    )
+    for schedule in NEW_SCHEDULES
+    for tp, sp, pp, more in (
+        (2, False, 4, ()),
+        (2, True, 4, RECOMPUTED),
+        (1, False, 4, (*OVERLAP, *SHARDED, *SELECTIVE)),
+        (1, False, 8, RECOMPUTED),
+        (1, False, 8, ()),
+    )
 ]
 
 
@@ -114,9 +134,10 @@ def check_all(ctx, cases):
     return [train(ctx, layout, words, global_batch=batch) for layout, batch, words in cases]
 
 
-def all_equal_reference(layouts, words):
+def all_equal_reference(layouts, words, num_layers=None):
+    """num_layers: of all; as few as each layout can do with where it is not given."""
     sizes = [size_of(layout) for layout in layouts]
-    words_of = [[*words, "--num-layers", str(num_layers)] for num_layers, _ in sizes]
+    words_of = [[*words, "--num-layers", str(num_layers or fewest)] for fewest, _ in sizes]
     cases = [
         (layout, batch, words) for layout, (_, batch), words in zip(layouts, sizes, words_of, strict=True)
     ]
@@ -140,6 +161,28 @@ def test_zero_bubble_schedules_of_four_ranks_equal_the_reference():
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_every_zero_bubble_schedule_of_eight_ranks_equals_the_reference(model):
     all_equal_reference(EVERY_ZERO_BUBBLE, [*model, *EXACT])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", NEW_SCHEDULES)
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_zero_bubble_schedules_of_deep_pipelines_equal_the_reference(model, schedule):
+    mine = [layout for layout in DEEP_ZERO_BUBBLE if layout.schedule == schedule]
+    all_equal_reference(mine, [*model, *EXACT])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_padded_layers_equal_the_reference(model):
+    """Fewer layers than stages: some hand on what they get."""
+    layouts = [
+        Layout(
+            tp=2, sp=True, pp=2, dp=2, schedule=schedule, chunks=2 if schedule == "gis" else 1, more=PADDING
+        )
+        for schedule in NEW_SCHEDULES
+    ]
+    all_equal_reference(layouts, [*model, *EXACT], num_layers=3)
 
 
 REPEATED = [
