@@ -76,7 +76,7 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
         type=at_least_0,
         default=1.0,
         metavar="SHARE",
-        help="share of an activation still held between B and W (default 1)",
+        help="what is held between B and W, as a share of an activation; may be above 1 (default 1)",
     )
     made.add_argument(
         "--format", choices=formats, default="text", help="several schedules: text, json, table"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import highspy
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute
+from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, W, compute
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -206,14 +206,14 @@ class _Programme:
                 self._at_most([(-1.0, a, b), (-1.0, b, c), (1.0, a, c)], 0.0)
 
     def _memory(self, ops: list[int]) -> None:
-        """Only an F can make a new peak."""
+        """Only what takes memory can make a new peak: an F, and a B that leaves more than its F did."""
         problem = self.problem
         limit = problem.limit[problem.rank[ops[0]]]
         largest = max(map(problem.memory, ops))
         if limit == math.inf or not largest:
             return
         for at in ops:
-            if problem.ops[at][0] == F:
+            if problem.memory(at) > 0:
                 held = [(problem.memory(one) / largest, one, at) for one in ops if one != at]
                 self._at_most(held, (limit * (1 + SLACK) - problem.memory(at)) / largest)
 

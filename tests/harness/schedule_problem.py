@@ -61,12 +61,14 @@ class Problem:
         self.step = self._step()
 
     def _limits(self, memory_limit: Sequence[float] | None) -> list[float]:
-        """A stage's first B follows the F's of all chunks of its rank, so that is the least: `one_by_one` has it."""
+        """The least is what `one_by_one` has; a BW never holds more than its F left."""
         if memory_limit is None:
             return [math.inf] * self.placement.num_ranks
         assert len(memory_limit) == self.placement.num_ranks, (memory_limit, self.placement)
         for rank, limit in enumerate(memory_limit):
-            least = sum(self.costs.activation[stage] for stage, one in enumerate(self.ranks) if one == rank)
+            stages = [stage for stage, one in enumerate(self.ranks) if one == rank]
+            whole = sum(self.costs.activation[stage] for stage in stages)
+            least = whole if self.fused else self.costs.least_activation(stages)
             if limit < least - TOLERANCE * least:
                 raise PlanError(
                     f"no order of rank {rank} holds {limit} or less: one microbatch through all its stages is {least}"
@@ -156,11 +158,10 @@ def _list_schedule(problem: Problem, preference: tuple[int, ...], reserve: bool)
         best: tuple[float, int, int] | None = None
         for at in heads:
             op, rank = problem.ops[at], problem.rank[at]
-            if op[0] == F:
-                opens = reserve and op[1] < problem.placement.num_ranks
-                needs = owed[rank] + whole[rank] if opens else problem.memory(at)
-                if not problem.fits(rank, held[rank] + needs):
-                    continue
+            opens = reserve and op[0] == F and op[1] < problem.placement.num_ranks
+            needs = owed[rank] + whole[rank] if opens else problem.memory(at)
+            if needs > 0 and not problem.fits(rank, held[rank] + needs):
+                continue
             # Later stages first: they are nearer to the loss, or to it again.
             key = (max(clock[rank], ready[at]), preference.index(op[0]) * len(problem.ranks) - op[1], at)
             best = key if best is None else min(best, key)

@@ -61,8 +61,7 @@ class ModelCosts:
             tuple(one.f / unit for one in works),
             tuple(one.b / unit for one in works),
             tuple(one.w / unit for one in works),
-            # What W needs can be more than what F has kept: gradients of outputs join the inputs.
-            tuple(max(one.saved, one.held) for one in works),
+            tuple(one.saved for one in works),
             tuple(one.held for one in works),
             comm,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,16 +58,17 @@ def of_rank_totals(costs: CostModel, ran: Placement, placement: Placement) -> Co
             sums[rank] += value
         return sums
 
-    held = sum(costs.held_after_b) / sum(costs.activation)
-    return CostModel.of_ranks(
+    held = totals(costs.held_after_b)
+    made = CostModel.of_ranks(
         placement,
         time_f=totals(costs.f),
         time_b=totals(costs.b),
         time_w=totals(costs.w),
         comm=costs.comm,
         activation=totals(costs.activation),
-        memory_after_b=held,
     )
+    shares = tuple(held[rank] / placement.num_chunks for rank in placement.ranks())
+    return dataclasses.replace(made, held_after_b=shares)
 
 
 def over_limit(simulation: Simulation, limits: Sequence[float] | None) -> tuple[int, float] | None:

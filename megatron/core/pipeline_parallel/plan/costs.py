@@ -1,4 +1,12 @@
-"""What operations cost: the one model that add_comm, simulate, searches and the planner read."""
+"""What operations cost: the one model that add_comm, simulate, searches and the planner read.
+
+[Note: memory of split backwards] Between its B and its W a microbatch holds other tensors than between F and B: x and
+dy of every linear. That can be more than F kept, above all where activations are recomputed. A B then makes a rank's
+memory grow, by held_after_b - activation. Memory counts in program order and after each operation, so a rank's peak is
+after an F or after a B that grows; while such a B runs it counts as what it leaves. That assumes that a B files what W
+needs as fast as it frees what F kept, layer by layer; what single operations take besides, on either way, is not
+counted. A BW frees as it goes, and never holds more than the activation.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +21,8 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 class CostModel:
     """Costs of one microbatch, by global stage; times in any one unit, activations in any one unit.
 
-    f, b, w: durations; a BW takes b + w. comm: latency of one transfer. activation: what F allocates.
-    held_after_b: what of it is still held between B and W.
+    f, b, w: durations; a BW takes b + w. comm: latency of one transfer. activation: what F leaves. held_after_b: what
+    is held between B and W; see [Note: memory of split backwards] for where it is more than the activation.
     """
 
     f: tuple[float, ...]
@@ -30,11 +38,6 @@ class CostModel:
         every = (*self.f, *self.b, *self.w, *self.activation, *self.held_after_b, self.comm)
         if not all(0 <= value < float("inf") for value in every):
             raise PlanError("costs must be finite and at least 0")
-        for stage, (all_of_it, held) in enumerate(zip(self.activation, self.held_after_b, strict=True)):
-            if held > all_of_it:
-                raise PlanError(
-                    f"stage {stage}: held after B {held} is more than the activation, {all_of_it}"
-                )
 
     @classmethod
     def of_ranks(
@@ -50,7 +53,7 @@ class CostModel:
     ) -> CostModel:
         """From figures of whole ranks, one for all or one a rank, divided evenly over a rank's chunks.
 
-        memory_after_b: the share of an activation that is held between B and W.
+        memory_after_b: what is held between B and W, as a share of an activation; may be above 1.
         """
 
         def spread(name: str, values: Sequence[float]) -> tuple[float, ...]:
@@ -61,8 +64,8 @@ class CostModel:
             full = list(values) * (placement.num_ranks if len(values) == 1 else 1)
             return tuple(full[rank] / placement.num_chunks for rank in placement.ranks())
 
-        if not 0 <= memory_after_b <= 1:
-            raise PlanError(f"the share of an activation held after B is 0 to 1, not {memory_after_b}")
+        if not 0 <= memory_after_b < float("inf"):
+            raise PlanError(f"what is held after B is a share of at least 0, not {memory_after_b}")
         activations = spread("activation", activation)
         return cls(
             spread("time of F", time_f),
@@ -74,11 +77,34 @@ class CostModel:
         )
 
     def released(self, kind: int, stage: int) -> float:
-        """What B, W or BW gives back of what F has allocated."""
+        """What B, W or BW gives back of what is held; below 0 for a B that leaves more than F did."""
         if kind == BW:
             return self.activation[stage]
         held = self.held_after_b[stage]
         return held if kind == W else self.activation[stage] - held
+
+    def least_activation(self, stages: Sequence[int]) -> float:
+        """The least that a rank must be allowed to hold: one microbatch through its stages, W's right behind B's.
+
+        stages: of one rank, the first in the pipeline first. All of their forwards come before the first gradient, and
+        at the B of each stage what the F's of those before it have left is still there.
+        """
+        before = most = 0.0
+        for stage in stages:
+            most = max(most, before + self.held_after_b[stage])
+            before += self.activation[stage]
+        return max(most, before)
+
+    def whole_stage(self, placement: Placement) -> float:
+        """One microbatch's activation on the rank that has the most, all its stages together: the unit of limits.
+
+        Of each stage counts the larger one of what F leaves and what is held between B and W, so a limit of one whole
+        stage allows every rank a microbatch, and any schedule takes at most as many of them as microbatches under way.
+        """
+        held = [0.0] * placement.num_ranks
+        for stage, rank in enumerate(placement.ranks()):
+            held[rank] += max(self.activation[stage], self.held_after_b[stage])
+        return max(held)
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """By computing kind (F, B, W, BW), then by global stage."""

@@ -90,7 +90,7 @@ def _activations(
     for one in figures:
         for stage, after_f, after_b in one["activations"]:
             before = most.get(stage, (0, 0))
-            most[stage] = (max(before[0], after_f, after_b), max(before[1], after_b))
+            most[stage] = (max(before[0], after_f), max(before[1], after_b))
     if not most:
         shares = (1 / placement.num_chunks,) * placement.num_stages
         return shares, shares

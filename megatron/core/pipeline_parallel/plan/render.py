@@ -212,8 +212,9 @@ class _Trace:
         for start, end, place, label in bars(self.simulation, rank):
             kind, stage = self.simulation.plan.rows[rank][place][:2]
             self._slice(rank, COMPUTE_LANE, label, Kind(kind).name, start, end)
-            held += costs.activation[stage] if kind == F else -costs.released(kind, stage)
-            self._count(process, start if kind == F else end, held)
+            change = costs.activation[stage] if kind == F else -costs.released(kind, stage)
+            held += change
+            self._count(process, start if change > 0 else end, held)  # grows at once, shrinks at the end
             if self.simulation.plan.forward_only:  # nothing is kept for a backward
                 held -= costs.activation[stage]
                 self._count(process, end, held)

@@ -265,7 +265,7 @@ def _no_deadlock(plan: Plan, costs: CostModel) -> None:
 def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool = False) -> float:
     """The most that a rank's activations take: F takes them at its start, B and W (or BW) free them at their ends.
 
-    forward_only: F itself frees them at its end.
+    A B that leaves more than F did takes the difference at its start. forward_only: F itself frees them at its end.
     """
     held = peak = 0.0
     for place, op in enumerate(row):
@@ -280,6 +280,7 @@ def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool
                 held -= size
         else:
             held -= costs.released(kind, op[1])
+            peak = max(peak, held)
             if held < -1e-6:
                 raise PlanError(
                     f"rank {rank}, place {place}, {op_text(op)}: frees more activation than is held"

@@ -43,15 +43,22 @@ class Block:
         found = []
         for mine in problem.stages():
             highest = 0.0
-            for now in (self.offsets[stage] for stage in mine):
+            # After an F, or after a B that leaves more than its F did.
+            growing = [num_stages + one for one in mine if costs.held_after_b[one] > costs.activation[one]]
+            for code in (*mine, *growing):
+                now, is_b = self.offsets[code], code >= num_stages
                 held = 0.0
                 for stage in mine:
                     size, kept = costs.activation[stage], costs.held_after_b[stage]
                     forwards = math.floor((now - self.offsets[stage]) / period + TOLERANCE)
-                    backwards = math.ceil((now - self.offsets[num_stages + stage]) / period - TOLERANCE)
+                    backwards = (now - self.offsets[num_stages + stage]) / period
+                    # At one time F's come first, then B's: before an F no B of its time counts, behind a B all do.
+                    through = (
+                        math.floor(backwards + TOLERANCE) + 1 if is_b else math.ceil(backwards - TOLERANCE)
+                    )
                     weights = math.ceil((now - self.offsets[2 * num_stages + stage]) / period - TOLERANCE)
-                    # Microbatches up to `forwards` have begun; those before `backwards` and `weights` are through.
-                    held += (forwards + 1 - backwards) * size + (backwards - weights) * kept
+                    # Microbatches up to `forwards` have begun; those before `through` and `weights` are through.
+                    held += (forwards + 1 - through) * size + (through - weights) * kept
                 highest = max(highest, held)
             found.append(highest)
         return found

@@ -9,10 +9,62 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, F
 from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, slack
 
 INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a rank keeps free for B's that leave more than their F did.
+
+    stages: of the rank, by chunk. num_stages: global ones. kept: by chunk, what a microbatch holds whose F's up to that
+    chunk are done and no later one's, or whose B's down to the next chunk and their W's are done. for_b: by chunk, what
+    it needs on top of that for the rest of its B's, W's right behind them. for_f: the same for its F's and all B's.
+    """
+
+    stages: Sequence[int]
+    num_stages: int
+    kept: Sequence[float]
+    for_b: Sequence[float]
+    for_f: Sequence[float]
+
+    @classmethod
+    def of(cls, stages: Sequence[int], costs: CostModel) -> Growth:
+        """For the stages of one rank."""
+        kept, for_b, total, needed = [], [], 0.0, 0.0
+        for stage in stages:
+            size = costs.activation[stage]
+            # This B grows on top of what is there; those that follow begin from what this one and its W have freed.
+            needed = max(costs.held_after_b[stage] - size, needed - size, 0.0)
+            total += size
+            kept.append(total)
+            for_b.append(needed)
+        return cls(stages, len(costs.f), kept, for_b, [total - one + needed for one in kept])
+
+    def allows(self, done: Sequence[int], stage: int, limit: float) -> bool:
+        """Whether the rank can still come to the end once it has done one more F of this stage.
+
+        That is: with all W's done whose B's are, one microbatch after the other, the oldest first, goes through all
+        that it still needs. All ranks keep room for the oldest microbatch first, so together they always go on.
+        done: by code. Of microbatches that are equally far the oldest needs as much as the others and finds least room.
+        """
+        num_stages, kept = self.num_stages, self.kept
+        forwards = [done[one] + (one == stage) for one in self.stages]
+        backwards = [done[num_stages + one] for one in self.stages]
+        last = len(forwards) - 1
+        ahead_b, ahead_f = [*backwards[1:], forwards[last]], forwards[1:]
+        groups = [(ahead_b[c] - backwards[c], kept[c], self.for_b[c]) for c in range(last + 1)]
+        groups += [(forwards[c] - ahead_f[c], kept[c], self.for_f[c]) for c in range(last - 1, -1, -1)]
+        held = sum(count * size for count, size, _ in groups)
+        for count, size, needed in groups:
+            if count:
+                if held + needed > limit:
+                    return False
+                held -= count * size
+        return True
 
 
 @dataclass(frozen=True)
@@ -46,6 +98,15 @@ class ListScheduler:
         # For F of a stage: what the rank's later stages take of one microbatch, kept free for the oldest one that has
         # not come there yet. Without it early forwards could take all memory and nothing could go on.
         self.later = [0.0] * num_stages
+        self.change = [
+            *costs.activation,
+            *(h - a for a, h in zip(costs.activation, costs.held_after_b, strict=True)),
+        ]
+        # By rank: where a B leaves more than its F did, what an F has to keep free.
+        self.growth = [
+            Growth.of(mine, costs) if any(self.change[num_stages + stage] > 0 for stage in mine) else None
+            for mine in self.stages
+        ]
         self.next_stage = [-1] * num_stages
         for mine in self.stages:
             for chunk, stage in enumerate(mine):
@@ -92,14 +153,15 @@ class _Run:
         num_stages, total, durations = scheduler.num_stages, scheduler.total, scheduler.durations
         urgency, caps = self.how.urgency, self.how.caps
         room = scheduler.limits[rank] - self.held[rank]
-        activation = scheduler.problem.costs.activation
+        activation, change = scheduler.problem.costs.activation, scheduler.change
+        growth = scheduler.growth[rank]
         first = INFINITY  # the earliest start, and what starts there
         first_code = -1
         candidates = []
         for stage in scheduler.stages[rank]:
             code = num_stages + stage
             forwards, backwards, weights = done[stage], done[code], done[code + num_stages]
-            if backwards < len(arrivals[code]):
+            if backwards < len(arrivals[code]) and (growth is None or room >= change[code]):
                 start = arrivals[code][backwards]
                 if start < now:
                     start = now
@@ -113,10 +175,11 @@ class _Run:
                 and (caps is None or forwards - backwards < caps[stage])
             ):
                 following = scheduler.next_stage[stage]
-                if following < 0 or (
-                    (forwards + 1 - done[following]) * activation[stage] + scheduler.later[stage]
+                if (
+                    following < 0
+                    or (forwards + 1 - done[following]) * activation[stage] + scheduler.later[stage]
                     <= scheduler.limits[rank]
-                ):
+                ) and (growth is None or growth.allows(done, stage, scheduler.limits[rank])):
                     start = arrivals[stage][forwards]
                     if start < now:
                         start = now
@@ -150,13 +213,13 @@ class _Run:
         heapq.heappush(self.events, (end, rank))
         kind, stage = divmod(code, num_stages)
         if kind == F:
-            self.held[rank] += costs.activation[stage]
+            self.held[rank] += scheduler.change[code]
             if stage + 1 < num_stages:
                 goal, arrival = stage + 1, end + scheduler.latencies[stage]
             else:
                 goal, arrival = num_stages + stage, end
         elif kind == B:
-            self.held[rank] -= costs.activation[stage] - costs.held_after_b[stage]
+            self.held[rank] += scheduler.change[code]
             if not stage:
                 return
             goal, arrival = code - 1, end + scheduler.latencies[stage - 1]

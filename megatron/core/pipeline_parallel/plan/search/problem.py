@@ -68,9 +68,8 @@ def check_limits(name: str, problem: Problem) -> None:
     A rank's forwards of one microbatch all come before the first of its gradients, on any placement where each of the
     rank's stages is later in the pipeline than the one before.
     """
-    activation = problem.costs.activation
     for rank, (stages, limit) in enumerate(zip(problem.stages(), problem.limits, strict=True)):
-        least = sum(activation[stage] for stage in stages)
+        least = problem.costs.least_activation(stages)
         if limit < least - slack(least):
             raise PlanError(
                 f"{name}: rank {rank} may hold {limit:g} of activations, and no order can do with less than {least:g},"
@@ -90,10 +89,7 @@ def limits_of(
     """The request's limits, or `whole_stages` activations of the rank that has the largest, on every rank."""
     if request.memory_limit is not None:
         return request.memory_limit
-    held = [0.0] * placement.num_ranks
-    for stage, rank in enumerate(placement.ranks()):
-        held[rank] += costs.activation[stage]
-    return (whole_stages * max(held),) * placement.num_ranks
+    return (whole_stages * costs.whole_stage(placement),) * placement.num_ranks
 
 
 def peaks(problem: Problem, order: Order) -> list[float]:

@@ -173,6 +173,12 @@ def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
     if problem.placement.num_chunks == 1 or not whole.found:
         for start in known(problem):
             whole.add(start, start.make(problem))
+    for start in by_rules(
+        problem
+    ):  # the scheduler comes to the end within any limit that lets one microbatch through
+        if whole.found:
+            break
+        whole.add(start, start.make(problem))
     assert whole.found, "no start can be made longer"
     return whole.ranking[0]
 

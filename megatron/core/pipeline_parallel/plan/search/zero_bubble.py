@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_of, plan_of
+from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_of, plan_of, slack
 from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.solve import solve
+from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.two_chunks import v_placement
+from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 
 def zb_1p(request: Request) -> Plan:
@@ -42,7 +47,7 @@ def zero_bubble(name: str, request: Request, whole_stages: float) -> Plan:
     Raises PlanError naming the rank where a limit is lower than any order needs.
     """
     request.one_chunk(name)
-    return _searched(name, request, Placement(LINEAR, request.num_ranks), whole_stages)
+    return _or_fused(request, _searched(name, request, Placement(LINEAR, request.num_ranks), whole_stages))
 
 
 def adaptive_v(name: str, request: Request, whole_stages: float) -> Plan:
@@ -50,11 +55,27 @@ def adaptive_v(name: str, request: Request, whole_stages: float) -> Plan:
 
     Raises PlanError naming the rank where a limit is lower than any order needs.
     """
-    return _searched(name, request, v_placement(request, name), whole_stages)
+    return _searched(name, request, v_placement(request, name), whole_stages)[0]
 
 
-def _searched(name: str, request: Request, placement: Placement, whole_stages: float) -> Plan:
+def _searched(name: str, request: Request, placement: Placement, whole_stages: float) -> tuple[Plan, Problem]:
     costs = request.costs_on(placement)
     limits = limits_of(request, placement, costs, whole_stages)
     problem = Problem(placement, request.num_microbatches, costs, limits)
-    return plan_of(name, problem, solve(name, problem).order)
+    return plan_of(name, problem, solve(name, problem).order), problem
+
+
+def _or_fused(request: Request, found: tuple[Plan, Problem]) -> Plan:
+    """The plan, or 1F1B's fused backwards where these take less: a BW does not grow, and may do with a limit under
+    which hardly any B can run ahead of its W."""
+    plan, problem = found
+    costs = problem.costs
+    if all(held <= left for held, left in zip(costs.held_after_b, costs.activation, strict=True)):
+        return plan  # every order of fused backwards is one of split ones, and was judged
+    fused = dataclasses.replace(
+        one_f_one_b(Request(request.num_ranks, request.num_microbatches)), schedule=plan.schedule
+    )
+    peaks = (peak_activation(rank, row, costs) for rank, row in enumerate(fused.rows))
+    fits = all(peak <= limit + slack(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
+    cost = simulate(plan, costs).cost
+    return fused if fits and simulate(fused, costs).cost < cost - slack(cost) else plan

@@ -149,6 +149,7 @@ def test_peak_of_a_split_backward():
     half = CostModel.of_ranks(plan.placement, memory_after_b=0.5)
     assert verify(plan, half).peak_activation == (2.5,)
     assert verify(plan, CostModel.of_ranks(plan.placement, memory_after_b=0)).peak_activation == (2,)
+    assert verify(plan, CostModel.of_ranks(plan.placement, memory_after_b=3)).peak_activation == (3 + 3 + 1,)
 
 
 def test_overlapped_pairs():

@@ -15,6 +15,8 @@ FIGURES = (
     {"time_f": (18.5,), "time_b": (18.1,), "time_w": (9.3,), "comm": 0.6},
     {"time_w": (0,), "comm": 2.0},
     {"time_f": (1, 2, 3, 1), "activation": (1, 2, 1, 3), "memory_after_b": 0.5},
+    {"time_f": (1, 2, 3, 1), "activation": (1, 2, 1, 3), "memory_after_b": 2.5},
+    {"time_w": (0,), "comm": 2.0, "memory_after_b": 1.2},
 )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.greedy import ListScheduler, Urgency
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -37,6 +37,24 @@ def test_the_v_never_deadlocks_however_greedy_and_tight(limit, kinds):
         assert order is not None
         assert fits(problem, order)
         verify(plan_of("greedy", problem, order), problem.costs)
+
+
+@pytest.mark.parametrize("held", [1.1, 1.6, 3.0, 12.0])
+@pytest.mark.parametrize("kinds", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+@pytest.mark.parametrize("room", [1.0, 1.2, 2.0, 4.0])
+def test_room_is_kept_for_backwards_that_grow(held, kinds, room):
+    """At the least memory that one microbatch needs as at more, where F's are urgent and where W's may wait."""
+    for kind, p, num_chunks in ((LINEAR, 3, 1), (V_SHAPED, 1, 2), (V_SHAPED, 3, 2), (LOOPED, 2, 3)):
+        placement = Placement(kind, p, num_chunks)
+        activation = tuple(1.0 + 0.5 * rank for rank in range(p))
+        costs = CostModel.of_ranks(placement, comm=0.3, activation=activation, memory_after_b=held)
+        problem = Problem(placement, 7, costs, (0.0,) * p)
+        limits = tuple(room * costs.least_activation(mine) for mine in problem.stages())
+        problem = Problem(placement, 7, costs, limits)
+        order = ListScheduler(problem).order(Urgency(flat(problem, kinds)))
+        assert order is not None
+        assert fits(problem, order)
+        verify(plan_of("greedy", problem, order), costs)
 
 
 def test_patience_waits_for_what_is_on_its_way():

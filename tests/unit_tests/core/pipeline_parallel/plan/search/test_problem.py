@@ -23,7 +23,7 @@ def problem_of(kind, p, m, limit, **figures):
     return Problem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
 
 
-@pytest.mark.parametrize("held", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("held", [1.0, 0.3, 0.0, 1.4, 5.0])
 def test_peaks_are_those_that_verify_finds(held):
     for problem, order in (
         (
@@ -48,6 +48,8 @@ def test_default_limits_are_of_the_rank_that_holds_most():
     costs = CostModel.of_ranks(placement, activation=(2.0, 5.0))
     assert limits_of(Request(2, 4), placement, costs, 1.5) == (7.5, 7.5)
     assert limits_of(Request(2, 4, memory_limit=(1.0, 2.0)), placement, costs, 1.5) == (1.0, 2.0)
+    growing = CostModel.of_ranks(placement, activation=(2.0, 5.0), memory_after_b=1.5)
+    assert limits_of(Request(2, 4), placement, growing, 2.0) == (15.0, 15.0)
 
 
 def test_too_little_memory_names_rank_limit_and_least():
@@ -56,3 +58,8 @@ def test_too_little_memory_names_rank_limit_and_least():
     ):
         check_limits("zbv", problem_of(V_SHAPED, 2, 4, 1.5, activation=(2.0,)))
     check_limits("zbv", problem_of(V_SHAPED, 2, 4, 2.0, activation=(2.0,)))
+    with pytest.raises(
+        PlanError, match=r"rank 0 may hold 2 of activations, and no order .* less than 2\.5, one"
+    ):
+        check_limits("zbv", problem_of(V_SHAPED, 2, 4, 2.0, activation=(2.0,), memory_after_b=1.5))
+    check_limits("zbv", problem_of(V_SHAPED, 2, 4, 2.5, activation=(2.0,), memory_after_b=1.5))

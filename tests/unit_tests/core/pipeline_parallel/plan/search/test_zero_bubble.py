@@ -46,10 +46,10 @@ def costs_of(name, p, times, *, held=1.0, slow=None, head=0.0):
 
 
 def whole_stage(placement, costs):
-    """The activation of the rank that has the most."""
+    """The activation of the rank that has the most, of each stage the larger of what F leaves and what is held."""
     held = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.ranks()):
-        held[rank] += costs.activation[stage]
+        held[rank] += max(costs.activation[stage], costs.held_after_b[stage])
     return max(held)
 
 
@@ -233,13 +233,32 @@ def test_every_plan_is_right(data):
         name,
         p,
         data.draw(st.sampled_from(RATIOS)),
-        held=data.draw(st.sampled_from((1.0, 0.4, 0.0))),
+        held=data.draw(st.sampled_from((1.0, 0.4, 0.0, 1.3, 3.0))),
         slow=data.draw(st.sampled_from((None, 0, p - 1))),
         head=data.draw(st.sampled_from((0.0, 1.7))),
     )
     share = data.draw(st.sampled_from((None, 0.0, 0.4, 0.75, 1.0, 2.5)))
     limits = None if share is None else (max(1.0, share * p) * whole_stage(placement_of(name, p), costs),) * p
     check(name, p, m, costs, limits)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_the_least_memory_does_where_backwards_grow(data):
+    """Every rank with its own limit: from the least that one microbatch needs; a little less is refused."""
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    p = data.draw(st.integers(1, 6))
+    m = data.draw(st.sampled_from((1, p, 2 * p + 1, 8 * p)))
+    held = data.draw(st.sampled_from((0.0, 0.4, 1.0, 1.3, 3.0)))
+    costs = costs_of(name, p, data.draw(st.sampled_from(RATIOS)), held=held, head=1.7)
+    problem = Problem(placement_of(name, p), m, costs, (0.0,) * p)
+    least = [costs.least_activation(mine) for mine in problem.stages()]
+    limits = tuple(one * data.draw(st.sampled_from((1.0, 1.1, 1.7, 2.0, 3.5))) for one in least)
+    check(name, p, m, costs, limits)
+    rank = data.draw(st.integers(0, p - 1))
+    less = tuple(one * (0.99 if at == rank else 1.0) for at, one in enumerate(least))
+    with pytest.raises(PlanError, match=f"{name}: rank {rank} may hold .* one microbatch of its"):
+        SCHEDULES[name](Request(p, m, costs=costs, memory_limit=less))
 
 
 @pytest.mark.full
