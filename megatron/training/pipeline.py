@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.runtime.executor import Executor, Validation
+from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
@@ -50,7 +51,7 @@ class _Step:
     numbers: StepNumbers
 
 
-class _Kind(enum.Enum):
+class _For(enum.Enum):
     """What a plan is run for."""
 
     TRAIN = "train"
@@ -112,7 +113,7 @@ class PipelineRunner:
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
-        self._executors: dict[tuple[int, _Kind], Executor] = {}  # (microbatches, what for)
+        self._executors: dict[tuple[int, _For], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
 
     def train(
@@ -125,7 +126,7 @@ class PipelineRunner:
         """
         self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
         self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
-        self._execute(num_microbatches, iteration, _Kind.TRAIN)
+        self._execute(num_microbatches, iteration, _For.TRAIN)
         numbers = self.finish_gradients() if reduce_gradients else self._named(self._step.numbers, True)
         self._step = None
         return numbers
@@ -139,7 +140,7 @@ class PipelineRunner:
         owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
         self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
         self._engine.model.begin_step(num_microbatches)
-        done = self._execute(num_microbatches, iteration, _Kind.TRAIN_AND_STEP)
+        done = self._execute(num_microbatches, iteration, _For.TRAIN_AND_STEP)
         self._step = None
         return done
 
@@ -160,7 +161,7 @@ class PipelineRunner:
         for module in modules:
             module.eval()
         with torch.no_grad():
-            self._execute(num_microbatches, iteration, _Kind.EVALUATE)
+            self._execute(num_microbatches, iteration, _For.EVALUATE)
         self._step = None
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
@@ -183,19 +184,21 @@ class PipelineRunner:
             numbers.agree(self._loss_names[training])
         return numbers
 
-    def _execute(self, num_microbatches: int, iteration: int, kind: _Kind) -> bool:
-        key = (num_microbatches, kind)
+    def _execute(self, num_microbatches: int, iteration: int, purpose: _For) -> bool:
+        key = (num_microbatches, purpose)
         if key not in self._executors:
-            self._executors[key] = self._executor(num_microbatches, kind)
+            self._executors[key] = self._executor(num_microbatches, purpose)
         return self._executors[key].run(iteration)
 
-    def _executor(self, num_microbatches: int, kind: _Kind) -> Executor:
-        plans, training = self._plans, kind is not _Kind.EVALUATE
-        handlers, validation = None, None
-        if kind is _Kind.TRAIN_AND_STEP:
+    def _executor(self, num_microbatches: int, purpose: _For) -> Executor:
+        plans, training = self._plans, purpose is not _For.EVALUATE
+        handlers: Mapping[Kind, Handler] | None = None
+        validation: Validation | None = None
+        if purpose is _For.TRAIN_AND_STEP:
             assert self._validator is not None, "train_and_step() before validate_by()"
             plan = plans.train_and_step(num_microbatches)
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
+            handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
         else:
             plan = (plans.train if training else plans.evaluate)(num_microbatches)
         return Executor(
@@ -208,6 +211,13 @@ class PipelineRunner:
             handlers=handlers,
             validation=validation,
         )
+
+    def _timed_step(self, handler: Handler) -> Handler:
+        def step(op: RawOp) -> None:
+            with self._timers("optimizer", log_level=1):
+                handler(op)
+
+        return step
 
     def _forget(self, stage: int, microbatch: int) -> None:
         """Forwards of the step under way are undone, all that there were: so are their losses."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from megatron.core import collectives, host_data
@@ -77,12 +77,12 @@ class Steps(Protocol):
     def num_undecided(self) -> int:
         """Steps that have run and are not decided on."""
 
-    def step(self, batches: StepBatches, task: StepTask) -> list[StepResult]:
-        """Train on the next microbatches of this rank; returns the steps decided on meanwhile, in order. One that asks
+    def step(self, batches: StepBatches, task: StepTask) -> Iterable[StepResult]:
+        """Train on the next microbatches of this rank; gives the steps decided on meanwhile, in order. One that asks
         for an end (flags) is the last of them: nothing is begun behind it. Raises NonFiniteError, on every rank
-        alike."""
+        alike, behind the last that was decided on."""
 
-    def settle(self, batches: StepBatches) -> list[StepResult]:
+    def settle(self, batches: StepBatches) -> Iterable[StepResult]:
         """Decide on what is not decided on: before weights are saved or evaluated. Raises as `step`."""
 
 
@@ -122,7 +122,7 @@ class StepRunner:
         self._watchdog = watchdog
         self._clock = clock
 
-    def step(self, batches: StepBatches, task: StepTask) -> list[StepResult]:
+    def step(self, batches: StepBatches, task: StepTask) -> Iterable[StepResult]:
         """See `Steps`."""
         batches.begin_step()
         attempt = self._attempt(batches, task)
@@ -131,9 +131,9 @@ class StepRunner:
         )
         return [self.conclude(attempt, verdict, batches, task)]
 
-    def settle(self, batches: StepBatches) -> list[StepResult]:
+    def settle(self, batches: StepBatches) -> Iterable[StepResult]:
         """See `Steps`."""
-        return []
+        return ()
 
     def conclude(
         self, attempt: Attempt, verdict: Verdict, batches: StepBatches, task: StepTask

@@ -10,6 +10,7 @@ it has drawn of the data is kept for when it comes again.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.optimizer.step_rules import StepRules
@@ -23,7 +24,7 @@ from megatron.training.pipeline import PipelineRunner
 from megatron.training.run_clock import RunClock
 from megatron.training.step import Attempt, StepResult, StepRunner, StepTask
 from megatron.training.step_batches import StepBatches
-from megatron.training.step_numbers import StepNumbers
+from megatron.training.step_numbers import StepNumbers, Totals
 
 
 @dataclasses.dataclass
@@ -56,7 +57,7 @@ class ValidatedStepRunner:
         self._nan_policy, self._steps, self._clock = nan_policy, steps, clock
         self._running: StepTask | None = None
         self._undecided: _Undecided | None = None
-        self._failed: tuple[Attempt, Verdict, StepTask] | None = None
+        self._failed: tuple[_Undecided, Outcome, Verdict] | None = None
         self._results: list[StepResult] = []
         self._validator = PostValidator(
             engine.optimizer,
@@ -76,7 +77,7 @@ class ValidatedStepRunner:
     def num_undecided(self) -> int:
         return int(self._validator.pending)
 
-    def step(self, batches: StepBatches, task: StepTask) -> list[StepResult]:
+    def step(self, batches: StepBatches, task: StepTask) -> Iterator[StepResult]:
         """See `Steps`. Communicates over the world, but waits for it only where a step is decided on at once."""
         batches.begin_step(keep_last=self._validator.pending)
         self._running = task
@@ -89,21 +90,27 @@ class ValidatedStepRunner:
             batches.step_back()
         elif self._undecided is not None:
             self._undecided.ended_at = self._clock.now()
-        return self._decided_on(batches)
+        yield from self._decided_on(batches)
 
-    def settle(self, batches: StepBatches) -> list[StepResult]:
+    def settle(self, batches: StepBatches) -> Iterator[StepResult]:
         """See `Steps`."""
         with self._steps.phase("optimizer"):
             self._validator.validate_now()
-        return self._decided_on(batches)
+        yield from self._decided_on(batches)
 
-    def _decided_on(self, batches: StepBatches) -> list[StepResult]:
-        if self._failed is not None:
-            attempt, verdict, task = self._failed
-            self._failed = None
-            self._results.append(self._steps.conclude(attempt, verdict, batches, task))
+    def _decided_on(self, batches: StepBatches) -> Iterator[StepResult]:
         results, self._results = self._results, []
-        return results
+        yield from results
+        if self._failed is not None:
+            step, outcome, verdict = self._failed
+            self._failed = None
+            # Summed as those of the second run will be: bits are compared.
+            totals = step.numbers.reduce(self._ps, step.task.flags)
+            yield self._steps.conclude(self._attempt(step, outcome, totals), verdict, batches, step.task)
+
+    def _attempt(self, step: _Undecided, outcome: Outcome, totals: Totals) -> Attempt:
+        num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None
+        return Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
 
     # For the validator, while a step runs ----------------------------------------------------------------
 
@@ -139,15 +146,13 @@ class ValidatedStepRunner:
         verdict = self._nan_policy.decide(
             nonfinite=outcome.nonfinite and self._steps.checks, scale_at_minimum=scaler.at_minimum
         )
-        totals = step.numbers.totals(outcome.extras, len(step.task.flags))
-        num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None
-        attempt = Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
         if verdict.decision in (Decision.RERUN, Decision.ABORT):
-            self._failed = attempt, verdict, step.task
+            self._failed = step, outcome, verdict
             return False
+        totals = step.numbers.totals(outcome.extras, len(step.task.flags))
         assert (verdict.decision is Decision.SKIP) == (outcome.coefficient is None), (verdict, outcome)
         result = self._steps.decided(
-            attempt,
+            self._attempt(step, outcome, totals),
             verdict,
             step.task,
             step.loss_scale,

@@ -16,7 +16,6 @@ SMALL = {
     "LAYERS": "3",
     "HIDDEN_SIZE": "32",
     "SEQ_LENGTH": "32",
-    "SYNC_OPTIMIZER": "1",
 }
 
 

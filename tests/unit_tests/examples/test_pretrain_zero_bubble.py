@@ -98,7 +98,7 @@ def test_schedules(variables, flags):
     ids=str,
 )
 def test_the_trainer_accepts_them_and_takes_the_schedule(variables, asked):
-    launcher, words = words_of({"CPU": "1", **SYNC, **variables})
+    launcher, words = words_of({"CPU": "1", **variables})
     ranks = int(value(launcher, "--nproc-per-node"))
     config = parse_config(words, env=LaunchEnv(launched=True, world_size=ranks, local_world_size=ranks))
     assert list(asked_schedules(config.parallel).values()) == ([] if asked is None else [asked])
