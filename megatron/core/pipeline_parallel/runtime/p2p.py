@@ -1,4 +1,4 @@
-"""Messages between pipeline ranks: asynchronous, batched, over one communicator a direction.
+"""Messages between pipeline ranks: asynchronous, over one communicator a direction, batched where that is a thing.
 
 A route is what messages of one sender, receiver and direction take.
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Pending, send_receive
+from megatron.core.gloo_pairs import Line, LineMessage
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group, ParallelState
 from megatron.core.peer_loss import PeerLostError
@@ -30,10 +31,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _RECEIVE_OF = {SEND_F: RECV_F, SEND_B: RECV_B}
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
+Route = tuple[int, int]  # (kind of transfer, peer)
+Sent = Pending | LineMessage
 
 
 class P2P:
     """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
+
+    gloo has no batches: there each message goes the shortest way (`Line`), sends before receives, since a result was
+    just computed and somebody waits for it.
 
     A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through. Whoever
     knows says so by `release`; NCCL is asked at every batch. max_sends: so many of the others may be under way once a
@@ -51,35 +57,41 @@ class P2P:
         }
         self._device = ps.device.torch_device
         self._max_sends = 2 * ps.pp_forward_group.size if max_sends is None else max_sends
-        # This rank's routes: (kind of transfer, peer) -> what they carry.
-        self._shapes: dict[tuple[int, int], Shape] = {}
+        # This rank's routes: what they carry.
+        self._shapes: dict[Route, Shape] = {}
+        # Of known routes, where there are no batches: the line, and an empty tensor of what it carries.
+        self._lines: dict[Route, tuple[Line, Tensor]] = {}
         # Under way, in the order in which they were posted; headers apart.
-        self._sends: dict[Key, tuple[RawOp, Pending]] = {}
+        self._sends: dict[Key, tuple[RawOp, Sent]] = {}
         self._proven: list[Key] = []  # sends that are known to be complete
         self._headers: list[tuple[RawOp, Pending]] = []
-        self._asks = ps.pp_forward_group.backend != "gloo"  # whether a send can be asked if it is through
+        # Whether the backend takes batches, and can be asked if a send is through.
+        self._batches = ps.pp_forward_group.backend != "gloo"
 
     def post(self, messages: Sequence[Message]) -> list[Arrival]:
-        """Start a batch of transfers, one call a direction; returns without waiting for any of them.
+        """Start a batch of transfers; returns without waiting for any of them.
 
         Waits for the oldest sends where too many are under way, and for the headers of routes that are used for the
         first time. Raises ModelError where a tensor has not the shape that its route carries, or cannot be sent.
         """
+        known = True
         for op, tensor in messages:
             if tensor is not None:
                 self._check_shape(op, tensor)
-        if all((op[0], op[6]) in self._shapes for op, _ in messages):
-            arrivals = self._post(messages)
+            known = known and (op[0], op[6]) in self._shapes
+        start = self._start_batch if self._batches else self._start_each
+        if known:
+            arrivals = start(messages)
         else:
             arrivals = []
             for message in messages:  # see [Note: shape handshake]
                 self._shake_hands(*message)
-                arrivals += self._post([message])
+                arrivals += start([message])
         while self._proven:
             key = self._proven.pop()
             if key in self._sends:  # not waited for before, to make room
                 self._finish_send(key)
-        if self._asks:
+        if self._batches:
             self._finish_completed_sends()
         while len(self._sends) > self._max_sends:
             self._finish_send(next(iter(self._sends)))
@@ -98,8 +110,40 @@ class P2P:
         while self._sends:
             self._finish_send(next(iter(self._sends)))
 
-    def _post(self, messages: Sequence[Message]) -> list[Arrival]:
-        """One batch a direction, over routes whose shapes are known."""
+    def _start_each(self, messages: Sequence[Message]) -> list[Arrival]:
+        """Every message by itself, over known routes."""
+        arrivals: list[Arrival] = []
+        op: RawOp | None = None
+        try:
+            for op, tensor in messages:
+                if tensor is not None:
+                    self._keep(op, self._line(op)[0].start(tensor.contiguous()))
+            for op, tensor in messages:
+                if tensor is None:
+                    line, like = self._line(op)
+                    buffer = like.new_empty(self._shapes[op[0], op[6]][1])
+                    arrivals.append(_Receive(op, buffer, line.start(buffer)))
+        except PeerLostError as error:
+            raise error if op is None else error.at(op_text(op)) from error
+        return arrivals
+
+    def _line(self, op: RawOp) -> tuple[Line, Tensor]:
+        route = (op[0], op[6])
+        found = self._lines.get(route)
+        if found is None:
+            direction = "send" if op[0] in _RECEIVE_OF else "receive"
+            line = Line(direction, op[6], self._groups[op[0]])
+            found = (line, torch.empty(0, dtype=self._shapes[route][0], device=self._device))
+            self._lines[route] = found
+        return found
+
+    def _keep(self, op: RawOp, pending: Sent) -> None:
+        key = op[:3]
+        assert key not in self._sends, f"{op_text(op)}: posted again before it was through"
+        self._sends[key] = (op, pending)
+
+    def _start_batch(self, messages: Sequence[Message]) -> list[Arrival]:
+        """One batch a direction, over known routes."""
         arrivals: dict[RawOp, Arrival] = {}
         for send in self._directions(messages):
             sends: list[tuple[RawOp, Tensor]] = []
@@ -111,9 +155,7 @@ class P2P:
                     receives.append((op, self._buffer(op)))
             sent, received = self._start(sends, receives, self._groups[send])
             for (op, _), pending in zip(sends, sent, strict=True):
-                key = op[:3]
-                assert key not in self._sends, f"{op_text(op)}: posted again before it was through"
-                self._sends[key] = (op, pending)
+                self._keep(op, pending)
             for (op, buffer), pending in zip(receives, received, strict=True):
                 arrivals[op] = _Receive(op, buffer, pending)
         return [arrivals[op] for op, tensor in messages if tensor is None]
@@ -182,7 +224,7 @@ class P2P:
 class _Receive:
     """A receive under way and the buffer that it fills."""
 
-    def __init__(self, op: RawOp, buffer: Tensor, pending: Pending) -> None:
+    def __init__(self, op: RawOp, buffer: Tensor, pending: Sent) -> None:
         self._op, self._buffer, self._pending = op, buffer, pending
 
     def wait(self) -> Tensor:
@@ -190,7 +232,7 @@ class _Receive:
         return self._buffer
 
 
-def _wait(op: RawOp, pending: Pending) -> None:
+def _wait(op: RawOp, pending: Sent) -> None:
     try:
         pending.wait()
     except PeerLostError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import numpy as np
@@ -20,16 +21,23 @@ def op(kind, stage, microbatch, peer):
 
 
 def counted(channel):
-    """The sizes of the messages that a channel starts."""
-    sizes = []
-    start = channel._start
+    """The messages that a channel starts, in order: (send or receive, elements, purpose of the group)."""
+    started = []
+    start, line = channel._start, channel._line
 
-    def counting(sends, receives, group):
-        sizes.append(([t.numel() for _, t in sends], [t.numel() for _, t in receives], group.purpose))
+    def by_batch(sends, receives, group):
+        started.extend(("send", tensor.numel(), group.purpose) for _, tensor in sends)
+        started.extend(("receive", tensor.numel(), group.purpose) for _, tensor in receives)
         return start(sends, receives, group)
 
-    channel._start = counting
-    return sizes
+    def by_line(op):
+        _, shape = channel._shapes[op[0], op[6]]
+        direction = "send" if op[0] in (SEND_F, SEND_B) else "receive"
+        started.append((direction, math.prod(shape), channel._groups[op[0]].purpose))
+        return line(op)
+
+    channel._start, channel._line = by_batch, by_line
+    return started
 
 
 def test_any_shape_and_dtype_is_told_once_a_route():
@@ -45,7 +53,7 @@ def test_any_shape_and_dtype_is_told_once_a_route():
         got = []
         for tensor in tensors:
             channel = P2P(ps)
-            sizes = counted(channel)
+            started = counted(channel)
             for microbatch in range(2):
                 if ctx.rank == 0:
                     channel.post([(op(SEND_F, 0, microbatch, 1), tensor + microbatch)])
@@ -54,7 +62,7 @@ def test_any_shape_and_dtype_is_told_once_a_route():
                     one = arrival.wait()
                     got.append((one.dtype, one.tolist(), one.shape == tensor.shape))
             channel.drain()
-            assert [len(sent) + len(received) for sent, received, _ in sizes if sent or received] == [1] * 3
+            assert len(started) == 3  # one header
         return got
 
     assert run_ranks(check, 2)[1] == [
@@ -62,23 +70,32 @@ def test_any_shape_and_dtype_is_told_once_a_route():
     ]
 
 
-def test_directions_and_batches_once_hands_are_shaken():
-    """One batch: both directions at once, each over its own communicator; receives wait in any order."""
+@pytest.mark.parametrize("batches", [False, True])
+def test_directions_and_batches_once_hands_are_shaken(batches):
+    """One batch: both directions at once, each over its own communicator; receives wait in any order. A backend with
+    batches gets one a direction; else sends come first."""
 
     def check(ctx):
         channel = P2P(ctx.make_ps(pp=2))
+        assert not channel._batches  # gloo
+        channel._batches = batches
         me, peer = ctx.rank, 1 - ctx.rank
         value = torch.full((2,), float(me))
         got = []
+        started = counted(channel)
         for step in range(3):
-            sizes = counted(channel)
+            started.clear()
             # In one global order, as a plan has it: rank 0's messages first.
             sends = [(op(SEND_F, me, step, peer), value + step), (op(SEND_B, me, step, peer), -value - step)]
             receives = [(op(RECV_F, me, step, peer), None), (op(RECV_B, me, step, peer), None)]
             arrivals = channel.post([*sends, *receives] if me == 0 else [*receives, *sends])
             got.append([arrival.wait().tolist() for arrival in reversed(arrivals)])
-            if step:
-                assert sizes == [([2], [2], "pp_backward"), ([2], [2], "pp_forward")]
+            backward = [("send", 2, "pp_backward"), ("receive", 2, "pp_backward")]
+            forward = [("send", 2, "pp_forward"), ("receive", 2, "pp_forward")]
+            if batches and step:
+                assert started == [*backward, *forward]
+            elif step:
+                assert started == [forward[0], backward[0], forward[1], backward[1]]
         channel.drain()
         return got
 
@@ -172,13 +189,13 @@ def test_a_released_send_is_kept_no_longer():
 def test_completed_sends_are_dropped_where_the_backend_says_so(monkeypatch):
     def check(ctx):
         channel = P2P(ctx.make_ps(pp=2), max_sends=9)
-        assert not channel._asks  # gloo knows nothing before it is waited for
+        assert not channel._batches  # gloo knows nothing before it is waited for
         if ctx.rank == 1:
             for microbatch in range(6):
                 channel.post([(op(RECV_F, 1, microbatch, 0), None)])[0].wait()
             return None
         through, held = set(), []
-        channel._asks = True
+        channel._batches = True
         monkeypatch.setattr(Pending, "is_completed", lambda self: self in through)
         for microbatch in range(6):
             channel.post([(op(SEND_F, 0, microbatch, 1), torch.zeros(4))])
