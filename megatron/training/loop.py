@@ -100,7 +100,8 @@ class TrainingLoop:
         )
         if not config.parallel.enable_optimizer_post_validation:
             return steps
-        return ValidatedStepRunner(config, session.ps, engine, runner, self._nan_policy, steps, self._clock)
+        common = config, session.ps, engine, runner, self._nan_policy
+        return ValidatedStepRunner(*common, steps, self._clock, self._begins)
 
     def run(self, datasets_provider: DatasetsProvider) -> Ending:
         """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
@@ -274,12 +275,10 @@ class TrainingLoop:
 
     def _iteration(self, data: DataIterators, evaluator: Evaluator) -> tuple[float, ...]:
         """One step; returns the flags (signal, duration) summed over ranks, of the last step that is decided on."""
-        state, session, steps = self.state, self.session, self._steps
+        state, steps = self.state, self._steps
         number = state.iteration + steps.num_undecided + 1
-        self._begun_at = self._consumed
+        self._begins(number)
         num_microbatches = self._batch.num_microbatches(self._begun_at)
-        session.watchdog.step(number)
-        self._publish_progress(number - 1)
         if number in self._config.training.iterations_to_skip:
             self._skip_batch(data, number, num_microbatches)
             return self._agreed_flags()
@@ -343,11 +342,14 @@ class TrainingLoop:
         self._replanner.between_steps(number, num_microbatches)
         return result.flags
 
-    def _publish_progress(self, iteration: int) -> None:
-        """For user code: get_args().curr_iteration and its like count what has run before this iteration."""
+    def _begins(self, number: int) -> None:
+        """A step runs now, perhaps once more. Tells the watchdog and user code: get_args().curr_iteration and its like
+        count what has run before it."""
+        self._begun_at = self._consumed
+        self.session.watchdog.step(number)
         global_vars.set_progress(
-            iteration=iteration,
-            curr_iteration=iteration,
+            iteration=number - 1,
+            curr_iteration=number - 1,
             consumed_train_samples=self._begun_at,
             consumed_valid_samples=self.state.consumed_valid_samples,
         )

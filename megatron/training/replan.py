@@ -86,7 +86,9 @@ class Replanner:
         if profiler is None:
             return
         if self._costs is None and iteration < self._start:
-            profiler.forget()  # the window is measured by itself
+            profiler.forget(
+                iteration
+            )  # the window is measured by itself; its first step may have run already
         # Behind the end where the last iteration was skipped.
         window_ends = self._costs is None and iteration >= self._end - 1
         at_interval = iteration % self._session.config.logging.log_interval == 0
@@ -212,8 +214,8 @@ def check_same_plan(hashes: Sequence[str]) -> None:
 
 def _figures_of_step(profiler: Profiler, session: Session, iteration: int) -> Figures | None:
     """How long this rank took for one step, and for its computations; None where it was not measured."""
-    last = profiler.last_step()
-    if last is None or last[0] != iteration:
+    step = profiler.step_of(iteration)
+    if step is None:
         return None
     return Figures(
         pipeline=list(session.ps.pp_group.ranks),
@@ -221,7 +223,7 @@ def _figures_of_step(profiler: Profiler, session: Session, iteration: int) -> Fi
         times=[],
         sends=[],
         receives=[],
-        steps=[list(last)],
+        steps=[list(step)],
         activations=[],
         peak_bytes=0,
     )

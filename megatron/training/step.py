@@ -136,9 +136,16 @@ class StepRunner:
         return ()
 
     def conclude(
-        self, attempt: Attempt, verdict: Verdict, batches: StepBatches, task: StepTask
+        self,
+        attempt: Attempt,
+        verdict: Verdict,
+        batches: StepBatches,
+        task: StepTask,
+        *,
+        rolled_back: bool = False,
     ) -> StepResult:
-        """Do as decided with a step whose gradients are there, and that has changed nothing. Raises NonFiniteError."""
+        """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
+        (rolled_back). Raises NonFiniteError."""
         loss_scale = self._engine.scaler.scale
         if verdict.decision is Decision.RERUN:
             attempt, verdict = self._rerun(attempt, batches, task)
@@ -151,7 +158,7 @@ class StepRunner:
                 coefficient = clip_coefficient(attempt.norm, self._config.optimizer.clip_grad)
                 self._engine.optimizer.step(attempt.divisor, coefficient)
                 self._engine.model.weights_changed()
-        return self.decided(attempt, verdict, task, loss_scale)
+        return self.decided(attempt, verdict, task, loss_scale, rolled_back=rolled_back)
 
     def decided(
         self,

@@ -10,7 +10,7 @@ it has drawn of the data is kept for when it comes again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.optimizer.step_rules import StepRules
@@ -41,7 +41,8 @@ class _Undecided:
 
 class ValidatedStepRunner:
     """`step.Steps` over the validator of this rank, whose `StepOwner` it is. steps: for what has to be run in the old
-    way: a step once more, or the search for what is not finite."""
+    way: a step once more, or the search for what is not finite. begins: is told of the iteration of a step that is run
+    so, although the one behind it had begun."""
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class ValidatedStepRunner:
         nan_policy: NanPolicy,
         steps: StepRunner,
         clock: RunClock,
+        begins: Callable[[int], None],
     ) -> None:
+        self._begins = begins
         self._config, self._ps, self._engine, self._runner = config, ps, engine, runner
         self._nan_policy, self._steps, self._clock = nan_policy, steps, clock
         self._running: StepTask | None = None
@@ -106,7 +109,14 @@ class ValidatedStepRunner:
             self._failed = None
             # Summed as those of the second run will be: bits are compared.
             totals = step.numbers.reduce(self._ps, step.task.flags)
-            yield self._steps.conclude(self._attempt(step, outcome, totals), verdict, batches, step.task)
+            self._begins(step.task.iteration)
+            yield self._steps.conclude(
+                self._attempt(step, outcome, totals),
+                verdict,
+                batches,
+                step.task,
+                rolled_back=outcome.rolled_back,
+            )
 
     def _attempt(self, step: _Undecided, outcome: Outcome, totals: Totals) -> Attempt:
         num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None

@@ -57,20 +57,20 @@ class World:
     def num_steps(self):
         return len(self.steps)
 
-    def last_step(self):
-        return (self.steps[-1], *self.figures()[-1]["steps"][-1][1:]) if self.steps else None
+    def step_of(self, iteration):
+        return (iteration, *self.figures()[-1]["steps"][-1][1:]) if iteration in self.steps else None
 
-    def figures(self):
+    def figures(self, iteration=None):
         made = figures_of_run(self.plans.train(MICROBATCHES), self.costs)
         for one in made:
-            one["steps"] = [[self.steps[-1], *one["steps"][-1][1:]]]
+            one["steps"] = [[iteration or self.steps[-1], *one["steps"][-1][1:]]]
         return made
 
     def local_figures(self):
         return self.figures()[-1]
 
-    def forget(self):
-        self.steps.clear()
+    def forget(self, until=10**9):
+        self.steps = [step for step in self.steps if step > until]
 
     def move_window(self, start, end):
         self.window = start, end
@@ -87,7 +87,7 @@ class World:
             return [value] * RANKS
         first, second = value
         if isinstance(first, int):  # a log interval
-            return [[first, figures] for figures in self.figures()]
+            return [[first, figures] for figures in self.figures(second["steps"][0][0] if second else None)]
         if self.lost:
             return [[first, second], [None, True], [None, True]]
         return [[figures, second] for figures in self.figures()]
@@ -95,12 +95,16 @@ class World:
     def plan_anew(self):
         self.dropped += 1
 
-    def step(self, iteration):
+    def run(self, iteration):
         if (
             self.window[0] <= iteration < self.window[1]
             or not iteration % self.session.config.logging.log_interval
         ):
             self.steps.append(iteration)
+
+    def step(self, iteration, ahead=False):
+        """ahead: the one behind it has run by then, as with post-validation; this one then had."""
+        self.run(iteration + ahead)
         bubbles = self.replanner.after_step(iteration, MICROBATCHES)
         self.replanner.between_steps(iteration, MICROBATCHES)
         return bubbles
@@ -145,6 +149,21 @@ def test_fixed_orders_are_measured_only():
     (told,) = world.said
     assert (told.kept, told.solved, world.dropped) == ("zb-h1 is a fixed order", False, 0)
     assert told.path is None
+
+
+def test_steps_that_are_decided_on_while_the_next_one_runs():
+    """Each has its bubble, and the window all of its iterations."""
+    world = World("--pipeline-schedule zb-1p")
+    world.run(1)
+    told = [world.step(iteration, ahead=True) for iteration in range(1, 3)]
+    assert [one.iteration for one in told] == [1, 2]
+    assert world.steps == [3]
+    world.step(3, ahead=True)
+    world.step(4, ahead=True)
+    assert world.steps == [3, 4, 5]
+    assert not world.said
+    world.step(5, ahead=True)
+    assert [one.iteration for one in world.said] == [5]
 
 
 def test_bubbles_are_told_at_log_intervals():

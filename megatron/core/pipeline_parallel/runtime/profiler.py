@@ -118,20 +118,20 @@ class Profiler:
         whole = activations if len(activations) == len(self._weighed) else None
         return figures_of(tuple(self._steps), self._pipeline, whole, median(tuple(self._peaks)))
 
-    def last_step(self) -> tuple[int, int, int] | None:
-        """(iteration, ns from first start to last end, ns computing) of the latest one, for `bubble_rate`."""
-        return (
-            (self._steps[-1].iteration, self._steps[-1].span_ns, self._steps[-1].busy_ns)
-            if self._steps
-            else None
-        )
+    def step_of(self, iteration: int) -> tuple[int, int, int] | None:
+        """(iteration, ns from first start to last end, ns computing) for `bubble_rate`, of a step that is kept."""
+        found = next((step for step in reversed(self._steps) if step.iteration == iteration), None)
+        return None if found is None else (found.iteration, found.span_ns, found.busy_ns)
 
-    def forget(self) -> None:
-        """What follows is measured by itself, as after a new plan."""
-        self._steps.clear()
-        self._peaks.clear()
-        for one in self._weighed.values():
-            one.clear()
+    def forget(self, until: int | None = None) -> None:
+        """What follows is measured by itself, as after a new plan. until: the last iteration that is forgotten; None:
+        all are."""
+        while self._steps and (until is None or self._steps[0].iteration <= until):
+            self._steps.popleft()
+            self._peaks.popleft()
+        if not self._steps:
+            for one in self._weighed.values():
+                one.clear()
 
     # Memory ----------------------------------------------------------------------------------------
 

@@ -125,12 +125,16 @@ def test_memory_is_what_the_graph_and_the_filed_operands_hold():
 
 def test_the_window_the_interval_and_nothing_else():
     profiler = profiler_of(start=2, end=4, interval=5)
-    assert profiler.last_step() is None
+    assert profiler.step_of(5) is None
     run_alone("zb-h1", profiler, range(1, 13), microbatches=1)
     figures = profiler.local_figures()
     assert [step[0] for step in figures["steps"]] == [2, 3, 5, 10]
-    assert profiler.last_step() == tuple(figures["steps"][-1])
+    for step in figures["steps"]:
+        assert profiler.step_of(step[0]) == tuple(step)
+    assert profiler.step_of(4) is None
     assert [row[:2] for row in figures["times"]] == [[Kind.F, 0], [Kind.B, 0], [Kind.W, 0]]
+    profiler.forget(3)
+    assert [step[0] for step in profiler.local_figures()["steps"]] == [5, 10]
     profiler.forget()
     assert profiler.num_steps == 0
     run_alone("gpipe", profiler, [15], microbatches=1)
@@ -161,7 +165,7 @@ def test_a_step_that_breaks_off_or_begins_anew_is_not_kept():
     for place in range(4):
         profiler.record(place, float(place), place + 1.0, 0.0)
     profiler.end_step()
-    assert profiler.last_step() == (2, 4_000_000_000, 4_000_000_000)
+    assert profiler.step_of(2) == (2, 4_000_000_000, 4_000_000_000)
 
 
 class Notes:
