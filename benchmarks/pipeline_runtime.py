@@ -1,30 +1,30 @@
-"""How close the pipeline runtime comes to its plan: real ranks, real executor and messages, compute that sleeps.
+"""How close the pipeline runtime comes to its plans: real ranks, real executor and messages, compute that sleeps.
 
-    python benchmarks/pipeline_runtime.py --schedule 1f1b --stages 8 --microbatches 24 \\
-        --time-f 18 --time-b 18 --time-w 9
-    python benchmarks/pipeline_runtime.py --schedule interleaved --chunks 2 --stages 4 --microbatches 12 --time-comm 2
-    python benchmarks/pipeline_runtime.py --schedule 1f1b --stages 4 --microbatches 8 --timeline DIR
+    python benchmarks/pipeline_runtime.py --schedules 1f1b zb-2p zbv --stages 8 --microbatches 24 \\
+        --time-f 18.5 --time-b 18.1 --time-w 9.3 --time-comm 0.6
+    python benchmarks/pipeline_runtime.py --schedules 1f1b interleaved --stages 4 --microbatches 12 --time-comm 2
+    python benchmarks/pipeline_runtime.py --schedules 1f1b --stages 4 --microbatches 8 --timeline DIR
 
-Times are milliseconds of a whole stage, one number or one a stage with commas, divided over a stage's chunks. A
-computation sleeps to an absolute deadline, so that many stages are meaningful on few cores: that the system wakes a
-sleeper late is not the runtime's doing and is made up by the next sleep, while all time in the executor and in messages
-counts. A message counts as arrived --time-comm after its sender computed it (a timestamp that it carries) and its
-receive was posted, or when it really did, if that was later.
+Times are milliseconds of a whole stage, one number or one a stage with commas, divided over a stage's chunks; plans are
+made for them. A computation sleeps to an absolute deadline, so that many stages are meaningful on few cores: that the
+system wakes a sleeper late is not the runtime's doing and is made up by the next sleep, while all time in the executor
+and in messages counts. A message counts as arrived --time-comm after its sender computed it (a timestamp that it
+carries) and its receive was posted, or when it really did, if that was later.
 
-Prints one JSON object: planned and measured bubble rate and cost, their difference in points, and the executor's own
-time an operation. The bubble rate is (cost - m * max over stages(F+B+W)) / cost, where cost is the most that a rank
-takes from its first start to its last end. foreign_cpu: share of the machine that other processes took meanwhile.
+The same processes run all schedules, their steps in turn. Printed for each: planned and measured bubble rate and cost,
+their difference in points; and the executor's own time an operation. The bubble rate is
+(cost - m * max over stages(F+B+W)) / cost, where cost is the most that a rank takes from its first start to its last
+end; of the steps' costs the median counts. foreign_cpu: share of the machine that other processes took meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,30 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.sleeping_stages import (
+    MS,
+    Load,
+    duration,
+    interleaved,
+    median_and_least,
+    planned,
+    positive,
+    share_text,
+    times,
+)
 from megatron.core import collectives
+from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.echoes import Key
-from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, B, F, Plan, PlanError, W
-from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, B, F, PlanError, W
 from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from tests.harness.ranks import RankContext, run_ranks
-
-MS = 1e-3
 
 
 class Clock:
@@ -178,124 +187,186 @@ def overhead_us(num_ops: int = 1000, repeat: int = 20) -> float:
     return min(seconds) / num_ops * 1e6
 
 
-def run_plan(
-    ctx: RankContext, plan: Plan, costs: CostModel, repeat: int, timeline: str | None
-) -> list[tuple[float, float]]:
-    """(first start to last end, CPU time) of every step but the first on this rank; seconds."""
-    ps = ctx.make_ps(pp=ctx.world_size)
-    clock, log = Clock(), list[tuple[float, float]]()
-    place = plan.placement
-    stages = [place.stage_of(ctx.rank, chunk) for chunk in range(place.num_chunks)]
-    writer = None if timeline is None else TimelineWriter(Path(timeline), ps)
-    executor = Executor(
-        plan,
-        ctx.rank,
-        {stage: SleepingStage(stage, costs, clock, log) for stage in stages},
-        SlowChannel(P2P(ps), costs.comm * MS, clock),
-        recorder=writer,
-    )
-    steps = []
-    for iteration in range(repeat + 1):
-        collectives.barrier(ps.control_group)
-        log.clear()
+@dataclass(frozen=True)
+class Step:
+    """On one rank. cost_s: first start to last end."""
+
+    cost_s: float
+    cpu_s: float
+
+
+class Contestant:
+    """One rank of one schedule."""
+
+    def __init__(
+        self, simulation: Simulation, ps: ParallelState, channel: SlowChannel, timeline: Path | None
+    ) -> None:
+        self.log: list[tuple[float, float]] = []
+        self.ps, self.iteration = ps, 0
+        plan, costs, rank = simulation.plan, simulation.costs, ps.pp_rank
+        place = plan.placement
+        self.writer = None if timeline is None else TimelineWriter(timeline, ps)
+        mine = [place.stage_of(rank, chunk) for chunk in range(place.num_chunks)]
+        stages = {stage: SleepingStage(stage, costs, channel.clock, self.log) for stage in mine}
+        self.executor = Executor(plan, rank, stages, channel, recorder=self.writer)
+
+    def step(self) -> Step:
+        self.log.clear()
+        collectives.barrier(self.ps.control_group)
         cpu = time.process_time()
-        executor.run(iteration)
-        steps.append((log[-1][1] - log[0][0], time.process_time() - cpu))
-    if writer is not None:
-        writer.close()
-    return steps[1:]  # the first step shakes hands
+        self.executor.run(self.iteration)
+        self.iteration += 1
+        return Step(self.log[-1][1] - self.log[0][0], time.process_time() - cpu)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
 
 
-def machine_busy_s() -> float | None:
-    """CPU seconds that all processes of this machine have used, where the system tells (Linux)."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+def run_all(
+    ctx: RankContext, simulations: dict[str, Simulation], repeat: int, timeline: Path | None
+) -> dict[str, list[Step]]:
+    """On one rank: every step of every schedule but the first, in which ranks shake hands."""
+    ps = ctx.make_ps(pp=ctx.world_size)
+    transport, clock = P2P(ps), Clock()
+    contestants = {
+        name: Contestant(
+            one,
+            ps,
+            SlowChannel(transport, one.costs.comm * MS, clock),
+            timeline if timeline is None or len(simulations) == 1 else timeline / name,
+        )
+        for name, one in simulations.items()
+    }
+    for one in contestants.values():
+        one.step()
+    steps: dict[str, list[Step]] = {name: [] for name in contestants}
+    for order in interleaved(list(contestants), repeat):
+        for name in order:
+            steps[name].append(contestants[name].step())
+    for one in contestants.values():
+        one.close()
+    return steps
+
+
+def figures(simulation: Simulation, by_rank: list[list[Step]]) -> dict[str, Any]:
+    """Of one schedule. by_rank: its steps on each rank."""
+    measured_ms = [max(step.cost_s for step in steps) / MS for steps in zip(*by_rank, strict=True)]
+    median, least = median_and_least(measured_ms)
+    rate = (median - simulation.work) / median
+    rows = simulation.plan.rows
+    return {
+        "chunks": simulation.plan.placement.num_chunks,
+        "planned_bubble_rate": simulation.bubble_rate,
+        "measured_bubble_rate": rate,
+        "difference_points": 100 * (rate - simulation.bubble_rate),
+        "planned_cost_ms": simulation.cost,
+        "measured_cost_ms": median,
+        "least_cost_ms": least,
+        "measured_costs_ms": measured_ms,
+        "peak_activation": max(simulation.peak_activation),
+        "computations_per_rank": max(sum(op[0] <= LAST_COMPUTE for op in row) for row in rows),
+        "messages": simulation.num_messages,
+    }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The figures that are printed. Raises PlanError for what cannot be planned."""
-    request = Request(args.stages, args.microbatches, args.chunks)
-    plan = build_plan(args.schedule, request)
-    costs = CostModel.of_ranks(
-        plan.placement, time_f=args.time_f, time_b=args.time_b, time_w=args.time_w, comm=args.time_comm
-    )
-    plan = lower(plan, costs)
-    planned = simulate(plan, costs)
+    simulations = {
+        name: planned(
+            name,
+            args.stages,
+            args.microbatches,
+            time_f=args.time_f,
+            time_b=args.time_b,
+            time_w=args.time_w,
+            comm=args.time_comm,
+            num_chunks=args.chunks,
+        )
+        for name in args.schedules
+    }
     overhead = overhead_us()
-    before, start = machine_busy_s(), time.monotonic()
-    timeout = 60 + 3 * (args.repeat + 1) * planned.makespan * MS
-    by_rank = run_ranks(run_plan, args.stages, plan, costs, args.repeat, args.timeline, timeout=timeout)
-    elapsed, after = time.monotonic() - start, machine_busy_s()
-    own = sum(cpu for steps in by_rank for _, cpu in steps)
-    costs_ms = [max(span for span, _ in step) / MS for step in zip(*by_rank, strict=True)]
-    work = args.microbatches * max(costs.rank_times(plan.placement))
-    measured = statistics.median(costs_ms)
-    rate = (measured - work) / measured
+    timeout = 60 + 3 * (args.repeat + 1) * sum(one.makespan for one in simulations.values()) * MS
+    with Load() as load:
+        by_rank = run_ranks(run_all, args.stages, simulations, args.repeat, args.timeline, timeout=timeout)
+    own_s = sum(step.cpu_s for steps in by_rank for every in steps.values() for step in every)
+    settings = ("stages", "microbatches", "time_f", "time_b", "time_w", "time_comm", "repeat")
     return {
-        "schedule": args.schedule,
-        "stages": args.stages,
-        "chunks": plan.placement.num_chunks,
-        "microbatches": args.microbatches,
-        "planned_bubble_rate": planned.bubble_rate,
-        "measured_bubble_rate": rate,
-        "difference_points": 100 * (rate - planned.bubble_rate),
-        "planned_cost_ms": planned.cost,
-        "measured_cost_ms": measured,
-        "measured_costs_ms": costs_ms,
+        **{name: getattr(args, name) for name in settings},
         "executor_us_per_op": overhead,
-        "computations_per_rank": max(sum(op[0] <= LAST_COMPUTE for op in row) for row in plan.rows),
-        "messages": planned.num_messages,
-        "foreign_cpu": None
-        if before is None or after is None
-        else max(0.0, (after - before - own) / elapsed / (os.cpu_count() or 1)),
+        "foreign_cpu": load.foreign(own_s),
+        "schedules": {
+            name: figures(one, [steps[name] for steps in by_rank]) for name, one in simulations.items()
+        },
     }
 
 
-def times(text: str) -> list[float]:
-    """`18` or `18,18,20`."""
-    values = [float(word) for word in text.split(",")]
-    if not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"times are finite and at least 0, not {text}")
-    return values
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {text}")
-    return value
+def table(result: dict[str, Any]) -> str:
+    width = max(map(len, ("schedule", *result["schedules"])))
+    lines = [f"{'schedule':{width}} | bubble planned  measured  points | cost ms planned  median   least"]
+    for name, one in result["schedules"].items():
+        lines.append(
+            f"{name:{width}} | {100 * one['planned_bubble_rate']:12.1f} %  {100 * one['measured_bubble_rate']:6.1f} %"
+            f"  {one['difference_points']:+6.2f} | {one['planned_cost_ms']:15.1f}  {one['measured_cost_ms']:6.1f}"
+            f"  {one['least_cost_ms']:6.1f}"
+        )
+    lines.append(f"CPU of other processes meanwhile: {share_text(result['foreign_cpu'])}")
+    return "\n".join(lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--schedule", required=True, help="a name that tools/show_schedule.py knows")
+    parser.add_argument(
+        "--schedules",
+        "--schedule",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help="names that tools/show_schedule.py knows, run in turn",
+    )
     parser.add_argument("--stages", type=positive, required=True, help="pipeline ranks, each a process")
     parser.add_argument("--microbatches", type=positive, required=True)
-    parser.add_argument("--chunks", type=positive, help="chunks a stage; default: the schedule's")
+    parser.add_argument("--chunks", type=positive, help="chunks a stage, where a schedule has several (2)")
     for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
         parser.add_argument(
             f"--time-{name}", type=times, default=[10.0], metavar="MS", help=f"{what} of a whole stage (10)"
         )
-    parser.add_argument("--time-comm", type=float, default=0.0, metavar="MS", help="latency of a message (0)")
-    parser.add_argument("--repeat", type=positive, default=3, help="timed steps; the median counts (3)")
-    parser.add_argument("--timeline", metavar="DIR", help="write each rank's measured timeline there")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--time-comm", type=duration, default=0.0, metavar="MS", help="latency of a message (0)"
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=3, help="timed steps of each; the median counts (3)"
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="DIR",
+        help="write each rank's measured timeline there; of several schedules, to DIR/NAME",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures there, not to the console"
+    )
+    args = parser.parse_args(argv)
+    args.schedules = list(dict.fromkeys(args.schedules))
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Status 2 for what cannot be planned."""
     args = parse(argv)
     try:
-        print(json.dumps(measure(args), indent=1))
+        result = measure(args)
     except PlanError as error:
         print(f"pipeline_runtime: {error}", file=sys.stderr)
         return 2
+    print(table(result), flush=True)
+    text = json.dumps(result, indent=1)
+    if args.json:
+        args.json.write_text(text + "\n")
+    else:
+        print(text)
     return 0
 
 
