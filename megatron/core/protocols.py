@@ -29,6 +29,10 @@ class WeightGradSink(Protocol):
     def deferring(self) -> bool:
         """Whether `put` only files what it is given, so that gathering an operand ahead would be early."""
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether F keeps inputs that it has gathered (sequence parallel), so that W need not gather them again."""
+
     def put(self, key: str, x: Tensor | Operand | None, dy: Tensor) -> None:
         """One contribution to the gradient filed under `key` (see `ParamMeta.grad_keys`).
 

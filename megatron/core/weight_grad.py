@@ -73,7 +73,8 @@ class WeightGradAccumulator:
 
     An engine binds the buffers (`bind`) and listens; without one, `bind_new` allocates them, so that a model's
     gradients can be read with nothing around it. A pipeline stage says which microbatch a backward belongs to
-    (`backward`): it is seldom the one whose forward ran last.
+    (`backward`): it is seldom the one whose forward ran last. keeps_gathered: see `WeightGradSink`; may be written
+    between steps.
 
     [Note: what is deferred] In a split backward, B files what a matrix, a lookup table or a bias needs (x, dy) and W
     (`flush`) computes it. A gradient that is put finished, as one row (norms), is added in B: there is nothing left
@@ -82,6 +83,7 @@ class WeightGradAccumulator:
 
     def __init__(self) -> None:
         self.microbatch = 0
+        self.keeps_gathered = False
         self.main_grads: dict[str, Tensor] = {}
         self._listener: GradListener | None = None
         self._scale = 1.0
@@ -126,6 +128,8 @@ class WeightGradAccumulator:
             f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
         )
         if self._deferring and (x is not None or dy.dim() > 1):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x = x.detach()  # with its graph it would keep the stage's input and that one's gradient until W
             self._filed[self.microbatch].append((key, x, dy))
         else:
             self._compute(key, x, dy, self.microbatch)

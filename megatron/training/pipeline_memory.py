@@ -15,6 +15,7 @@ _FLAGS = ("--zero-bubble-max-pending-backward", "--zero-bubble-adaptive-memory-l
 
 def settle_limits(session: Session, plans: Plans, engine: Engine) -> None:
     """Say what limits the plans and why `auto` chose as it did; on CUDA, find the limit that flags leave to the device.
+    Tell the layers whether they keep gathered inputs.
 
     Communicates over the world where the device decides. Raises ConfigurationError, on every rank alike, where it has
     too little memory left.
@@ -30,6 +31,11 @@ def settle_limits(session: Session, plans: Plans, engine: Engine) -> None:
             )
         else:
             _limit_by_device(session, plans, engine, total)
+    for chunk in engine.chunks:
+        if chunk.sink is not None:
+            chunk.sink.keeps_gathered = plans.keeps_gathered
+    if plans.keeps_gathered:
+        session.print_rank_0(" > the limit has room for gathered inputs: kept for W, not gathered again")
     if plans.limits is not None:
         unit = "MiB" if plans.estimated else "activations"
         shown = ", ".join(f"{limit / 2**20 if plans.estimated else limit:.1f}" for limit in plans.limits)

@@ -25,6 +25,7 @@ from megatron.training.schedule_choice import (
     choose_layout,
     layout_of,
     limits_of_flags,
+    with_gathered_inputs,
 )
 
 # Sums of activations are compared with this much of tolerance, relative to the limit.
@@ -65,6 +66,8 @@ class Plans:
         else:
             self._layout = layout_of(config, parallel.pipeline_schedule)
             self.limits = limits_of_flags(config, self._layout)
+        if parallel.pipeline_memory_limit is not None:
+            self._price_gathers()
         self._forget()
 
     @property
@@ -90,6 +93,11 @@ class Plans:
     @property
     def estimated(self) -> bool:
         return self._layout.estimated
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether F keeps what sequence parallel has gathered, because memory allows it: W does not gather again."""
+        return self._layout.keeps_gathered
 
     @property
     def layout(self) -> Layout:
@@ -156,6 +164,7 @@ class Plans:
             f"{len(limits)} limits, {self.placement.num_ranks} ranks"
         )
         self.limits, self._limits_of_device = limits, True
+        self._price_gathers()
         self._forget()
 
     def use_costs(self, costs: CostModel, limits: tuple[float, ...] | None = None) -> None:
@@ -203,6 +212,12 @@ class Plans:
     def computations_of(layout: Layout, num_microbatches: int, limits: tuple[float, ...] | None) -> Plan:
         """Of a schedule that is not (yet) that of the run. Raises PlanError."""
         return _built(layout.schedule, layout.request(num_microbatches, limits))
+
+    def _price_gathers(self) -> None:
+        """Under a limit in bytes: whether there is room to keep gathered inputs."""
+        if self._file is None and self.limits is not None:
+            count = last_num_microbatches(self._config)
+            self._layout = with_gathered_inputs(self._config, self._layout, self.limits, count)
 
     def _forget(self) -> None:
         self._train = functools.lru_cache(maxsize=None)(self._build)

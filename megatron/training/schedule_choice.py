@@ -11,6 +11,7 @@ from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
 from megatron.core.pipeline_parallel.plan.auto import Choice, choose
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS, SCHEDULES, SEARCHED
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -51,6 +52,7 @@ class Layout:
 
     group_size: microbatches that interleaving takes in turn, None without. estimated: costs are those of the model
     (times in layers, activations in bytes); else equal stages with F = B = W, each rank's activations 1.
+    keeps_gathered: under sequence parallel F keeps gathered inputs for W; costs are those of that.
     """
 
     schedule: str
@@ -59,6 +61,7 @@ class Layout:
     group_size: int | None
     costs: CostModel
     estimated: bool
+    keeps_gathered: bool = False
 
     def request(self, num_microbatches: int, limits: tuple[float, ...] | None) -> Request:
         """What the schedule's generator is asked for."""
@@ -71,14 +74,6 @@ class Layout:
         """Activations of one microbatch on the rank that has the most of them, all its chunks together: of each chunk
         the larger one of what F leaves and what is held between B and W."""
         return self.costs.whole_stage(self.placement)
-
-    @property
-    def left_by_forwards(self) -> float:
-        """What the F's of one microbatch leave on the rank where that is most."""
-        held = [0.0] * self.placement.num_ranks
-        for activation, rank in zip(self.costs.activation, self.placement.ranks(), strict=True):
-            held[rank] += activation
-        return max(held)
 
 
 def layout_of(config: Config, schedule: str, *, placement: Placement | None = None) -> Layout:
@@ -152,6 +147,27 @@ def limits_of_flags(config: Config, layout: Layout) -> tuple[float, ...] | None:
     return None
 
 
+def with_gathered_inputs(
+    config: Config, layout: Layout, limits: tuple[float, ...], num_microbatches: int
+) -> Layout:
+    """The same schedule with what sequence parallel has gathered kept from F to W, where all ranks have memory for that
+    and the step takes no longer; else the layout as it is. limits: in bytes."""
+    model = model_costs(config)
+    if not config.parallel.sequence_parallel or not layout.estimated or layout.schedule in FUSED:
+        return layout
+    assert model is not None, "estimated costs of an incomplete model"
+    kept = dataclasses.replace(model, keeps_gathered=True).of_stages(layout.stages)
+    other = dataclasses.replace(layout, costs=kept, keeps_gathered=True)
+    requests = tuple(
+        (name, one.request(num_microbatches, limits)) for name, one in (("again", layout), ("kept", other))
+    )
+    try:
+        choice = _chosen(requests, num_microbatches, limits, layout.schedule)
+    except PlanError:
+        return layout  # neither fits, which whoever plans will say
+    return other if choice.best.name == "kept" else layout
+
+
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """--pipeline-schedule auto: the layout of what was chosen, the limits, and a line a candidate that says why."""
@@ -171,7 +187,7 @@ def choose_layout(config: Config, num_microbatches: int) -> Chosen:
     first = next(iter(layouts.values()))
     limits = limits_of_flags(config, first)
     if limits is None:
-        limits = (first.placement.num_ranks * first.left_by_forwards,) * first.placement.num_ranks
+        limits = first.costs.left_by_forwards(first.placement, first.placement.num_ranks)
     requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
     choice = _chosen(requests, num_microbatches, limits)
     return Chosen(layouts[choice.best.name], limits, (*choice.lines(), *impossible))
@@ -191,7 +207,9 @@ def choose_again(
     splits: the model's backwards can be split. Raises PlanError where none fits.
     """
     layouts = {
-        name: dataclasses.replace(one, costs=costs, estimated=current.estimated)
+        name: dataclasses.replace(
+            one, costs=costs, estimated=current.estimated, keeps_gathered=current.keeps_gathered
+        )
         for name, one in _candidates(config)[0].items()
         if (one.placement, one.stages) == (current.placement, current.stages) and (splits or name in FUSED)
     }
@@ -225,9 +243,13 @@ def _candidates(config: Config) -> tuple[dict[str, Layout], list[str]]:
 
 @functools.lru_cache(maxsize=8)
 def _chosen(
-    requests: tuple[tuple[str, Request], ...], num_microbatches: int, limits: tuple[float, ...]
+    requests: tuple[tuple[str, Request], ...],
+    num_microbatches: int,
+    limits: tuple[float, ...],
+    schedule: str | None = None,
 ) -> Choice:
-    """Kept: every chunk's model provider asks, and a search takes its time."""
-    generators = {name: SCHEDULES[name] for name, _ in requests}
+    """Kept: every chunk's model provider asks, and a search takes its time. schedule: of all; None: they are named by
+    theirs."""
+    generators = {name: SCHEDULES[schedule or name] for name, _ in requests}
     request = Request(len(limits), num_microbatches, memory_limit=limits)
     return choose(generators, request, requests=dict(requests))

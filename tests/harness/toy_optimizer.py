@@ -59,6 +59,8 @@ class _Keyed:
     def __init__(self, stage: int, sink: WeightGradAccumulator) -> None:
         self.stage, self.sink, self.microbatch = stage, sink, 0
 
+    keeps_gathered = False
+
     @property
     def deferring(self) -> bool:
         return self.sink.deferring

@@ -8,7 +8,8 @@ from autograd: `.grad` stays None.
 [Note: B's communication behind W] A column layer's dx is a sum over tensor parallel ranks. Its reduction begins
 before the sink is called and is waited for afterwards, so that it runs beside the weight GEMM. Under sequence
 parallel x was kept in parts: it is gathered beside the GEMM of dx, unless the sink defers the weight gradient; then
-the sink keeps the part and gathers in W.
+the sink keeps the part and gathers in W. Where the plan has memory for it, F keeps x as it was gathered for the
+product, and nothing is gathered a second time (`WeightGradSink.keeps_gathered`).
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ class _ColumnLinear(torch.autograd.Function):
         bias_key: str | None,
         tp: TensorParallel,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        whole = gather_sequence(x, tp)
+        ctx.in_parts = tp.sequence_parallel and not sink.keeps_gathered
+        ctx.save_for_backward(x if ctx.in_parts else whole, weight)
         ctx.sink, ctx.key, ctx.bias_key, ctx.tp = sink, key, bias_key, tp
-        return F.linear(gather_sequence(x, tp), weight, bias)
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,7 +65,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         operand: Tensor | SequenceShard = x
-        if ctx.tp.sequence_parallel and needs_weight:
+        if ctx.in_parts and needs_weight:
             operand = SequenceShard(x, ctx.tp)
             if not ctx.sink.deferring:
                 operand.start()

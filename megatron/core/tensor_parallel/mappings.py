@@ -68,7 +68,7 @@ class SequenceShard:
     """An `Operand`: this rank's part [s/tp, ...] of a tensor, gathered along the sequence when it is wanted whole."""
 
     def __init__(self, shard: Tensor, tp: TensorParallel) -> None:
-        self.shard = shard
+        self.shard = shard.detach()  # what waits for W keeps nothing of the graph
         self.tp = tp
         self._whole: Tensor | None = None
         self._pending: Pending | None = None

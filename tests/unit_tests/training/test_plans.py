@@ -116,3 +116,38 @@ def test_a_limit_that_nothing_fits_names_the_rank():
     made.limit((0.5, 0.5))
     with pytest.raises(PlanError, match=r"rank 0 may hold 0.5"):
         made.train(8)
+
+
+SEQUENCE_PARALLEL = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --enable-zero-bubble --global-batch-size 16"
+)
+
+
+def test_gathered_inputs_are_kept_where_the_limit_has_room():
+    def made(limit):
+        return plans_of_tp(f"{SEQUENCE_PARALLEL} --pipeline-memory-limit {limit}")
+
+    roomy = made("1G")
+    assert roomy.keeps_gathered
+    tight = made(int(plans_of_tp(SEQUENCE_PARALLEL).layout.whole_stage) + 1)
+    assert not tight.keeps_gathered
+    for one in (roomy, tight):
+        peaks = simulate(one.train(16), one.costs).peak_activation
+        assert all(peak <= limit for peak, limit in zip(peaks, one.limits, strict=True))
+    for stage in range(2):
+        assert roomy.costs.activation[stage] > tight.costs.activation[stage]
+        assert roomy.costs.w[stage] < tight.costs.w[stage]
+        assert (roomy.costs.f[stage], roomy.costs.b[stage]) == (tight.costs.f[stage], tight.costs.b[stage])
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-memory-limit 1G --pipeline-schedule 1f1b"])
+def test_without_a_limit_or_without_w_inputs_stay_in_parts(flags):
+    """Nobody knows whether there is room; W's gather runs beside B's product."""
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 16"
+    assert not plans_of_tp(f"{words} {flags or '--enable-zero-bubble'}").keeps_gathered
+
+
+def plans_of_tp(flags):
+    words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
+    env = LaunchEnv(world_size=4, launched=True, rank=0)
+    return Plans(parse_config([*words, *flags.split()], env=env))

@@ -17,6 +17,9 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Elementwise work (norms, residuals, dropout), in FLOPs a hidden element of each layer: for stages without layers, too,
 # which hand on what they get.
 _ELEMENTWISE = 40
+# What a device computes while a byte comes from its tensor parallel peers: A100 312 TFLOP/s beside 300 GB/s, H100 990
+# beside 450, a CPU core 50 GFLOP/s beside 1 GB/s of copies in memory.
+_FLOPS_OF_GATHERED_BYTE = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,8 @@ class ModelCosts:
     """The facts that costs follow from.
 
     config: resolved. params_dtype: as `Config.params_dtype`. drops_attention_scores: attention keeps [s, s] scores
-    (unfused, or a device whose fused kernel cannot drop elements).
+    (unfused, or a device whose fused kernel cannot drop elements). keeps_gathered: F keeps what sequence parallel has
+    gathered for column layers, so that W does not gather it again.
     """
 
     config: TransformerConfig
@@ -52,6 +56,7 @@ class ModelCosts:
     tp: int = 1
     sequence_parallel: bool = False
     has_gpu: bool = False
+    keeps_gathered: bool = False
 
     def of_stages(self, stages: Sequence[StageSpec], *, comm: float = 0.0) -> CostModel:
         """Times in units of one layer's F; activations in bytes, of a rank of the stage."""
@@ -116,14 +121,14 @@ class ModelCosts:
         masks = 2 * self._hidden(1) if c.hidden_dropout else 0.0
         saved = (
             2 * self._hidden(self._residual)  # inputs of both norms
-            + 2 * self._hidden(e)  # and what they hand on
+            + 2 * self._column_input  # and what they hand on
             + self._norms(2)
             + self._attention()
             + tokens * first * e
             + masks
         )
         held = (
-            2 * self._hidden(e)
+            2 * self._column_input
             + tokens * e * (query + 2 * key + first)  # gradients of the column layers' outputs
             + tokens * e * (query + width)  # inputs of the row layers
             + 2 * tokens * hidden * e
@@ -131,7 +136,7 @@ class ModelCosts:
         return Work(
             products + scores + self._moved,
             products + 2 * scores + again + self._moved,
-            products,
+            products + 2 * self._gathered_again,
             saved,
             held,
         )
@@ -149,11 +154,10 @@ class ModelCosts:
         columns = self.padded_vocab_size / self.tp
         product = 2 * self._tokens * self.config.hidden_size * columns
         logits = self._tokens * columns
-        saved = (
-            self._hidden(self._element) + self._norms(1) + logits * max(4, self._element) + self._tokens * 8
-        )
-        held = self._hidden(self._element) + logits * self._element
-        return Work(product + 5 * logits, product + 3 * logits, product, saved, held)
+        saved = self._column_input + self._norms(1) + logits * max(4, self._element) + self._tokens * 8
+        held = self._column_input + logits * self._element
+        w = product + self._gathered_again
+        return Work(product + 5 * logits, product + 3 * logits, w, saved, held)
 
     def _attention(self) -> float:
         """Bytes that attention keeps, up to the input of its output projection."""
@@ -186,6 +190,20 @@ class ModelCosts:
     def _hidden(self, element: int) -> float:
         """Hidden states of a microbatch, under sequence parallel this rank's part, in elements of so many bytes."""
         return self._tokens * self.config.hidden_size * element / self._parts
+
+    @property
+    def _column_input(self) -> float:
+        """What is kept of the input of a column layer."""
+        whole = self._tokens * self.config.hidden_size * self._element
+        return whole if self.keeps_gathered else whole / self._parts
+
+    @property
+    def _gathered_again(self) -> float:
+        """What W waits for a column layer's input, in FLOPs."""
+        if self.keeps_gathered or self._parts == 1:
+            return 0.0
+        whole = self._tokens * self.config.hidden_size * self._element
+        return whole * (1 - 1 / self._parts) * _FLOPS_OF_GATHERED_BYTE
 
     @property
     def _numbers_of_norm(self) -> int:

@@ -1,5 +1,6 @@
 """Each layer cut over ranks against torch's own of the whole matrix: outputs and all gradients to 1e-10 in fp64."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -49,14 +50,25 @@ def parts(layer, sink):
     return weights, {key: (meta, sink.main_grads[key]) for key, meta in layer.meta.items()}
 
 
-def column(ctx: RankContext, sp: bool, gated: bool):
-    tp = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"), sp)
+def column(ctx: RankContext, sp: bool, gated: bool, keeps: bool = False):
+    """keeps: B apart from W, which has to find the input gathered."""
+    asked = []
+    group = ctx.make_ps(tp=ctx.world_size).group("tp")
+    group = dataclasses.replace(group, observer=lambda op, *_: asked.append(op))
+    tp = TensorParallel(group, sp)
     bands = even_bands(OUT, tp, 2) if gated else None
     layer, sink = build(functools.partial(ColumnParallelLinear, IN, OUT, bias=True, bands=bands), tp)
+    sink.keeps_gathered = keeps
     x = sequence_slice(given(S, B, IN), tp).clone().requires_grad_()
     y = layer(x)
     dy = given(S, B, OUT).view(S, B, 2 if gated else 1, -1)
-    y.backward(dy.chunk(ctx.world_size, -1)[ctx.rank].flatten(-2))
+    with sink.backward(0, split=keeps):
+        y.backward(dy.chunk(ctx.world_size, -1)[ctx.rank].flatten(-2))
+    if keeps:
+        assert asked.count("all_gather") == sp  # F's own
+        asked.clear()
+        sink.flush(0)
+        assert not asked
     return x.grad, y.detach(), *parts(layer, sink)
 
 
@@ -91,6 +103,8 @@ def position_ids():
 
 CHECKS = {
     **{f"column {sp} {g}": functools.partial(column, sp=sp, gated=g) for sp in (0, 1) for g in (0, 1)},
+    "column 1 0 kept": functools.partial(column, sp=True, gated=False, keeps=True),
+    "column 0 0 kept": functools.partial(column, sp=False, gated=False, keeps=True),
     **{f"row {sp}": functools.partial(row, sp=bool(sp)) for sp in (0, 1)},
     **{f"tables {sp}": functools.partial(tables, sp=bool(sp)) for sp in (0, 1)},
 }
@@ -111,7 +125,15 @@ def joined(ranks, at):
 @pytest.mark.parametrize("gated", [0, 1])
 @pytest.mark.parametrize("sp", [0, 1])
 def test_column(size, sp, gated):
-    ranks = found(size)[f"column {sp} {gated}"]
+    check_column(found(size)[f"column {sp} {gated}"], size, sp, gated)
+
+
+@pytest.mark.parametrize("sp", [0, 1])
+def test_an_input_kept_gathered_is_not_gathered_in_w(sp):
+    check_column(found(2)[f"column {sp} 0 kept"], 2, sp, 0)
+
+
+def check_column(ranks, size, sp, gated):
     weights, grads = joined(ranks, 2)
     whole, _ = build(functools.partial(ColumnParallelLinear, IN, OUT, bias=True), TensorParallel())
     assert torch.equal(weights["x.weight"], whole.weight)

@@ -63,8 +63,8 @@ def moves(ctx: RankContext):
 
 
 class LoggingSink:
-    def __init__(self, log, deferring):
-        self.log, self.deferring = log, deferring
+    def __init__(self, log, deferring, keeps_gathered=False):
+        self.log, self.deferring, self.keeps_gathered = log, deferring, keeps_gathered
 
     def put(self, key, x, dy):
         self.log.append(f"put {key}")
