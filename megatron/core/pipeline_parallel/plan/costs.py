@@ -106,6 +106,17 @@ class CostModel:
             held[rank] += max(self.activation[stage], self.held_after_b[stage])
         return max(held)
 
+    def left_by_forwards(self, placement: Placement, whole_stages: float) -> tuple[float, ...]:
+        """By rank, room for what the F's of so many microbatches leave on the fullest rank: 1F1B's memory for as many
+        as there are ranks. Where a B leaves more than its F, at least half of them and one beside a B that has grown.
+        """
+        left, growth = [0.0] * placement.num_ranks, [0.0] * placement.num_ranks
+        for stage, rank in enumerate(placement.ranks()):
+            left[rank] += self.activation[stage]
+            growth[rank] = max(growth[rank], self.held_after_b[stage] - self.activation[stage])
+        whole = max(left)
+        return tuple(max(whole_stages * whole, (whole_stages + 1) / 2 * whole + one) for one in growth)
+
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """By computing kind (F, B, W, BW), then by global stage."""
         return (self.f, self.b, self.w, tuple(b + w for b, w in zip(self.b, self.w, strict=True)))

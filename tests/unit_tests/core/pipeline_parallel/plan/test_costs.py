@@ -59,6 +59,20 @@ def test_the_least_of_a_rank_is_one_microbatch_through_all_its_stages():
     assert costs.whole_stage(Placement("v", 2, 2)) == 9 + 3
 
 
+def test_shares_of_1f1bs_memory_count_what_forwards_leave():
+    """And keep room for one B that has grown, which a multiple of a small activation would not."""
+    v = Placement("v", 2, 2)
+    equal = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=1)
+    assert equal.left_by_forwards(v, 1.5) == (12, 12)
+    little = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=1.25)
+    assert little.left_by_forwards(v, 2) == (16, 16)
+    much = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=5)
+    assert much.left_by_forwards(v, 2) == (12 + 2 * 4, 12 + 4 * 4)
+    for costs in (equal, little, much):
+        for limit, mine in zip(costs.left_by_forwards(v, 1), ((0, 3), (1, 2)), strict=True):
+            assert limit >= costs.least_activation(mine)
+
+
 def test_a_share_is_held_of_every_stage():
     costs = CostModel.of_ranks(Placement("v", 2, 2), activation=[4, 8], memory_after_b=0.25)
     assert costs.activation == (2, 4, 4, 2)

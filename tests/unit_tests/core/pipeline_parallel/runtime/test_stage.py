@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.tensor_parallel.linear import column_linear
+from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.toy_pipeline import HIDDEN, TOKENS, ToyChunk
 
 
@@ -52,6 +55,30 @@ def test_b_and_w_together_are_bw_bit_for_bit_in_any_interleaving():
     b.backward_weight(2)
     b.check_empty()
     assert split.grads() == whole.grads()
+
+
+def test_between_b_and_w_the_input_and_its_gradient_are_free():
+    """What is filed for W is a tensor of the graph, and must not keep the graph's leaf."""
+    sink = WeightGradAccumulator()
+    weight = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
+    sink.bind_new({"w": (HIDDEN, HIDDEN)}, torch.float32, torch.device("cpu"))
+    stage = ModelStage(
+        lambda _, x: column_linear(torch.tanh(x), weight, sink=sink, key="w"),
+        sink,
+        begins=False,
+        ends=False,
+    )
+    memory = np.random.default_rng(3).random((*TOKENS, HIDDEN), np.float32)  # its life is the input's
+    seen = weakref.ref(memory)
+    x = torch.from_numpy(memory)
+    expected = torch.ones(TOKENS).flatten() @ torch.tanh(x).flatten(0, -2)
+    stage.forward(0, x)
+    del x, memory
+    assert seen() is not None
+    stage.backward_input(0, torch.ones(*TOKENS, HIDDEN))
+    assert seen() is None
+    stage.backward_weight(0)
+    torch.testing.assert_close(sink.main_grads["w"], expected.expand(HIDDEN, HIDDEN))
 
 
 def test_backward_frees_the_graph_and_forward_keeps_no_output():
