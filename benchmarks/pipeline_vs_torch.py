@@ -262,6 +262,7 @@ def measure(num_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     free_ms = {name: without_latency(one) for name, one in simulations.items()}
     expected: dict[str, float | None] = {f"ours {name}": free_ms[name] for name in args.ours}
     expected |= {f"plain {name}": free_ms[name] for name in args.plain}
+    simulated = {name: simulations[name.split(" ", 1)[1]].makespan for name in expected}
     expected |= {
         f"torch {name}": closed_formula(name, num_ranks, args.microbatches, work_ms) for name in args.torch
     }
@@ -272,7 +273,10 @@ def measure(num_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         "late_us": [late_s * 1e6 for _, _, late_s in by_rank],
         "foreign_cpu": load.foreign(own_s),
         "contestants": {
-            name: figures([steps[name] for steps, _, _ in by_rank], planned_ms, work_ms)
+            name: {
+                "simulated_ms": simulated.get(name),  # with the latency that was planned with
+                **figures([steps[name] for steps, _, _ in by_rank], planned_ms, work_ms),
+            }
             for name, planned_ms in expected.items()
         },
     }
