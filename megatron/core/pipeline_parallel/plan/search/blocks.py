@@ -194,10 +194,10 @@ class _Layout:
                 if period - (at - start) % period > tolerance:
                     return False
         lengths = [length for _, length in self._rooms(rank, [*placed, (start, duration)])]
-        return _packs(sorted(left, reverse=True), lengths, tolerance)
+        return packs(sorted(left, reverse=True), lengths, tolerance)
 
 
-def _packs(pieces: list[float], rooms: list[float], tolerance: float) -> bool:
+def packs(pieces: list[float], rooms: list[float], tolerance: float) -> bool:
     """Whether all pieces fit into the rooms (there are at most six)."""
     if not pieces:
         return True
@@ -206,6 +206,6 @@ def _packs(pieces: list[float], rooms: list[float], tolerance: float) -> bool:
     for index, room in enumerate(rooms):
         if room + tolerance >= piece and room not in tried:
             tried.add(room)
-            if _packs(rest, [*rooms[:index], room - piece, *rooms[index + 1 :]], tolerance):
+            if packs(rest, [*rooms[:index], room - piece, *rooms[index + 1 :]], tolerance):
                 return True
     return False

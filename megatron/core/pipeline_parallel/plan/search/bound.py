@@ -15,7 +15,7 @@ def lower_bound(problem: Problem) -> float:
     """
     costs, total = problem.costs, problem.num_microbatches
     latencies, durations = problem.latencies(), costs.rank_times(problem.placement)
-    best = 0.0
+    best = total * least_period(problem)
     for rank, mine in enumerate(problem.stages()):
         first, last = mine[0], mine[-1]
         limit = problem.limits[rank]
@@ -27,6 +27,19 @@ def lower_bound(problem: Problem) -> float:
         idle = max(0.0, trip - _most(mine, costs.f, costs.activation, limit, forwards))
         own = total * durations[rank]
         best = max(best, own + idle)
+        if rank:
+            down = sum(costs.f[:first]) + sum(latencies[:first])
+            up = sum(costs.b[:first]) + sum(latencies[:first]) + costs.w[0]
+            after = _most(mine, costs.w, costs.held_after_b, limit, weights)
+            best = max(best, down + up + idle + own - after)
+    return best
+
+
+def least_period(problem: Problem) -> float:
+    """What each microbatch takes at least because of memory: what it holds times how long, by the limit."""
+    costs, latencies = problem.costs, problem.latencies()
+    best = 0.0
+    for mine, limit in zip(problem.stages(), problem.limits, strict=True):
         if 0 < limit < float("inf"):
             area = sum(
                 costs.activation[stage]
@@ -34,12 +47,7 @@ def lower_bound(problem: Problem) -> float:
                 + costs.held_after_b[stage] * costs.w[stage]
                 for stage in mine
             )
-            best = max(best, total * area / (limit + slack(limit)))
-        if rank:
-            down = sum(costs.f[:first]) + sum(latencies[:first])
-            up = sum(costs.b[:first]) + sum(latencies[:first]) + costs.w[0]
-            after = _most(mine, costs.w, costs.held_after_b, limit, weights)
-            best = max(best, down + up + idle + own - after)
+            best = max(best, area / (limit + slack(limit)))
     return best
 
 

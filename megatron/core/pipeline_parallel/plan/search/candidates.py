@@ -10,9 +10,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
+from megatron.core.pipeline_parallel.plan.search.bound import least_period
 from megatron.core.pipeline_parallel.plan.search.greedy import ListScheduler, Urgency
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem
+from megatron.core.pipeline_parallel.plan.search.outward import shortest
+from megatron.core.pipeline_parallel.plan.search.problem import TOLERANCE, Order, Problem
 from megatron.core.pipeline_parallel.plan.search.published import one_f_one_b, unit_zbv, v_block, zb_h
 
 # What goes first where several can run: kind and chunk.
@@ -64,6 +67,7 @@ _COARSE_STRETCHES = (
 _SLOTS = (6, 4, 8, 5, 7)
 _TURNS = ((0, 0, 0), (2, 0, 0), (0, 2, 0), (0, 0, 2), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
 _TIGHT_BLOCKS = 5
+_LONGEST_OUTWARD = 2.0
 
 
 @dataclass(frozen=True)
@@ -165,5 +169,12 @@ def _tight(problem: Problem, work: float, num_legs: int) -> list[tuple[str, Bloc
                 found.append(
                     (stretch, f"block of {num_slots} slots, {stretch:g} of the work, turns {turn}", block)
                 )
+    found = sorted(found, key=lambda one: one[0])[:_TIGHT_BLOCKS]
+    if problem.placement.kind == V_SHAPED:
+        least = max(work, least_period(problem))
+        most = found[0][2].period if found else _LONGEST_OUTWARD * work
+        for block in shortest(problem, least, most * (1.0 - TOLERANCE)):
+            stretch = block.period / work
+            found.append((stretch, f"block from the turn outwards, {stretch:g} of the work", block))
     found.sort(key=lambda one: one[0])
-    return [(label, block) for _, label, block in found[:_TIGHT_BLOCKS]]
+    return [(label, block) for _, label, block in found]

@@ -184,9 +184,10 @@ def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
 
 
 def _squeeze_long(whole: Search, start: Start, middle: int, rounds: int, expected: float) -> None:
-    """For a start that does not settle within the short problem: squeeze a longer one, and if need be the whole."""
+    """For a start that does not settle within the short problem: squeeze a longer one, and if need be the whole, where
+    that many rounds are left."""
     problem = whole.problem
-    if 2 * middle <= problem.num_microbatches:
+    if 2 * middle <= problem.num_microbatches or not rounds:
         half = Search(problem.of_length(middle))
         found = half.add(start, start.make(half.problem))
         if found is not None:
@@ -198,8 +199,8 @@ def _squeeze_long(whole: Search, start: Start, middle: int, rounds: int, expecte
             if longer is not None and longer.cost <= max(expected, reached + slack(reached)):
                 return
     made = whole.add(start, start.make(problem))
-    if made is not None:
-        whole.squeeze(made, max(1, rounds), 0.0)
+    if made is not None and rounds:
+        whole.squeeze(made, rounds, 0.0)
 
 
 def short_length(problem: Problem) -> int:

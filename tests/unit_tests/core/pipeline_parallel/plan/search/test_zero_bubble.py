@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.pipeline_parallel.plan.auto import choose
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SEARCHED
+from megatron.core.pipeline_parallel.plan.registry import SCHEDULES as REGISTRY
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search import published, zero_bubble
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
@@ -30,7 +33,8 @@ PROFILE = (18.5, 18.1, 9.3, 0.6)
 
 
 def placement_of(name, p):
-    return Placement(LINEAR, p) if name in LINEAR_ONES else Placement(V_SHAPED, p, 2)
+    kind = PLACEMENTS[name]
+    return Placement(kind, p) if kind == LINEAR else Placement(kind, p, 2)
 
 
 def costs_of(name, p, times, *, held=1.0, slow=None, head=0.0):
@@ -38,9 +42,9 @@ def costs_of(name, p, times, *, held=1.0, slow=None, head=0.0):
     placement = placement_of(name, p)
     chunks = placement.num_chunks
     factors = [(3.0 if rank == slow else 1.0) / chunks for rank in placement.ranks()]
-    factors[-1] += head / chunks
+    factors[-1] += head
     sizes = [1 / chunks] * placement.num_stages
-    sizes[-1] += head / 2 / chunks
+    sizes[-1] += head / 2
     f, b, w = (tuple(one * factor for factor in factors) for one in times[:3])
     return CostModel(f, b, w, tuple(sizes), tuple(size * held for size in sizes), times[3])
 
@@ -263,19 +267,131 @@ def test_the_least_memory_does_where_backwards_grow(data):
         SCHEDULES[name](Request(p, m, costs=costs, memory_limit=less))
 
 
+# Every schedule of the registry that is no search, for `auto` to choose from beside one search a placement.
+AUTO = {name: generate for name, generate in SCHEDULES.items() if name in ("zb-2p", "zbv")} | {
+    name: generate for name, generate in REGISTRY.items() if name not in SEARCHED
+}
+# What differs between stages or in what is held.
+SHAPES = ("even", "slow", "head", "freed")
+# Limits by share of p whole stages; None: 1F1B's own peaks, rank by rank.
+LIMITS = (0.0, 0.3, 0.5, 0.8, 1.0, 1.6, 2.5, None)
+# Up to this P every ratio meets every shape at every M.
+CROSSED = 4
+
+
+def shape_of(shape, p):
+    """The words of `costs_of`."""
+    return {"even": {}, "slow": {"slow": p // 2}, "head": {"head": 0.7, "held": 1.3}, "freed": {"held": 0.4}}[
+        shape
+    ]
+
+
+def grid_of(p):
+    """(m, times, shape) for the schedules' own limits, and (m, times, shape, limit) for the choice under one limit.
+
+    Beyond CROSSED, each M of a P meets one of the 24 combinations of ratio and shape, the next M the seventh from
+    there, and the next P the next one: over all P's each M meets every combination, some at small and some at large P.
+    Limits go round alike, with steps of their own.
+    """
+    combinations = list(itertools.product(RATIOS, SHAPES))
+    own, shared = [], []
+    for place, m in enumerate(sizes(p)):
+        if p <= CROSSED:
+            own += [(m, *one) for one in combinations]
+        else:
+            own.append((m, *combinations[(p + 7 * place) % len(combinations)]))
+        limit = LIMITS[(3 * p + place) % len(LIMITS)]
+        shared.append((m, *combinations[(5 * p + 11 * place) % len(combinations)], limit))
+    return own, shared
+
+
+def cost_of_1f1b(p, m, times, shape):
+    costs = costs_of("1f1b", p, times, **shape_of(shape, p))
+    return simulate(lower(one_f_one_b(Request(p, m)), costs), costs)
+
+
+def is_v_as_good_in_theory(p, times):
+    """Transfers, of which the V has twice as many, are shorter than what it saves."""
+    f, b, _, comm = times
+    return 4 * (p - 1) * comm < (p - 1) * min(f, b)
+
+
+def check_own(p, m, times, shape):
+    """Every searched schedule under the limit that its name says."""
+    simple = cost_of_1f1b(p, m, times, shape)
+    for name in SCHEDULES:
+        simulation = check(name, p, m, costs_of(name, p, times, **shape_of(shape, p)))
+        where = (name, p, m, times, shape, simulation.cost, simple.cost)
+        if name in LINEAR_ONES or (name != "v-min" and is_v_as_good_in_theory(p, times)):
+            assert simulation.cost <= simple.cost * (1 + 1e-9), where
+        if times == EQUAL and shape == "even":
+            check_theory(name, p, m, simulation)
+
+
+def check_theory(name, p, m, simulation):
+    """With equal times, whatever the number of microbatches."""
+    least = (m + p - 1) * 2 + 1  # of few microbatches: nothing can cover the first one's way
+    if name == "zb-1p":
+        assert simulation.cost == pytest.approx(least if m <= p else 3 * m + p - 1), (p, m)
+    elif name == "zb-2p":
+        assert simulation.cost == pytest.approx(max(least, 3 * m) if m < 2 * p else 3 * m), (p, m)
+    elif m >= 2 * p:
+        bubbles = {"zbv": 0.0, "v-half": (p - 1) * 3 / 2, "v-min": (p - 1) * 2}
+        assert simulation.bubble_time <= bubbles[name] + 1e-9, (name, p, m)
+
+
+def check_shared(p, m, times, shape, share):
+    """All schedules under one limit, and the choice among them."""
+    simple = cost_of_1f1b(p, m, times, shape)
+    words = shape_of(shape, p)
+    whole = simple.costs.whole_stage(placement_of("1f1b", p))
+    if share is None:
+        limits = simple.peak_activation
+        on_v = costs_of("zbv", p, times, **words)
+        least = [on_v.least_activation((rank, 2 * p - 1 - rank)) for rank in range(p)]
+        limits = tuple(map(max, limits, least))
+    else:
+        limits = (max(1.0, share * p) * whole,) * p
+    requests = {
+        name: Request(
+            p,
+            m,
+            num_chunks=None if PLACEMENTS[name] == LINEAR else 2,
+            costs=costs_of(name, p, times, **words),
+            memory_limit=limits,
+        )
+        for name in AUTO
+    }
+    choice = choose(AUTO, Request(p, m, memory_limit=limits), requests=requests)
+    where = (p, m, times, shape, share)
+    costs = {}
+    for one in choice.candidates:
+        if one.simulation is None:
+            assert one.name not in (*SCHEDULES, "gpipe", "1f1b", "zb-h1", "zb-h2"), (where, one.problem)
+            continue
+        assert one.plan.bitwise, (one.name, where)
+        if one.fits:
+            costs[one.name] = one.simulation.cost
+    assert {"zb-2p", "zbv"} <= set(costs), where  # searches fit any limit that anything fits
+    best = choice.best.simulation.cost
+    assert best <= min(costs.values()) * (1 + 1e-9), (where, costs)
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        if name in costs:
+            assert costs["zb-2p"] <= costs[name] * (1 + 1e-9), (where, costs)
+    for name in ("1f1b-v",):
+        if name in costs:
+            assert costs["zbv"] <= costs[name] * (1 + 1e-9), (where, costs)
+    if "1f1b" in costs and share is not None and is_v_as_good_in_theory(p, times):
+        assert costs["zbv"] <= costs["1f1b"] * (1 + 1e-9), (where, costs)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("p", range(2, 34))
 def test_the_whole_grid(p):
-    for m, name, times, slow in itertools.product(sizes(p), SCHEDULES, RATIOS, (None, p // 2)):
-        simulation = check(name, p, m, costs_of(name, p, times, slow=slow))
-        f, b, _, comm = times
-        if (
-            name not in LINEAR_ONES
-            and name != "v-min"
-            and slow is None
-            and 4 * (p - 1) * comm < (p - 1) * min(f, b)
-        ):
-            simple_costs = costs_of("zb-1p", p, times)
-            simple = simulate(lower(one_f_one_b(Request(p, m)), simple_costs), simple_costs)
-            assert simulation.cost <= simple.cost * (1 + 1e-9), (name, p, m, times)
+    """Thinned beyond P = 4 by the rule of `grid_of`."""
+    own, shared = grid_of(p)
+    for point in own:
+        check_own(p, *point)
+    for point in shared:
+        check_shared(p, *point)
