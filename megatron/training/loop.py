@@ -5,42 +5,34 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
-import math
 import time
-from collections import Counter
-from pathlib import Path
-from typing import Any
 
-from megatron.core.models.gpt.stage_layers import layer_map_lines
-from megatron.core.pipeline_parallel.plan.ir import Kind, plan_hash
 from megatron.training import global_vars, metrics
 from megatron.training.build import Engine
-from megatron.training.checkpointing import Checkpointer, Restored
 from megatron.training.data import (
     DataIterators,
     DatasetsProvider,
     build_data_iterators,
-    first_difference,
 )
 from megatron.training.evaluate import Evaluator
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.flops import train_step_flops
+from megatron.training.microbatches import ends_at
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.plans import Plans
-from megatron.training.replan import Replanner, check_same_plan
+from megatron.training.replan import Replanner
 from megatron.training.replica_check import check_replicas
 from megatron.training.reporter import Reporter
+from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.run_clock import RunClock
-from megatron.training.session import Session, say
+from megatron.training.session import Session
 from megatron.training.signals import SignalHandler
+from megatron.training.start_report import log_ledger, report_model
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult, StepRunner, Steps, StepTask
 from megatron.training.step_numbers import StepNumbers
 from megatron.training.validated_step import ValidatedStepRunner
-
-COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
-
 
 NO_FLAGS = (0.0, 0.0)  # nobody wants to stop
 
@@ -63,21 +55,18 @@ class TrainingLoop:
         self.session = session
         self.engine = engine
         self.state = TrainState.start(config)
-        self.last_checkpoint: str | None = None
         self._ledger_logged = False
-        self._saved_data: Any = None
-        self._data_description: Any = None
         self._config = config
         self._signals = signals
         self._plans = plans
         self._runner = runner
         self._batch = config.batch_schedule()
-        self._checkpointer = Checkpointer(session.ps, config.checkpoint, log=session.print_rank_0)
         self._nan_policy = NanPolicy(
             config.reliability.nan_policy,
             config.reliability.nan_max_skips,
             dynamic_loss_scale=engine.scaler.dynamic,
         )
+        self.checkpoints = RunCheckpoints(session, engine, self.state, self._nan_policy)
         self._clock = RunClock()
         self._steps = self._new_steps(runner)
         self._begun_at = 0  # samples consumed before the newest step
@@ -106,8 +95,9 @@ class TrainingLoop:
     def run(self, datasets_provider: DatasetsProvider) -> Ending:
         """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
         session, config = self.session, self._config
-        self._print_model()
-        self._load()
+        num_microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
+        report_model(session, self._plans, self.engine, num_microbatches)
+        self.checkpoints.load()
         self._begun_at = self.state.consumed_train_samples
         with session.watchdog.phase("build data"):
             data = build_data_iterators(
@@ -123,8 +113,9 @@ class TrainingLoop:
                 reads=self._plans.reads_data(session.ps.pp_rank),
             )
         if not config.evaluation.skip_train:
-            self._compare_data(data)
+            self.checkpoints.compare_data(data)
         self._reporter = Reporter(session, self.engine, self.state, self._clock)
+        self.checkpoints.report_to(self._reporter)
         self._replanner = Replanner(
             session,
             self._plans,
@@ -146,105 +137,11 @@ class TrainingLoop:
                 ending = Ending(
                     ExitStatus.DONE, "evaluated" if config.evaluation.skip_train else "trained to the end"
                 )
-            if (directory := self._checkpointer.maybe_finalize(blocking=True)) is not None:
-                self._committed(directory)
+            self.checkpoints.finish(blocking=True)
             self._reporter.ended(ending.status, ending.reason)
             return ending
         finally:
             self._reporter.close()
-
-    # --- start
-
-    def _print_model(self) -> None:
-        session, plans = self.session, self._plans
-        place = session.ps.tp_rank, session.ps.pp_rank
-        count = sum(math.prod(meta.local_shape) for meta in self.engine.param_meta.values())
-        if session.ps.dp_rank == 0:
-            say(metrics.parameter_count_line(*place, count))
-        for line in layer_map_lines(plans.stages, plans.placement):
-            session.print_rank_0(line)
-        engine = self.engine
-        parallel = self._config.parallel
-        validated = parallel.enable_optimizer_post_validation
-        plan = (plans.train_and_step if validated else plans.train)(
-            self._batch.num_microbatches(self.state.consumed_train_samples)
-        )
-        check_same_plan(session.gather(plan_hash(plan)))
-        told = session.gather(
-            [
-                session.ps.pp_rank,
-                engine.persistent_bytes(),
-                len(engine.model.units),
-                engine.optimizer.snapshot_bytes(),
-            ]
-        )
-        counts = [Counter(op[0] for op in row) for row in plan.rows]
-        record = metrics.PlanRecord(
-            schedule=plan.schedule,
-            hash=plan_hash(plan),
-            ops_per_rank=tuple(
-                {kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank, *_ in told
-            ),
-            sharding=self._config.ddp.data_parallel_sharding_strategy,
-            persistent_bytes_per_rank=tuple(size for _, size, _, _ in told),
-            post_validation=parallel.post_validation_rollback if validated else "off",
-            units_per_rank=tuple(units for _, _, units, _ in told) if engine.model.units else (),
-            snapshot_bytes_per_rank=tuple(size for *_, size in told) if validated else (),
-        )
-        session.print_rank_last(metrics.plan_line(record))
-        self._warn_of_units()
-        self._log_ledger("before the first step")
-
-    def _warn_of_units(self) -> None:
-        asked = self._config.ddp.fsdp_unit_modules
-        if self._config.ddp.use_custom_fsdp and asked and self.engine.declares_units:
-            self.session.print_rank_0(
-                f"WARNING: --fsdp-unit-modules {' '.join(asked)} has no effect: the model names its units itself"
-            )
-
-    def _log_ledger(self, when: str) -> None:
-        """--log-fsdp-ledger: what the data parallel engine of rank 0 holds."""
-        if not self._config.ddp.log_fsdp_ledger:
-            return
-        for line in metrics.ledger_lines(when, self.engine.ledger.lines()):
-            self.session.print_rank_0(line)
-
-    def _load(self) -> None:
-        with self.session.watchdog.phase("load"):
-            restored = self._checkpointer.load(
-                self.engine.model_pieces(), self.engine.optimizer.pieces(), config=self._config.flat()
-            )
-        if restored is None:
-            return
-        if not restored.optimizer:
-            self.engine.model.buffer.copy_weights_to_main()
-        self.engine.model.weights_changed()
-        if restored.resumed:
-            self._resume(restored)
-
-    def _resume(self, restored: Restored) -> None:
-        common = restored.common
-        self.state.load_state(common["train_state"])
-        self._nan_policy.load_state(common["nan_policy"])
-        if restored.optimizer:
-            self.engine.optimizer.load_state(common["optimizer"])
-            self.engine.scheduler.load_state(common["scheduler"])
-            self.engine.scaler.load_state(common["scaler"])
-        self._saved_data = common.get("data")
-        self.last_checkpoint = str(restored.directory)
-
-    def _compare_data(self, data: DataIterators) -> None:
-        """Say so when a resumed run would not see the samples that the saved one would have seen."""
-        self._data_description = data.description
-        if self._saved_data is None or data.description is None:
-            return
-        difference = first_difference(self._saved_data, data.description)
-        if difference is not None:
-            self.session.print_rank_0(
-                f"WARNING: the training data is not the checkpoint's ({difference}): from sample "
-                f"{self.state.consumed_train_samples} on this run sees other samples than the saved run would have, "
-                "perhaps some of them again"
-            )
 
     # --- the loop
 
@@ -262,13 +159,14 @@ class TrainingLoop:
         self._reporter.start_interval()
         while not state.finished:
             flags = self._iteration(data, evaluator)
-            if (directory := self._checkpointer.maybe_finalize()) is not None:
-                self._committed(directory)
+            self.checkpoints.finish()
             if self._steps.num_undecided:
                 continue  # nothing is due, and the step before has been seen to
             evaluator.if_due()
             ending = self._ending(flags)
-            self._save_if_due(last=ending is not None or state.finished)
+            if self.checkpoints.is_due(state.iteration, last=ending is not None or state.finished):
+                with self._clock.paused():
+                    self.checkpoints.save(wait=ending is not None or state.finished)
             if ending is not None:
                 return ending
         return None
@@ -286,14 +184,14 @@ class TrainingLoop:
         try:
             for result in steps.step(data.train, StepTask(number, num_microbatches, self._flags())):
                 flags = self._step_done(result)
-            if steps.num_undecided and self._is_looked_at(number, evaluator):
+            if steps.num_undecided and self._is_lookedends_at(number, evaluator):
                 for result in steps.settle(data.train):
                     flags = self._step_done(result)
         except NonFiniteError as error:
             if error.verdict.save_first and self._config.checkpoint.save is not None:
-                self._save()
+                self.checkpoints.save()
             raise TrainingExit(
-                error.status, str(error), iteration=state.iteration, checkpoint=self.last_checkpoint
+                error.status, str(error), iteration=state.iteration, checkpoint=self.checkpoints.last
             ) from error
         interval = self._config.training.manual_gc_interval
         if self._config.training.manual_gc and interval and number % interval == 0:
@@ -309,16 +207,16 @@ class TrainingLoop:
             consumed += self._batch.global_batch_size(consumed)
         return consumed
 
-    def _is_looked_at(self, number: int, evaluator: Evaluator) -> bool:
+    def _is_lookedends_at(self, number: int, evaluator: Evaluator) -> bool:
         """Whether something after this iteration needs the weights as they will stay."""
         config = self._config
         checks = config.ddp.check_weight_hash_across_dp_replicas_interval
         return (
             number >= self.state.train_iters
             or evaluator.is_due(number)
-            or self._save_is_due(number)
-            or _at(number, config.training.exit_interval)
-            or _at(number, checks)
+            or self.checkpoints.is_due(number)
+            or ends_at(number, config.training.exit_interval)
+            or ends_at(number, checks)
             or number + 1 in config.training.iterations_to_skip
             or (config.logging.log_params_norm and self._reporter.is_due(number))
         )
@@ -328,11 +226,11 @@ class TrainingLoop:
         state, session = self.state, self.session
         number, num_microbatches = result.task.iteration, result.task.num_microbatches
         assert number == state.iteration + 1, f"iteration {number} after {state.iteration}"
-        if _at(number, self._config.ddp.check_weight_hash_across_dp_replicas_interval):
+        if ends_at(number, self._config.ddp.check_weight_hash_across_dp_replicas_interval):
             check_replicas(self.engine, session.ps, number)
         if not self._ledger_logged:
             self._ledger_logged = True
-            self._log_ledger(f"after iteration {number}")
+            log_ledger(session, self.engine, f"after iteration {number}")
         batch_size = self._batch.global_batch_size(state.consumed_train_samples)
         state.iteration = number
         state.consumed_train_samples += batch_size
@@ -387,7 +285,7 @@ class TrainingLoop:
         if time_is_up:
             self.session.print_rank_0(metrics.exit_duration_line(training.exit_duration_in_mins or 0, now))
             return Ending(ExitStatus.DONE, "--exit-duration-in-mins")
-        if _at(state.iteration, training.exit_interval):
+        if ends_at(state.iteration, training.exit_interval):
             self.session.print_rank_0(metrics.exit_interval_line(state.iteration, now))
             return Ending(ExitStatus.DONE, "--exit-interval")
         return None
@@ -396,49 +294,3 @@ class TrainingLoop:
         if self._config.training.manual_gc:
             gc.disable()
             gc.collect()
-
-    # --- between iterations
-
-    def _save_is_due(self, iteration: int) -> bool:
-        flags = self._config.checkpoint
-        return flags.save is not None and _at(iteration, flags.save_interval)
-
-    def _save_if_due(self, *, last: bool) -> None:
-        if self._config.checkpoint.save is None:
-            return
-        if self._save_is_due(self.state.iteration) or last:
-            with self._clock.paused():
-                self._save(wait=last)
-
-    def _save(self, *, wait: bool = True) -> None:
-        """Save everything that an exact resume needs."""
-        common = {
-            "iteration": self.state.iteration,
-            "consumed_train_samples": self.state.consumed_train_samples,
-            "train_state": self.state.state(),
-            "optimizer": self.engine.optimizer.state(),
-            "scheduler": self.engine.scheduler.state(),
-            "scaler": self.engine.scaler.state(),
-            "nan_policy": self._nan_policy.state(),
-            "config": self._config.flat(),
-            "data": self._data_description,
-        }
-        with self.session.watchdog.phase("save"), self.session.timers("save-checkpoint", log_level=1):
-            directory = self._checkpointer.save(
-                self.state.iteration,
-                self.engine.model_pieces(),
-                self.engine.optimizer.pieces(),
-                common,
-                wait=wait,
-            )
-        if directory is not None:
-            self._committed(directory)
-
-    def _committed(self, directory: Path) -> None:
-        self.last_checkpoint = str(directory)
-        self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
-
-
-def _at(iteration: int, interval: int | None) -> bool:
-    """Whether an interval ends here; None and 0: it never does."""
-    return bool(interval) and iteration % (interval or 1) == 0

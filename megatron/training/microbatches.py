@@ -91,3 +91,8 @@ class BatchSchedule:
         while consumed <= ramp and done < iterations:
             consumed, done = consumed + self.global_batch_size(consumed), done + 1
         return consumed + (iterations - done) * self.global_batch_size(consumed)
+
+
+def ends_at(iteration: int, interval: int | None) -> bool:
+    """Whether an interval of iterations ends here; None and 0: it never does."""
+    return bool(interval) and iteration % (interval or 1) == 0

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.ir import B, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measured_costs import costs_of
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures
@@ -47,14 +47,22 @@ def window_of(start: int, end: int, first_iteration: int) -> tuple[int, int]:
 
 def measured_costs(figures: Sequence[Figures], plans: Plans) -> CostModel:
     """Times in ns as measured. Activations in bytes as measured, where every stage told of some that should hold any;
-    else those that the plans have known so far."""
+    else those that the plans have known so far. A stage whose backwards were all fused has not shown what is held
+    between B and W: as much of an activation as was known."""
     weighed = plans.estimated and all(one["activations"] for one in figures)
     if not weighed:
         figures = [Figures(**{**one, "activations": []}) for one in figures]
     costs, known = costs_of(figures, plans.placement), plans.costs
     sizes = zip(costs.activation, known.activation, strict=True)
     if weighed and all(size > 0 or not expected for size, expected in sizes):
-        return costs
+        seen = {stage for one in figures for kind, stage, _ in one["times"] if kind == B}
+        held = tuple(
+            after_b if stage in seen or not expected else size / expected * known_held
+            for stage, (after_b, size, expected, known_held) in enumerate(
+                zip(costs.held_after_b, costs.activation, known.activation, known.held_after_b, strict=True)
+            )
+        )
+        return dataclasses.replace(costs, held_after_b=held)
     return dataclasses.replace(costs, activation=known.activation, held_after_b=known.held_after_b)
 
 

@@ -158,7 +158,7 @@ class _Run:
 
     @property
     def _checkpoint(self) -> str | None:
-        return self.loop.last_checkpoint if self.loop is not None else None
+        return self.loop.checkpoints.last if self.loop is not None else None
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why, leave exit.json, and end without waiting for anybody."""

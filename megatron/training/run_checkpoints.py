@@ -1,0 +1,111 @@
+"""The checkpoints of a run: all that an exact resume needs, put back at the start and saved on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.training.build import Engine
+from megatron.training.checkpointing import Checkpointer, Restored
+from megatron.training.data import DataIterators, first_difference
+from megatron.training.microbatches import ends_at
+from megatron.training.nan_policy import NanPolicy
+from megatron.training.reporter import Reporter
+from megatron.training.session import Session
+from megatron.training.state import TrainState
+
+
+class RunCheckpoints:
+    """last: directory of the newest one that is whole, None where there is none. All ranks call alike."""
+
+    def __init__(self, session: Session, engine: Engine, state: TrainState, nan_policy: NanPolicy) -> None:
+        self.last: str | None = None
+        self._session, self._engine, self._state, self._nan_policy = session, engine, state, nan_policy
+        self._config = session.config
+        self._checkpointer = Checkpointer(session.ps, session.config.checkpoint, log=session.print_rank_0)
+        self._reporter: Reporter | None = None
+        self._saved_data: Any = None
+        self._data_description: Any = None
+
+    def report_to(self, reporter: Reporter) -> None:
+        """Who hears of committed checkpoints."""
+        self._reporter = reporter
+
+    # --- at the start
+
+    def load(self) -> None:
+        """Put back what --load names, if anything. Raises what `Checkpointer.load` does."""
+        engine = self._engine
+        with self._session.watchdog.phase("load"):
+            restored = self._checkpointer.load(
+                engine.model_pieces(), engine.optimizer.pieces(), config=self._config.flat()
+            )
+        if restored is None:
+            return
+        if not restored.optimizer:
+            engine.model.buffer.copy_weights_to_main()
+        engine.model.weights_changed()
+        if restored.resumed:
+            self._resume(restored)
+
+    def _resume(self, restored: Restored) -> None:
+        common, engine = restored.common, self._engine
+        self._state.load_state(common["train_state"])
+        self._nan_policy.load_state(common["nan_policy"])
+        if restored.optimizer:
+            engine.optimizer.load_state(common["optimizer"])
+            engine.scheduler.load_state(common["scheduler"])
+            engine.scaler.load_state(common["scaler"])
+        self._saved_data = common.get("data")
+        self.last = str(restored.directory)
+
+    def compare_data(self, data: DataIterators) -> None:
+        """Say so when a resumed run would not see the samples that the saved one would have seen."""
+        self._data_description = data.description
+        if self._saved_data is None or data.description is None:
+            return
+        difference = first_difference(self._saved_data, data.description)
+        if difference is not None:
+            self._session.print_rank_0(
+                f"WARNING: the training data is not the checkpoint's ({difference}): from sample "
+                f"{self._state.consumed_train_samples} on this run sees other samples than the saved run would have, "
+                "perhaps some of them again"
+            )
+
+    # --- between iterations
+
+    def is_due(self, iteration: int, *, last: bool = False) -> bool:
+        """Whether the run saves after this iteration. last: the run ends there."""
+        flags = self._config.checkpoint
+        return flags.save is not None and (last or ends_at(iteration, flags.save_interval))
+
+    def save(self, *, wait: bool = True) -> None:
+        """Save everything that an exact resume needs. wait: until it is committed, also with --async-save."""
+        state, engine = self._state, self._engine
+        common = {
+            "iteration": state.iteration,
+            "consumed_train_samples": state.consumed_train_samples,
+            "train_state": state.state(),
+            "optimizer": engine.optimizer.state(),
+            "scheduler": engine.scheduler.state(),
+            "scaler": engine.scaler.state(),
+            "nan_policy": self._nan_policy.state(),
+            "config": self._config.flat(),
+            "data": self._data_description,
+        }
+        with self._session.watchdog.phase("save"), self._session.timers("save-checkpoint", log_level=1):
+            directory = self._checkpointer.save(
+                state.iteration, engine.model_pieces(), engine.optimizer.pieces(), common, wait=wait
+            )
+        if directory is not None:
+            self._committed(directory)
+
+    def finish(self, *, blocking: bool = False) -> None:
+        """Commit an asynchronous save whose files are written. blocking: wait for that."""
+        if (directory := self._checkpointer.maybe_finalize(blocking=blocking)) is not None:
+            self._committed(directory)
+
+    def _committed(self, directory: Path) -> None:
+        self.last = str(directory)
+        assert self._reporter is not None, "a checkpoint of a run that nobody reports"
+        self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))

@@ -1,0 +1,66 @@
+"""What the log says of a run before its first step: the model's parameters, where its layers lie, the plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from megatron.core.models.gpt.stage_layers import layer_map_lines
+from megatron.core.pipeline_parallel.plan.ir import Kind, plan_hash
+from megatron.training import metrics
+from megatron.training.build import Engine
+from megatron.training.plans import Plans
+from megatron.training.replan import check_same_plan
+from megatron.training.session import Session, say
+
+COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
+
+
+def report_model(session: Session, plans: Plans, engine: Engine, num_microbatches: int) -> None:
+    """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
+    different plans."""
+    ps = session.ps
+    count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
+    if ps.dp_rank == 0:
+        say(metrics.parameter_count_line(ps.tp_rank, ps.pp_rank, count))
+    for line in layer_map_lines(plans.stages, plans.placement):
+        session.print_rank_0(line)
+    session.print_rank_last(metrics.plan_line(_plan_record(session, plans, engine, num_microbatches)))
+    asked = session.config.ddp.fsdp_unit_modules
+    if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
+        session.print_rank_0(
+            f"WARNING: --fsdp-unit-modules {' '.join(asked)} has no effect: the model names its units itself"
+        )
+    log_ledger(session, engine, "before the first step")
+
+
+def log_ledger(session: Session, engine: Engine, when: str) -> None:
+    """--log-fsdp-ledger: what the data parallel engine of rank 0 holds."""
+    if session.config.ddp.log_fsdp_ledger:
+        for line in metrics.ledger_lines(when, engine.ledger.lines()):
+            session.print_rank_0(line)
+
+
+def _plan_record(session: Session, plans: Plans, engine: Engine, num_microbatches: int) -> metrics.PlanRecord:
+    parallel = session.config.parallel
+    validated = parallel.enable_optimizer_post_validation
+    plan = (plans.train_and_step if validated else plans.train)(num_microbatches)
+    check_same_plan(session.gather(plan_hash(plan)))
+    mine = [
+        session.ps.pp_rank,
+        engine.persistent_bytes(),
+        len(engine.model.units),
+        engine.optimizer.snapshot_bytes(),
+    ]
+    pp_ranks, persistent, units, snapshots = zip(*session.gather(mine), strict=True)
+    counts = [Counter(op[0] for op in row) for row in plan.rows]
+    return metrics.PlanRecord(
+        schedule=plan.schedule,
+        hash=plan_hash(plan),
+        ops_per_rank=tuple({kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank in pp_ranks),
+        sharding=session.config.ddp.data_parallel_sharding_strategy,
+        persistent_bytes_per_rank=persistent,
+        post_validation=parallel.post_validation_rollback if validated else "off",
+        units_per_rank=units if engine.model.units else (),
+        snapshot_bytes_per_rank=snapshots if validated else (),
+    )
