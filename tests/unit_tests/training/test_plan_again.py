@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, F, PlanError
+from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, B, F, PlanError, W
 from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import to_json
@@ -143,6 +143,20 @@ def test_auto_chooses_among_schedules_whose_layers_lie_the_same(splits):
 def test_layers_do_not_move():
     with pytest.raises(AssertionError, match="layers cannot move"):
         made("").use_layout(made("--zero-bubble-v-schedule").layout, None)
+
+
+def test_fused_backwards_do_not_show_what_is_held_between_b_and_w():
+    plans = made("--pipeline-schedule 1f1b --pipeline-memory-limit 1G")
+    figures = figures_of_run(plans.train(MICROBATCHES), measured(plans.placement))
+    assert not any(kind in (B, W) for one in figures for kind, _, _ in one["times"])
+    for rank, one in enumerate(figures):
+        one["activations"] = [[rank, 1000 + rank, 1000 + rank]]
+    costs, known = measured_costs(figures, plans), plans.costs
+    assert costs.activation == (1000, 1001, 1002, 1003)
+    for stage, held in enumerate(costs.held_after_b):
+        share = known.held_after_b[stage] / known.activation[stage]
+        assert held == pytest.approx(share * costs.activation[stage])
+        assert abs(share - 1) > 0.01
 
 
 def test_memory_counts_as_measured_where_all_of_it_was():

@@ -108,14 +108,19 @@ class CostModel:
 
     def left_by_forwards(self, placement: Placement, whole_stages: float) -> tuple[float, ...]:
         """By rank, room for what the F's of so many microbatches leave on the fullest rank: 1F1B's memory for as many
-        as there are ranks. Where a B leaves more than its F, at least half of them and one beside a B that has grown.
+        as there are ranks. Where one B takes more than half of a whole stage on top (recomputed activations), a share
+        of 1F1B's memory has no room for it: then the limit is two whole stages more, and that B's growth. Never less
+        than `least_activation`.
         """
-        left, growth = [0.0] * placement.num_ranks, [0.0] * placement.num_ranks
-        for stage, rank in enumerate(placement.ranks()):
-            left[rank] += self.activation[stage]
-            growth[rank] = max(growth[rank], self.held_after_b[stage] - self.activation[stage])
-        whole = max(left)
-        return tuple(max(whole_stages * whole, (whole_stages + 1) / 2 * whole + one) for one in growth)
+        ranks = placement.ranks()
+        of_rank = [[at for at, one in enumerate(ranks) if one == rank] for rank in range(placement.num_ranks)]
+        whole = max(sum(self.activation[stage] for stage in mine) for mine in of_rank)
+        limits = []
+        for mine in of_rank:
+            growth = max(self.held_after_b[stage] - self.activation[stage] for stage in mine)
+            limit = (whole_stages + 2) * whole + growth if growth > whole / 2 else whole_stages * whole
+            limits.append(max(limit, self.least_activation(mine)))
+        return tuple(limits)
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """By computing kind (F, B, W, BW), then by global stage."""

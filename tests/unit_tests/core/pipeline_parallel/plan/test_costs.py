@@ -67,7 +67,7 @@ def test_shares_of_1f1bs_memory_count_what_forwards_leave():
     little = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=1.25)
     assert little.left_by_forwards(v, 2) == (16, 16)
     much = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=5)
-    assert much.left_by_forwards(v, 2) == (12 + 2 * 4, 12 + 4 * 4)
+    assert much.left_by_forwards(v, 2) == (4 * 8 + 2 * 4, 4 * 8 + 4 * 4)
     for costs in (equal, little, much):
         for limit, mine in zip(costs.left_by_forwards(v, 1), ((0, 3), (1, 2)), strict=True):
             assert limit >= costs.least_activation(mine)
