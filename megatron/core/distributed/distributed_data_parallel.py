@@ -281,8 +281,13 @@ class DistributedDataParallel(GradSync):
     # Weights --------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """The optimizer, a load or an initialisation has written this rank's weights at rest."""
-        self._count_from_here(new_weights=True)
+        """The optimizer, a load or an initialisation has written this rank's weights at rest; in a step that is under
+        way, whose forwards are done again."""
+        if self._step is None:
+            self._count_from_here(new_weights=True)
+        else:
+            self.traffic.reset()
+            self._step.new_weights = True
         self._weights.weights_changed()
 
     def settle_weights(self) -> None:

@@ -43,9 +43,17 @@ def undo_adamw(
             m.zero_()
             v.zero_()
             continue
-        m.copy_(wide_m.sub_(wide_g, alpha=1.0 - beta1).div_(beta1))
+        _unmix(m, wide_m.sub_(wide_g, alpha=1.0 - beta1), beta1)
         # What rounding has left of a square that was added to almost nothing may be below zero.
-        v.copy_(wide_v.sub_(wide_g.square_(), alpha=1.0 - beta2).div_(beta2).clamp_(min=0.0))
+        _unmix(v, wide_v.sub_(wide_g.square_(), alpha=1.0 - beta2).clamp_(min=0.0), beta2)
+
+
+def _unmix(moment: Tensor, left: Tensor, beta: float) -> None:
+    """left: beta times the moment before. With beta 0 nothing is left of it, and nothing will be used of it."""
+    if beta == 0.0:
+        moment.zero_()
+    else:
+        moment.copy_(left.div_(beta))
 
 
 def undo_sgd(

@@ -70,6 +70,14 @@ def check(now, before, dtype):
     assert error <= (3e-6 if dtype == torch.float32 else 1e-14), error
 
 
+def test_moments_that_nothing_is_kept_of():
+    """Decay 0: what was before has no effect on what follows, and is not made up from 0 / 0."""
+    rates = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.0, 0.0), "eps": 1e-8}
+    before, now, grad = after(lambda p: torch.optim.AdamW(p, **rates), torch.float32, 4)
+    undo_adamw(now[0], (now[1], now[2]), grad, num_steps=4, **rates)
+    check(now, [before[0], torch.zeros(N), torch.zeros(N)], torch.float32)
+
+
 def test_a_gradient_that_buries_the_moments():
     """A gradient 10^6 times as large as all before: the weights come back, the moments' small digits do not, and
     squares are never below zero."""
