@@ -8,11 +8,14 @@ import random
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import BW
+from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem
-from megatron.core.pipeline_parallel.plan.search.zero_bubble import zb_1p, zbv
+from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
+from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_min, zb_1p, zbv
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.optimal_schedule import optimum
@@ -62,11 +65,8 @@ CASES = [
 ]
 # (placement, ranks, microbatches, costs, limit) -> cost of the search, cost of the optimum.
 GAPS = {
-    (V_SHAPED, 2, 2, "slow", 1.5): (9.9, 9.7),
     (V_SHAPED, 2, 3, "comm", 1.5): (37.0, 36.0),
-    (V_SHAPED, 2, 3, "slow", 1.5): (14.7, 14.4),
     (V_SHAPED, 2, 4, "comm", 1.5): (46.5, 46.0),
-    (V_SHAPED, 2, 4, "slow", 1.5): (19.5, 19.1),
 }
 
 
@@ -79,9 +79,14 @@ def compare(placement, m, costs, limits):
         peaks,
         limits,
     )
-    best = optimum(placement, m, costs, limits, start=plan).cost
+    cost = simulate(plan, costs).cost
+    fused = any(op[0] == BW for row in plan.rows for op in row)
+    best = optimum(placement, m, costs, limits, start=None if fused else plan).cost
     assert lower_bound(Problem(placement, m, costs, limits)) <= best * (1 + EXACT)
-    return simulate(plan, costs).cost, best
+    if fused:  # where a B leaves more than its F, a BW may do with less memory than any order of B and W
+        assert cost < best
+        best = min(best, optimum(placement, m, costs, limits, fused=True, start=plan).cost)
+    return cost, best
 
 
 @pytest.mark.parametrize(("kind", "p", "m", "wholes"), CASES)
@@ -101,6 +106,32 @@ def test_the_search_finds_the_optimum(kind, p, m, wholes):
             searched, proved = GAPS.get((kind, p, m, name, whole), (best, best))
             assert best == pytest.approx(proved, rel=EXACT), (name, whole)
             assert cost <= searched * (1 + EXACT), (name, whole, cost, best)
+
+
+@pytest.mark.parametrize("m", [3, 4])
+def test_v_min_cannot_be_as_fast_as_1f1b_without_w(m):
+    """At half of 1F1B's memory, which v-min has on 4 ranks, the optimum is slower. Longer ones: by the bound alone."""
+    placement = Placement(V_SHAPED, 4, 2)
+    costs = CostModel.of_ranks(placement, time_w=(0.0,))
+    plan = v_min(Request(4, m, costs=costs))
+    limits = (v_block_peak(4, half=False),) * 4
+    assert max(verify(plan, costs).peak_activation) <= limits[0] == 2.0
+    simple = (m + 3) * 2.0
+    assert (
+        simulate(one_f_one_b(Request(4, m)), CostModel.of_ranks(Placement(LINEAR, 4), time_w=(0.0,))).cost
+        == simple
+    )
+    best = optimum(placement, m, costs, limits, start=plan).cost
+    assert best == pytest.approx(simple + 1)
+    assert simulate(plan, costs).cost == pytest.approx(best)
+
+
+def test_the_bound_says_where_v_min_cannot_be_as_fast_as_1f1b():
+    for p, m, share in ((7, 56, 1.12), (16, 128, 1.2), (33, 264, 1.24)):
+        placement = Placement(V_SHAPED, p, 2)
+        costs = CostModel.of_ranks(placement, time_w=(0.0,))
+        problem = Problem(placement, m, costs, (v_block_peak(p, half=False),) * p)
+        assert lower_bound(problem) > share * (m + p - 1) * 2
 
 
 def random_problem(rng, shares=(0, 0.3, 1)):
@@ -128,7 +159,7 @@ def random_problem(rng, shares=(0, 0.3, 1)):
 
 
 # Seed -> the same.
-RANDOM_GAPS = {13: (28.81, 28.4)}
+RANDOM_GAPS = {13: (28.57, 28.4)}
 
 
 @pytest.mark.parametrize("seeds", [range(20), range(20, 40), range(40, 52)], ids=str)

@@ -317,14 +317,19 @@ def is_v_as_good_in_theory(p, times):
 
 
 def check_own(p, m, times, shape):
-    """Every searched schedule under the limit that its name says."""
+    """Every searched schedule under the limit that its name says.
+
+    v-min has a third of 1F1B's memory: that costs a longer period where times are unequal, whatever the order (proved
+    without W in test_search_optimality), so it is held to 1F1B where they are equal only.
+    """
     simple = cost_of_1f1b(p, m, times, shape)
     for name in SCHEDULES:
         simulation = check(name, p, m, costs_of(name, p, times, **shape_of(shape, p)))
         where = (name, p, m, times, shape, simulation.cost, simple.cost)
-        if name in LINEAR_ONES or (name != "v-min" and is_v_as_good_in_theory(p, times)):
+        equal = times == EQUAL and shape == "even"
+        if name in LINEAR_ONES or ((name != "v-min" or equal) and is_v_as_good_in_theory(p, times)):
             assert simulation.cost <= simple.cost * (1 + 1e-9), where
-        if times == EQUAL and shape == "even":
+        if equal:
             check_theory(name, p, m, simulation)
 
 
@@ -378,9 +383,8 @@ def check_shared(p, m, times, shape, share):
     for name in ("1f1b", "zb-h1", "zb-h2"):
         if name in costs:
             assert costs["zb-2p"] <= costs[name] * (1 + 1e-9), (where, costs)
-    for name in ("1f1b-v",):
-        if name in costs:
-            assert costs["zbv"] <= costs[name] * (1 + 1e-9), (where, costs)
+    if "1f1b-v" in costs:
+        assert costs["zbv"] <= costs["1f1b-v"] * (1 + 1e-9), (where, costs)
     if "1f1b" in costs and share is not None and is_v_as_good_in_theory(p, times):
         assert costs["zbv"] <= costs["1f1b"] * (1 + 1e-9), (where, costs)
 
