@@ -173,9 +173,8 @@ def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
     if problem.placement.num_chunks == 1 or not whole.found:
         for start in known(problem):
             whole.add(start, start.make(problem))
-    for start in by_rules(
-        problem
-    ):  # the scheduler comes to the end within any limit that lets one microbatch through
+    # The scheduler comes to the end within any limit that lets one microbatch through.
+    for start in by_rules(problem):
         if whole.found:
             break
         whole.add(start, start.make(problem))
