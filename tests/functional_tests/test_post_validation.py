@@ -229,39 +229,39 @@ def test_ends_as_a_synchronous_run_does(tmp_path, name):
         go_on(run.folder, f"{words.replace('--stop-iteration 4', '')} {OPTIMISTIC} {after}", tmp_path)
 
 
-def go_on(folder, words, tmp_path):
+def go_on(folder, words, tmp_path, ranks=2):
     """A resumed run ends in the undisturbed one's bits."""
     flags = [*FLAGS, *words.split()]
-    again = launch.ok(launch.run_forked(flags, ranks=2, script=SCRIPT, cwd=folder))
+    again = launch.ok(launch.run_forked(flags, ranks=ranks, script=SCRIPT, cwd=folder))
     (tmp_path / "straight").mkdir(exist_ok=True)
-    straight = launch.ok(launch.run_forked(flags, ranks=2, script=SCRIPT, cwd=tmp_path / "straight"))
+    straight = launch.ok(launch.run_forked(flags, ranks=ranks, script=SCRIPT, cwd=tmp_path / "straight"))
     assert again.losses()
     assert again.losses().items() <= straight.losses().items()
     assert launch.digests(folder / "ck", 9) == launch.digests(tmp_path / "straight" / "ck", 9)
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("where", "ranks"),
     [
-        "0:2",
-        pytest.param("1:1", marks=pytest.mark.full),
-        pytest.param("0:1:step", marks=pytest.mark.full),
-        pytest.param("1:2:step", marks=pytest.mark.full),
+        ("0:2", 2),
+        *(pytest.param(where, 4, marks=pytest.mark.full) for where in ("0:1:step", "1:1", "2:2:step")),
     ],
 )
-def test_a_rank_that_dies_in_a_rollback(tmp_path, where):
-    """Rolled back on rank 0 only where the last stage's own gradient is large: rank 0 has stepped, rank 1 has not."""
-    words = f"--faults 3:1:4096 6:1:4096 7:1:4096 --clip-grad 0.8 --save-interval 2 {OPTIMISTIC} 0"
-    flags = [*FLAGS, *words.split()]
+def test_a_rank_that_dies_in_a_rollback(tmp_path, where, ranks):
+    """All ranks but the last have stepped when they hear of its gradients; one of them dies while it steps back, the
+    others have stepped back, or have gone on."""
+    words = f"--faults 3:1:4096 6:1:4096 7:1:4096 --save-interval 2 --num-layers 4 {OPTIMISTIC} 0"
+    words += f" --pipeline-model-parallel-size {ranks}"
+    flags = [*FLAGS, *words.split(), "--kill-in-rollback", where]
     victim = int(where[0])
-    run = launch.run_forked(
-        [*flags, "--kill-in-rollback", where], ranks=2, script=SCRIPT, cwd=tmp_path, timeout_s=30
-    )
+    run = launch.run_forked(flags, ranks=ranks, script=SCRIPT, cwd=tmp_path, timeout_s=60)
     assert run.statuses[victim] == -signal.SIGKILL, run.output
-    assert run.statuses[1 - victim] == 6, run.output
-    assert "lost" in launch.exit_record(tmp_path / "ck")["reason"] or victim == 0
+    assert all(status == 6 for rank, status in enumerate(run.statuses) if rank != victim), run.output
     assert "Traceback" not in run.output
-    go_on(tmp_path, words, tmp_path)
+    record = launch.exit_record(tmp_path / "ck")
+    assert (record["status"], record["requeue"]) == (6, True)
+    assert f"rank {victim}" in record["reason"] if victim else "the store is gone" in record["reason"]
+    go_on(tmp_path, words, tmp_path, ranks)
 
 
 # The quick setting ------------------------------------------------------------------------------------
