@@ -12,10 +12,12 @@ import functools
 import hashlib
 from functools import partial
 from math import inf, nan
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron.core import host_memory
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.training.arguments import parse_config
@@ -212,9 +214,15 @@ def compared(ctx, settings, afters=(0, 2)):
     }
 
 
-def check(world_size, settings, afters=(0, 2), timeout=110):
+def by_messages(ctx, settings, afters):
+    """As ranks of several hosts, which share no memory: gathers are under way while forwards run."""
+    with mock.patch.object(host_memory, "_new_file", return_value=-1):
+        return compared(ctx, settings, afters)
+
+
+def check(world_size, settings, afters=(0, 2), timeout=110, run=compared):
     """All settings on one fork; the optimistic runs' outcomes are those of the synchronous. Returns them, of rank 0."""
-    outs = run_ranks(compared, world_size, settings, afters, timeout=timeout)
+    outs = run_ranks(run, world_size, settings, afters, timeout=timeout)
     for name in settings:
         for rank, out in enumerate(outs):
             one = out[name]
@@ -407,6 +415,20 @@ def test_data_parallel_ranks_overlapped_and_sharing_weights():
         assert out[name][0]["taken_back"] == 4
 
 
+def test_data_parallel_ranks_of_several_hosts():
+    names = ("overlapped, bf16", "fsdp optim, zbv")
+    out = check(4, pick("data parallel", *names), afters=(0,), run=by_messages)
+    for name in names:
+        assert out[name][0]["rolled_back"] == ROLLED_BACK[0]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_all_data_parallel_ranks_of_several_hosts():
+    for name, one in FOUR_BY_DATA.items():
+        check(4, {name: one}, timeout=300, run=by_messages)
+
+
 def test_tensor_parallel_ranks():
     out = check(4, pick("tensor parallel", "sp"), afters=(0,))
     assert out["sp"][0]["rolled_back"] == ROLLED_BACK[0]
@@ -473,22 +495,36 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_failures_are_those_of_synchronous_steps(after):
+STATUSES = {"abort": 5, "skips": 5, "least scale": 5, "persistent": 16, "other bits": 17}
+
+
+@pytest.mark.parametrize(
+    ("words", "dp", "after"),
+    [
+        ("", 1, 0),
+        *(pytest.param("", 1, after, marks=pytest.mark.full) for after in (1, 2)),
+        *(
+            pytest.param(words, 2, 0, marks=pytest.mark.full)
+            for words in (
+                OVERLAP,
+                f"{FSDP} optim --overlap-param-gather",
+                f"{OVERLAP} --zero-bubble-v-schedule",
+            )
+        ),
+    ],
+)
+def test_failures_are_those_of_synchronous_steps(words, dp, after):
     """What was decided before the failing step is told before its error; nothing is left of the step behind it."""
-    outs = run_ranks(failed, 2, BROKEN, after, timeout=110)
+    broken = {
+        name: dataclasses.replace(one, words=f"{one.words} {words}", dp=dp) for name, one in BROKEN.items()
+    }
+    outs = run_ranks(failed, 2 * dp, broken, after, timeout=110)
     for found in outs:
-        for name in BROKEN:
+        for name in broken:
             one, other = found[name, None], found[name, after]
             assert other[:2] == one[:2], name
             assert other[2] == one[2], name
-        for name, status in {
-            "abort": 5,
-            "skips": 5,
-            "least scale": 5,
-            "persistent": 16,
-            "other bits": 17,
-        }.items():
+        for name, status in STATUSES.items():
             assert found[name, after][1][1] == status, name
         told, error, _, begun, rolled_back = found["transient", after]
         assert error is None
