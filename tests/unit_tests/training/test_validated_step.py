@@ -380,9 +380,9 @@ def pick(group, *names):
 
 
 def test_faults_at_every_turn_leave_the_bits_of_synchronous_steps():
-    settings = pick("two", "bf16", "fp16", "clocks", "stops", "growing", "tied on a V")
+    settings = pick("two", "bf16", "fp16", "clocks", "stops", "tied on a V")
     out = check(2, settings, afters=(0,))
-    for name in ("bf16", "clocks", "tied on a V", "growing", "stops"):
+    for name in ("bf16", "clocks", "tied on a V", "stops"):
         # Iterations 1, 3, 6 and 8: the first rank is clean by itself. On a V it has the loss of the third.
         assert out[name][0]["taken_back"] == (3 if "V" in name else 4), name
         for after in (None, 0):
@@ -393,8 +393,8 @@ def test_faults_at_every_turn_leave_the_bits_of_synchronous_steps():
 
 
 def test_steps_are_trusted_after_clean_ones():
-    out = check(2, pick("two", "sgd", "clip off") | pick("schedules of two", "zb-1p"), afters=(2,))
-    assert out["sgd"][2]["rolled_back"] == ROLLED_BACK[2]
+    out = check(2, pick("two", "sgd", "clip off", "growing") | pick("schedules of two", "zb-1p"), afters=(2,))
+    assert out["sgd"][2]["rolled_back"] == out["growing"][2]["rolled_back"] == ROLLED_BACK[2]
     assert out["zb-1p"][2]["rolled_back"] == ROLLED_BACK[2]
     # Without clipping a large gradient is as clean as any.
     assert out["clip off"][2]["rolled_back"] == [*[False] * 7, True]
@@ -409,14 +409,14 @@ def test_steps_that_are_clipped_because_of_all_ranks_only():
 
 
 def test_data_parallel_ranks_overlapped_and_sharing_weights():
-    out = check(4, pick("data parallel", "overlapped, bf16", "fsdp optim"), afters=(0,))
-    for name in ("overlapped, bf16", "fsdp optim"):
+    out = check(4, pick("data parallel", "fsdp optim", "overlapped"), afters=(0,))
+    for name in ("fsdp optim", "overlapped"):
         assert out[name][0]["rolled_back"] == ROLLED_BACK[0]
         assert out[name][0]["taken_back"] == 4
 
 
 def test_data_parallel_ranks_of_several_hosts():
-    names = ("overlapped, bf16", "fsdp optim, zbv")
+    names = ("overlapped, bf16",)
     out = check(4, pick("data parallel", *names), afters=(0,), run=by_messages)
     for name in names:
         assert out[name][0]["rolled_back"] == ROLLED_BACK[0]
