@@ -164,14 +164,16 @@ def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
     work = max(problem.costs.rank_times(problem.placement))
     expected = ranking[0].cost + more * max(work, ranking[0].start.period)
     expected += slack(expected)
-    for found in ranking[:_FINALISTS]:
+    for found in ranking[: _FINALISTS if rounds else _FINALISTS // 2]:
         longer = whole.add(found.start, extend(found.order, problem.placement.num_chunks, more))
         if longer is not None and longer.cost <= expected:
             break
     else:
         _squeeze_long(whole, ranking[0].start, 2 * search.problem.num_microbatches, rounds, expected)
-    if problem.placement.num_chunks == 1 or not whole.found:
-        for start in known(problem):
+    # One may take less for each further microbatch than what is best for few.
+    fitting = {found.start.label for found in search.found}
+    for start in known(problem):
+        if start.label in fitting and (problem.placement.num_chunks == 1 or not whole.is_done()):
             whole.add(start, start.make(problem))
     # The scheduler comes to the end within any limit that lets one microbatch through.
     for start in by_rules(problem):
