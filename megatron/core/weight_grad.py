@@ -129,7 +129,9 @@ class WeightGradAccumulator:
         )
         if self._deferring and (x is not None or dy.dim() > 1):
             if isinstance(x, Tensor) and x.requires_grad:
-                x = x.detach()  # with its graph it would keep the stage's input and that one's gradient until W
+                x = (
+                    x.detach()
+                )  # with its graph it would keep the stage's input and that one's gradient until W
             self._filed[self.microbatch].append((key, x, dy))
         else:
             self._compute(key, x, dy, self.microbatch)
