@@ -106,19 +106,27 @@ class CostModel:
             held[rank] += max(self.activation[stage], self.held_after_b[stage])
         return max(held)
 
-    def left_by_forwards(self, placement: Placement, whole_stages: float) -> tuple[float, ...]:
+    def left_by_forwards(
+        self, placement: Placement, whole_stages: float, most_of_1f1b: float = 0.0
+    ) -> tuple[float, ...]:
         """By rank, room for what the F's of so many microbatches leave on the fullest rank: 1F1B's memory for as many
-        as there are ranks. Where one B takes more than half of a whole stage on top (recomputed activations), a share
-        of 1F1B's memory has no room for it: then the limit is two whole stages more, and that B's growth. Never less
-        than `least_activation`.
+        as there are ranks. On top, the rank's B's may grow as long as this share of 1F1B's memory is not exceeded.
+        Where one B takes more than half of a whole stage (recomputed activations), a share of 1F1B's memory has no room
+        for it: then the limit is two whole stages more, and that B's growth. Never less than `least_activation`.
         """
         ranks = placement.ranks()
         of_rank = [[at for at, one in enumerate(ranks) if one == rank] for rank in range(placement.num_ranks)]
         whole = max(sum(self.activation[stage] for stage in mine) for mine in of_rank)
         limits = []
         for mine in of_rank:
-            growth = max(self.held_after_b[stage] - self.activation[stage] for stage in mine)
-            limit = (whole_stages + 2) * whole + growth if growth > whole / 2 else whole_stages * whole
+            growths = sorted((self.held_after_b[one] - self.activation[one] for one in mine), reverse=True)
+            limit = whole_stages * whole
+            if growths[0] > whole / 2:
+                limit += 2 * whole + growths[0]
+            else:
+                for growth in growths:
+                    if growth > 0 and limit + growth <= most_of_1f1b * placement.num_ranks * whole:
+                        limit += growth
             limits.append(max(limit, self.least_activation(mine)))
         return tuple(limits)
 

@@ -84,16 +84,21 @@ def slack(size: float) -> float:
 
 
 def limits_of(
-    request: Request, placement: Placement, costs: CostModel, whole_stages: float, *, of_1f1b: bool = False
+    request: Request,
+    placement: Placement,
+    costs: CostModel,
+    whole_stages: float,
+    *,
+    most_of_1f1b: float | None = None,
 ) -> tuple[float, ...]:
     """The request's limits, or `whole_stages` activations of the rank that has the largest, on every rank.
 
-    of_1f1b: activations as F leaves them, for a share of 1F1B's memory; see `CostModel.left_by_forwards`.
+    most_of_1f1b: activations as F leaves them, for a share of 1F1B's memory; see `CostModel.left_by_forwards`.
     """
     if request.memory_limit is not None:
         return request.memory_limit
-    if of_1f1b:
-        return costs.left_by_forwards(placement, whole_stages)
+    if most_of_1f1b is not None:
+        return costs.left_by_forwards(placement, whole_stages, most_of_1f1b)
     return (whole_stages * costs.whole_stage(placement),) * placement.num_ranks
 
 

@@ -33,12 +33,13 @@ def zbv(request: Request) -> Plan:
 
 def v_half(request: Request) -> Plan:
     """The V with about half of 1F1B's memory (or the request's limit)."""
-    return adaptive_v("v-half", request, v_block_peak(request.num_ranks, half=True), of_1f1b=True)
+    return adaptive_v("v-half", request, v_block_peak(request.num_ranks, half=True), most_of_1f1b=0.0)
 
 
 def v_min(request: Request) -> Plan:
-    """The V with about a third of 1F1B's memory (or the request's limit)."""
-    return adaptive_v("v-min", request, v_block_peak(request.num_ranks, half=False), of_1f1b=True)
+    """The V with about a third of 1F1B's memory (or the request's limit). B's that grow get room while that keeps to
+    0.55 of 1F1B's: without any, hardly an F can run ahead of them."""
+    return adaptive_v("v-min", request, v_block_peak(request.num_ranks, half=False), most_of_1f1b=0.55)
 
 
 def zero_bubble(name: str, request: Request, whole_stages: float) -> Plan:
@@ -50,20 +51,26 @@ def zero_bubble(name: str, request: Request, whole_stages: float) -> Plan:
     return _or_fused(request, _searched(name, request, Placement(LINEAR, request.num_ranks), whole_stages))
 
 
-def adaptive_v(name: str, request: Request, whole_stages: float, *, of_1f1b: bool = False) -> Plan:
+def adaptive_v(
+    name: str, request: Request, whole_stages: float, *, most_of_1f1b: float | None = None
+) -> Plan:
     """The V with any memory limit: the request's, or this many whole-stage activations of the largest rank.
 
-    of_1f1b: as F leaves them, see `limits_of`.
+    most_of_1f1b: as F leaves them, see `limits_of`.
     Raises PlanError naming the rank where a limit is lower than any order needs.
     """
-    return _searched(name, request, v_placement(request, name), whole_stages, of_1f1b)[0]
+    return _searched(name, request, v_placement(request, name), whole_stages, most_of_1f1b)[0]
 
 
 def _searched(
-    name: str, request: Request, placement: Placement, whole_stages: float, of_1f1b: bool = False
+    name: str,
+    request: Request,
+    placement: Placement,
+    whole_stages: float,
+    most_of_1f1b: float | None = None,
 ) -> tuple[Plan, Problem]:
     costs = request.costs_on(placement)
-    limits = limits_of(request, placement, costs, whole_stages, of_1f1b=of_1f1b)
+    limits = limits_of(request, placement, costs, whole_stages, most_of_1f1b=most_of_1f1b)
     problem = Problem(placement, request.num_microbatches, costs, limits)
     return plan_of(name, problem, solve(name, problem).order), problem
 

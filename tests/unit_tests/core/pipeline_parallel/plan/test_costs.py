@@ -66,6 +66,10 @@ def test_shares_of_1f1bs_memory_count_what_forwards_leave():
     assert equal.left_by_forwards(v, 1.5) == (12, 12)
     little = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=1.25)
     assert little.left_by_forwards(v, 2) == (16, 16)
+    # 1F1B holds 16: B's that grow, by 0.5 a stage on the first rank and 1 on the second, get what fits below a share.
+    assert little.left_by_forwards(v, 1.0, most_of_1f1b=0.55) == (8.5, 9)  # the least of the second
+    assert little.left_by_forwards(v, 1.0, most_of_1f1b=0.6) == (9, 9)
+    assert little.left_by_forwards(v, 1.0, most_of_1f1b=0.7) == (9, 10)
     much = CostModel.of_ranks(v, activation=[4, 8], memory_after_b=5)
     assert much.left_by_forwards(v, 2) == (4 * 8 + 2 * 4, 4 * 8 + 4 * 4)
     for costs in (equal, little, much):
