@@ -6,6 +6,7 @@ import types
 import pytest
 
 from megatron.core.device import Device, MemoryFigures
+from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.pipeline_memory import device_limits, settle_limits
@@ -43,18 +44,46 @@ class FakeSession:
         return [value, [1, used + 5 * 2**20, total]]
 
 
-def settled(flags, device):
+def engine():
+    """With one chunk of ours, and one whose layers are not."""
+    return types.SimpleNamespace(
+        chunks=(
+            types.SimpleNamespace(sink=WeightGradAccumulator()),
+            types.SimpleNamespace(sink=None),
+        ),
+        persistent_bytes=lambda: 2**20,
+        optimizer=types.SimpleNamespace(snapshot_bytes=lambda: 3 * 2**20),
+    )
+
+
+def settled(flags, device, world_size=2, held=None):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
-    env = LaunchEnv(world_size=2, launched=True, rank=0)
+    env = LaunchEnv(world_size=world_size, launched=True, rank=0)
     config = parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env)
     plans, session = Plans(config), FakeSession(config, device)
-    settle_limits(session, plans, types.SimpleNamespace(persistent_bytes=lambda: 2**20))
+    settle_limits(session, plans, held or engine())
     return plans, "\n".join(session.lines)
 
 
 def test_the_least_that_is_left_on_any_replica_is_the_limit():
     told = [(0, 30, 100), (1, 50, 100), (0, 60, 100), (1, 90, 100)]
     assert device_limits(told, 80, 2) == (20.0, 0.0)
+
+
+def test_a_snapshot_of_the_optimizer_is_not_left_for_activations():
+    FakeGpu.total = 100 * 2**20
+    words = "--enable-zero-bubble --zero-bubble-adaptive-memory-limit-percentile 50"
+    plans, _ = settled(f"{words} --enable-optimizer-post-validation", FakeGpu("cpu"))
+    assert plans.limits == (37.0 * 2**20, 32.0 * 2**20)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [("--pipeline-memory-limit 1G", True), ("", False)])
+def test_layers_are_told_whether_they_keep_what_they_gathered(limit, kept):
+    held = engine()
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --enable-zero-bubble"
+    _, told = settled(f"{words} {limit}", Device("cpu"), world_size=4, held=held)
+    assert held.chunks[0].sink.keeps_gathered == kept
+    assert ("kept for W, not gathered again" in told) == kept
 
 
 def test_a_device_limits_zero_bubble_by_what_is_left():
