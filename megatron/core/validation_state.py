@@ -17,12 +17,13 @@ from collections.abc import Sequence
 class ValidationState:
     """sums: [regions of the whole model], squared sums of gradients, undivided. num_zeros: elements of gradients that
     are zero, where they are counted. nonfinite: some loss or gradient is not finite. extras: of no meaning here, added
-    up with the rest (losses, flags)."""
+    up with the rest (losses, flags). stepped: some rank steps on what it knows."""
 
     sums: tuple[float, ...]
     num_zeros: float
     nonfinite: bool
     extras: tuple[float, ...] = ()
+    stepped: bool = False
 
     def __add__(self, other: ValidationState) -> ValidationState:
         assert len(self.sums) == len(other.sums), f"{len(self.sums)} and {len(other.sums)} regions"
@@ -32,6 +33,7 @@ class ValidationState:
             self.num_zeros + other.num_zeros,
             self.nonfinite or other.nonfinite,
             tuple(a + b for a, b in zip(self.extras, other.extras, strict=True)),
+            self.stepped or other.stepped,
         )
 
     @property
@@ -40,15 +42,16 @@ class ValidationState:
 
     @property
     def numbers(self) -> list[float]:
-        """For a message: `of_numbers` reads it. All are fp64."""
-        return [self.num_zeros, float(self.nonfinite), *self.sums, *self.extras]
+        """For a message: `like` reads it. All are fp64."""
+        return [self.num_zeros, float(self.nonfinite), float(self.stepped), *self.sums, *self.extras]
 
     def like(self, numbers: Sequence[float]) -> ValidationState:
         """Another one of the same model, from its `numbers`."""
-        num_zeros, nonfinite, *rest = numbers
+        num_zeros, nonfinite, stepped, *rest = numbers
         num_sums = len(self.sums)
         assert len(rest) == num_sums + len(self.extras), f"{len(numbers)} numbers, not {len(self.numbers)}"
-        return ValidationState(tuple(rest[:num_sums]), num_zeros, nonfinite != 0.0, tuple(rest[num_sums:]))
+        sums, extras = tuple(rest[:num_sums]), tuple(rest[num_sums:])
+        return ValidationState(sums, num_zeros, nonfinite != 0.0, extras, stepped != 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

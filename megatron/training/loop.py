@@ -184,7 +184,7 @@ class TrainingLoop:
         try:
             for result in steps.step(data.train, StepTask(number, num_microbatches, self._flags())):
                 flags = self._step_done(result)
-            if steps.num_undecided and self._is_lookedends_at(number, evaluator):
+            if steps.num_undecided and self._has_to_be_decided(number, evaluator):
                 for result in steps.settle(data.train):
                     flags = self._step_done(result)
         except NonFiniteError as error:
@@ -207,8 +207,8 @@ class TrainingLoop:
             consumed += self._batch.global_batch_size(consumed)
         return consumed
 
-    def _is_lookedends_at(self, number: int, evaluator: Evaluator) -> bool:
-        """Whether something after this iteration needs the weights as they will stay."""
+    def _has_to_be_decided(self, number: int, evaluator: Evaluator) -> bool:
+        """Whether something behind this iteration needs the weights as they will stay."""
         config = self._config
         checks = config.ddp.check_weight_hash_across_dp_replicas_interval
         return (

@@ -102,9 +102,9 @@ class Replanner:
 
     def _take_figures(self, profiler: Profiler, iteration: int, num_microbatches: int) -> None:
         """Costs from what was measured since the last time, and a plan of them if they are new."""
-        mine = profiler.local_figures() if profiler.num_steps else None
-        told = self._session.gather([mine, self._splits()])
-        profiler.forget()
+        # The next iteration may have run already: it is of those measured next.
+        told = self._session.gather([profiler.local_figures(iteration), self._splits()])
+        profiler.forget(iteration)
         figures: list[Figures] = [one for one, _ in told if one is not None]
         if len(figures) < len(told):  # iterations were skipped, or broke off: measure the next ones
             self._start, self._end = iteration + 1, iteration + 1 + self._length

@@ -121,6 +121,8 @@ class ToyTrainer:
         self.losses: list[Any] = []
         self.outcomes: list[Outcome] = []
         self.retried: list[int] = []
+        self.taken_back: list[bool] = []  # of each decision: this rank really did
+        self._num_taken_back = 0
         plan, place = run.plan, run.plan.placement
         # Large enough to overflow nothing; doubles every other clean step, so it moves all the time.
         self.scaler = DynamicGradScaler(scale=8.0, window=2, hysteresis=1)
@@ -145,6 +147,13 @@ class ToyTrainer:
         config = OptimizerConfig(optimizer=run.optimizer, lr=1e-2, weight_decay=0.1)
         self.optimizer = build_optimizer(config, self.buffer, ps)
         self.optimizer.rollback_by = run.rollback_by
+        rollback = self.optimizer.rollback
+
+        def counted() -> None:
+            self._num_taken_back += 1
+            rollback()
+
+        self.optimizer.rollback = counted  # type: ignore[method-assign]
         self.stages = {
             stage: ModelStage(chunk.run, chunk.accumulator, begins=chunk.begins, ends=chunk.ends)
             for stage, chunk in self.chunks.items()
@@ -203,6 +212,7 @@ class ToyTrainer:
 
     def decided(self, outcome: Outcome) -> bool:
         number = len(self.outcomes)
+        self.taken_back.append(self._num_taken_back > sum(self.taken_back))
         self.outcomes.append(outcome)
         self._finish_step(skipped=outcome.coefficient is None)
         return number not in self.run.stops
@@ -218,7 +228,13 @@ class ToyTrainer:
         collectives.all_reduce(extras, self.ps.world_group)
         self.outcomes.append(
             Outcome(
-                stats.norm, coefficient, stats.nonfinite, stats.num_zeros or 0, False, tuple(extras.tolist())
+                stats.norm,
+                coefficient,
+                stats.nonfinite,
+                stats.num_zeros or 0,
+                rolled_back=False,
+                clean=coefficient == 1.0,
+                extras=tuple(extras.tolist()),
             )
         )
         self._finish_step(skipped=coefficient is None)
@@ -255,7 +271,9 @@ def train(ctx: Any, runs: Mapping[str, Run], **grid: int) -> dict[str, Any]:
         results[name] = {
             "bits": (trainer.weights, trainer.losses, trainer.state(), told),
             "rollbacks": rollbacks,
+            "repeated": [not one.clean for one in trainer.outcomes],
             "rolled_back": [one.rolled_back for one in trainer.outcomes],
+            "taken_back": trainer.taken_back,
             "forwards": sum(chunk.forwards for chunk in trainer.chunks.values()),
             "retried": trainer.retried,
         }

@@ -66,7 +66,7 @@ class World:
             one["steps"] = [[iteration or self.steps[-1], *one["steps"][-1][1:]]]
         return made
 
-    def local_figures(self):
+    def local_figures(self, until):
         return self.figures()[-1]
 
     def forget(self, until=10**9):

@@ -285,6 +285,8 @@ class Executor:
         self._drop_forwards()
         if go is Go.STOP:
             raise _Stopped
+        if self._recorder is not None:
+            self._recorder.repeated()
         place = self._row.index(op)
         for step in self._program:
             if step.end > place:

@@ -59,13 +59,14 @@ class Completed(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a step ended, the same on all ranks. coefficient: None where it was skipped. num_zeros: where zeros are
-    counted. rolled_back: it was stepped on before the whole state was known, which proved wrong. extras: summed."""
+    counted. rolled_back: some rank had stepped, which proved wrong. extras: summed."""
 
     norm: float
     coefficient: float | None
     nonfinite: bool
     num_zeros: int
     rolled_back: bool
+    clean: bool
     extras: tuple[float, ...] = ()
 
 
@@ -128,7 +129,8 @@ class PostValidator:
         self._after, self._count_zero_grads = after, count_zero_grads
         self._clean_steps = 0
         self._from_before: StateArrival | None = None
-        self._partial: tuple[float, ValidationState] | None = None  # divisor, this rank's and those before
+        # Divisor, what this rank and those before know, whether this rank steps on that.
+        self._partial: tuple[float, ValidationState, bool] | None = None
         self._pending: _Pending | None = None
 
     @property
@@ -149,10 +151,12 @@ class PostValidator:
         """VALIDATE: for `Executor(validation=...)`. Communicates over the pipeline."""
         if self._pending is None:  # the first step, or one after validate_now()
             return Go.ON
-        outcome, go_on = self._settle(self._pending, self._whole(self._pending))
+        pending = self._pending
+        outcome, go_on = self._settle(pending, self._whole(pending))
         if not go_on:
             return Go.STOP
-        return Go.AGAIN if outcome.rolled_back else Go.ON
+        # Ranks that had not stepped do so now: their forwards were of other weights, too.
+        return Go.AGAIN if pending.optimistic and not outcome.clean else Go.ON
 
     def validate_now(self) -> Outcome | None:
         """Decide on the step that is pending, outside of any plan; None where there is none. To be called on all ranks,
@@ -188,10 +192,9 @@ class PostValidator:
     def _step(self, op: RawOp) -> None:
         """Step on what is known, where that is enough; else, with all others, once it is."""
         assert self._pending is None, "a step before the last one was decided on"
-        divisor, known = self._known()
+        divisor, known, steps = self._known()
         self._partial = None
-        optimistic = self._clean_steps >= self._after
-        steps = optimistic and self._rules.is_clean(known, self._stepper.norm(known.sums, divisor))
+        optimistic = self._optimistic
         if steps:
             self._stepper.snapshot()
             self._take_step(divisor, 1.0)
@@ -202,8 +205,12 @@ class PostValidator:
 
     # What they share ---------------------------------------------------------------------------------
 
-    def _known(self) -> tuple[float, ValidationState]:
-        """The step's divisor, and what this rank and those before it know."""
+    @property
+    def _optimistic(self) -> bool:
+        return self._clean_steps >= self._after
+
+    def _known(self) -> tuple[float, ValidationState, bool]:
+        """The step's divisor, what this rank and those before it know, and whether this rank steps on that."""
         if self._partial is None:
             divisor, nonfinite, extras = self._owner.complete()
             known = self._stepper.stage_state(
@@ -212,7 +219,10 @@ class PostValidator:
             if self._from_before is not None:
                 known = known.like(self._from_before.wait()) + known
                 self._from_before = None
-            self._partial = divisor, known
+            norm = self._stepper.norm(known.sums, divisor)
+            steps = self._optimistic and self._rules.is_clean(known, norm)
+            known = dataclasses.replace(known, stepped=known.stepped or steps)
+            self._partial = divisor, known, steps
         return self._partial
 
     def _whole(self, pending: _Pending) -> ValidationState:
@@ -237,7 +247,7 @@ class PostValidator:
         elif pending.stepped and not decision.clean:
             self._owner.weights_changed()
         self._clean_steps = self._clean_steps + 1 if decision.clean else 0
-        rolled_back = pending.optimistic and not decision.clean
+        rolled_back = whole.stepped and not decision.clean
         self.num_rollbacks += rolled_back
         outcome = Outcome(
             norm,
@@ -245,6 +255,7 @@ class PostValidator:
             nonfinite=not whole.finite,
             num_zeros=int(whole.num_zeros),
             rolled_back=rolled_back,
+            clean=decision.clean,
             extras=whole.extras,
         )
         return outcome, self._owner.decided(outcome)

@@ -81,11 +81,13 @@ class Profiler:
     def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
         if not self._watching:
             return
-        if place != len(self._spans):  # the row is begun anew, after a rollback: no step like others
-            self._watching = False
-            return
+        assert place == len(self._spans), f"operation {place} after {len(self._spans)} others"
         self._spans.append(Span(start_s, end_s, wait_s))
         self._peak_bytes = max(self._peak_bytes, bytes_in_use(self._device))
+
+    def repeated(self) -> None:
+        """A step like no other: messages of its first run arrived, or those of its second."""
+        self._watching = False
 
     def end_step(self) -> None:
         """Keep the step if it came to its end."""
@@ -109,14 +111,20 @@ class Profiler:
         """That are kept."""
         return len(self._steps)
 
-    def local_figures(self) -> Figures:
-        """What this rank measured since `forget`, in at least one step; small, JSON-able."""
+    def local_figures(self, until: int | None = None) -> Figures | None:
+        """What this rank measured since `forget`, small, JSON-able; None where no step was kept. until: the last
+        iteration that counts; None: all do."""
+        kept = [place for place, step in enumerate(self._steps) if until is None or step.iteration <= until]
+        if not kept:
+            return None
         activations = {
             stage: sizes for stage, of in self._weighed.items() if (sizes := of.sizes()) is not None
         }
         # All stages or none: a plan needs every one of them.
         whole = activations if len(activations) == len(self._weighed) else None
-        return figures_of(tuple(self._steps), self._pipeline, whole, median(tuple(self._peaks)))
+        steps = tuple(self._steps[place] for place in kept)
+        peak = median(tuple(self._peaks[place] for place in kept))
+        return figures_of(steps, self._pipeline, whole, peak)
 
     def step_of(self, iteration: int) -> tuple[int, int, int] | None:
         """(iteration, ns from first start to last end, ns computing) for `bubble_rate`, of a step that is kept."""

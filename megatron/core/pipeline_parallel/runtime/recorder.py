@@ -20,6 +20,9 @@ class Recorder(Protocol):
     def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
         """The operation at `place` of the row ran; at its beginning it waited for a message for wait_s."""
 
+    def repeated(self) -> None:
+        """Forwards that were recorded ran once more, inside the operation under way."""
+
     def end_step(self) -> None:
         """The row is through, or broke off."""
 
@@ -49,6 +52,10 @@ class Recorders:
         self._first.record(place, start_s, end_s, wait_s)
         for one, ahead_s in self._others:
             one.record(place, start_s + ahead_s, end_s + ahead_s, wait_s)
+
+    def repeated(self) -> None:
+        for one in (self._first, *(one for one, _ in self._others)):
+            one.repeated()
 
     def end_step(self) -> None:
         for one in (self._first, *(one for one, _ in self._others)):

@@ -53,6 +53,9 @@ class TimelineWriter:
         """Keep one operation's times until the step ends."""
         self._lines.append(self._templates[place] % (self._iteration, start_s, end_s, wait_s))
 
+    def repeated(self) -> None:
+        """Their first run is what is written; VALIDATE lasts as long as the second."""
+
     def end_step(self) -> None:
         """Write what is kept."""
         self._file.write("".join(self._lines))

@@ -143,7 +143,7 @@ def test_the_window_the_interval_and_nothing_else():
     assert profiler.num_steps == MOST_STEPS
 
 
-def test_a_step_that_breaks_off_or_begins_anew_is_not_kept():
+def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
     profiler = profiler_of(start=0, end=9)
     plan = lowered(build_plan("gpipe", Request(1, 2)))
 
@@ -157,7 +157,9 @@ def test_a_step_that_breaks_off_or_begins_anew_is_not_kept():
     assert profiler.num_steps == 0
     assert not profiler.watching
     profiler.begin_step(plan, 0, 1)
-    for place in (0, 1, 0, 1, 2, 3):
+    for place in range(4):
+        if place == 2:
+            profiler.repeated()
         profiler.record(place, 0.0, 1.0, 0.0)
     profiler.end_step()
     assert profiler.num_steps == 0
