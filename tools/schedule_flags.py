@@ -68,8 +68,8 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
         type=numbers,
         nargs="+",
         metavar="A",
-        help="most activation of a stage, in units of one microbatch's whole-stage activation: one number, or one a "
-        "stage; searched schedules are made for it, the others must fit",
+        help="most activation of a rank, in units of one microbatch's whole-stage activation: one number, or one a "
+        "rank; searched schedules are made for it, the others must fit",
     )
     made.add_argument(
         "--memory-after-b",
@@ -111,7 +111,7 @@ def limits_of(args: argparse.Namespace, stages: int) -> tuple[float, ...] | None
         return None
     limits = given(args.memory_limit)
     if len(limits) not in (1, stages):
-        raise PlanError(f"--memory-limit: {len(limits)} numbers for {stages} stages; give 1 or all")
+        raise PlanError(f"--memory-limit: {len(limits)} numbers for {stages} ranks; give 1 or all")
     return tuple(limits * (stages if len(limits) == 1 else 1))
 
 

@@ -39,7 +39,7 @@ from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, PlanError, pla
 from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, SEARCHED, build_plan
 from megatron.core.pipeline_parallel.plan.render import columns_per_unit, to_svg, to_text, to_trace
 from megatron.core.pipeline_parallel.plan.render_html import to_html
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
@@ -311,10 +311,11 @@ def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulat
     """Raises PlanError for more activations than the limit."""
     over = over_limit(simulation, limits)
     if over is not None and limits is not None:
-        stage, peak = over
+        rank, peak = over
+        fix = "" if simulation.plan.schedule in SEARCHED else f"{' or '.join(sorted(SEARCHED))} keep to a limit; "
         raise PlanError(
-            f"{simulation.plan.schedule} needs {peak:g} activations on stage {stage}, "
-            f"more than --memory-limit {limits[stage]:g}"
+            f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
+            f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"
         )
     return simulation
 

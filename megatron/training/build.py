@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron.core import host_data
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
@@ -40,6 +41,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
 from megatron.training.plans import Plans
+from megatron.training.rules_pipeline import told_schedule
 
 ModelProvider = Callable[..., nn.Module]
 
@@ -151,13 +153,13 @@ def params_dtype(config: Config) -> torch.dtype:
 
 def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider) -> Engine:
     """Build this rank's chunks and wrap them. Communicates over mp, and for models that are not ours over dp (their
-    initial weights). Raises ModelError for what the model cannot do under these flags."""
+    initial weights), and over the world for schedules that split backwards. Raises ModelError for what the model cannot
+    do under these flags."""
     chunks = tuple(
         _build_chunk(config, ps, plans, model_provider, chunk) for chunk in range(plans.placement.num_chunks)
     )
     if plans.splits_backward:
-        for chunk in chunks:
-            refuse_unsplittable(chunk.module, plans.schedule)
+        _refuse_together(chunks, told_schedule(config, plans.schedule), ps)
     _join_uses([chunk.module for chunk in chunks])
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
@@ -241,8 +243,26 @@ def _build_chunk(
     return Chunk(stage, spec, module, ModelContext(config.training.seed), None)
 
 
-def refuse_unsplittable(module: nn.Module, schedule: str) -> None:
-    """Raises ModelError naming what the schedule's B and W cannot be split for.
+class UnsplittableError(ModelError):
+    """Raised on every rank alike, with the same message."""
+
+
+def _refuse_together(chunks: Sequence[Chunk], asked: str, ps: ParallelState) -> None:
+    """Raises UnsplittableError on all ranks if the part of one of them cannot be split. Communicates over the world."""
+    problem = None
+    try:
+        for chunk in chunks:
+            refuse_unsplittable(chunk.module, asked)
+    except UnsplittableError as error:
+        problem = str(error)
+    told = [one for one in host_data.all_gather_json(problem, ps.control_group) if one is not None]
+    if told:
+        raise UnsplittableError(told[0])
+
+
+def refuse_unsplittable(module: nn.Module, asked: str) -> None:
+    """Raises UnsplittableError naming what the schedule's B and W cannot be split for. asked: the flag that asks for
+    the schedule.
 
     What goes to a sink can wait for W. Norms and other 1-D parameters are computed in B, in microbatch order as well,
     whoever adds them up; a matrix that autograd accumulates would make of every B a whole backward.
@@ -261,11 +281,11 @@ def refuse_unsplittable(module: nn.Module, schedule: str) -> None:
             continue
         path, _, _ = name.rpartition(".")
         what = type(module.get_submodule(path)).__name__
-        raise ModelError(
-            f"--pipeline-schedule {schedule} computes weight gradients apart from the rest of the backward (W, B), and "
-            f"parameter {name!r} of {type(module).__name__} (a {what}) {why}: use 1f1b, 1f1b-v, interleaved or "
-            "gpipe, or layers that put their gradients into a sink (megatron.core.tensor_parallel.layers), with their "
-            "param_meta"
+        raise UnsplittableError(
+            f"{asked} computes weight gradients apart from the rest of the backward (W, B), and parameter {name!r} of "
+            f"{type(module).__name__} (a {what}) {why}: use --pipeline-schedule 1f1b, 1f1b-v, interleaved or gpipe "
+            "instead, or layers that put their gradients into a sink (megatron.core.tensor_parallel.layers), with "
+            "their param_meta"
         )
 
 

@@ -15,6 +15,22 @@ class Bubbles:
     measured: float
 
 
+def told_bytes(size: float) -> str:
+    """Of activations, such as `12.5 MiB`; what is smaller than a hundredth of one in KiB."""
+    mib = size / 2**20
+    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"
+
+
+def told_ns(time_ns: float) -> str:
+    """A measured time, such as `27.761 ms`."""
+    return f"{time_ns / 1e6:.3f} ms"
+
+
+def told_layers(time_layers: float) -> str:
+    """An estimated time, such as `27.76 x F of a layer`."""
+    return f"{time_layers:.2f} x F of a layer"
+
+
 def bubble_line(bubbles: Bubbles) -> str:
     """After the iteration line of a pipeline with more than one rank."""
     return (

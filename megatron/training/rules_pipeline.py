@@ -6,8 +6,9 @@ from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS, SEARCHED
+from megatron.training.config import FIELDS, Config
 from megatron.training.plans import Plans
-from megatron.training.rule_table import RuleTable, Situation
+from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.schedule_choice import AUTO, asked_schedules
 
@@ -17,6 +18,7 @@ rule = RULES.rule
 INTERLEAVED, GROUPED, DUALPIPE_V = "interleaved", "gis", "dualpipe-v"
 _ALONE = ("gpipe", "1f1b", AUTO)  # what a pipeline of one rank can do
 _LIMITED_BY_COUNT = (*sorted(SEARCHED), AUTO)
+_COUNTS = {2: "two", 3: "three"}
 
 
 def _schedule(s: Situation) -> str | None:
@@ -25,14 +27,26 @@ def _schedule(s: Situation) -> str | None:
     return None if s.value("pipeline_schedule_file") is not None else name
 
 
+def told_schedule(config: Config, runs: str | None = None) -> str:
+    """The flag that asks for the schedule. runs: what is run, for flags that leave that to a choice or to a file."""
+    parallel, name = config.parallel, config.parallel.pipeline_schedule
+    if parallel.pipeline_schedule_file is not None:
+        told = f"--pipeline-schedule-file {parallel.pipeline_schedule_file}"
+        return told if runs is None else f"{told} (schedule {runs})"
+    for flag, asked in asked_schedules(parallel).items():
+        if asked == name:
+            return f"{flag} (schedule {name})"
+    told = f"--pipeline-schedule {name}"
+    return f"{told} (which has chosen {runs})" if name == AUTO and runs is not None else told
+
+
 def _told(s: Situation) -> str:
-    """The flag that asks for the schedule."""
-    schedule = s.value("pipeline_schedule")
-    if not s.given("pipeline_schedule"):
-        for flag, name in asked_schedules(s.config.parallel).items():
-            if name == schedule:
-                return f"{flag} (schedule {name})"
-    return f"--pipeline-schedule {schedule}"
+    return told_schedule(s.config)
+
+
+def _default(name: str) -> object:
+    """Of a field. A file that was printed gives every value, so that `given` says nothing of those."""
+    return FIELDS[name][1].default
 
 
 @rule(
@@ -44,16 +58,18 @@ def _told(s: Situation) -> str:
 def _schedule_flags(s: Situation) -> str | None:
     asked, schedule = asked_schedules(s.config.parallel), s.value("pipeline_schedule")
     if s.value("pipeline_schedule_file") is not None:
-        if s.given("pipeline_schedule"):
+        if schedule is not None:  # nothing is derived beside a file
             return f"--pipeline-schedule {schedule} and --pipeline-schedule-file: the file says what is run"
         flag = next(iter(asked), None)
         return None if flag is None else f"{flag} and --pipeline-schedule-file: the file says what is run"
     if len(set(asked.values())) > 1:
         return " and ".join(f"{flag} ({name})" for flag, name in asked.items()) + " are different schedules"
-    if not s.given("pipeline_schedule") or schedule == AUTO:
+    if not s.given("pipeline_schedule"):
         return None
     for flag, name in asked.items():
-        any_split = flag == "--enable-zero-bubble" and schedule not in FUSED
+        any_split = (
+            flag == "--enable-zero-bubble" and schedule not in FUSED
+        )  # auto: the fastest, whichever it is
         if name != schedule and not any_split:
             return f"{flag} asks for {name}, --pipeline-schedule for {schedule}"
     return None
@@ -72,25 +88,43 @@ def _v_memory(s: Situation) -> str | None:
 
 
 @rule(
+    "schedule-ranks",
+    "--pipeline-schedule --pipeline-model-parallel-size",
+    "use 2 pipeline ranks or more; one rank runs gpipe, 1f1b or auto",
+)
+def _schedule_ranks(s: Situation) -> str | None:
+    schedule = _schedule(s)
+    if schedule is None or s.value("pipeline_model_parallel_size") != 1 or schedule in _ALONE:
+        return None
+    return f"{_told(s)} needs --pipeline-model-parallel-size 2 or more"
+
+
+@rule(
+    "interleaving-chunks",
+    "--pipeline-schedule --interleave-group-size --num-virtual-stages-per-pipeline-rank "
+    "--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-layout",
+    "give --num-virtual-stages-per-pipeline-rank 2 (or more; layers have to divide over all chunks), or use a schedule "
+    "of one chunk",
+)
+def _interleaving_chunks(s: Situation) -> str | None:
+    schedule, chunks = _schedule(s), chunks_of(s)
+    if PLACEMENTS.get(schedule or "") != LOOPED or chunks != 1 or _schedule_ranks(s) is not None:
+        return None
+    return f"{_told(s)} needs several chunks of the model a rank: the flags ask for one"
+
+
+@rule(
     "pipeline-schedule",
     "--pipeline-schedule --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
-    "--pipeline-model-parallel-layout --pipeline-model-parallel-size",
-    "leave --pipeline-schedule out, or: interleaved or gis with several chunks a rank, a V schedule with two, the "
-    "others with one; zero-bubble schedules with 2 pipeline ranks or more",
+    "--pipeline-model-parallel-layout",
+    "leave the flags of chunks out, or use a schedule that has them: interleaved or gis with two or more, a V schedule "
+    "with two",
 )
 def _pipeline_schedule(s: Situation) -> str | None:
     schedule, chunks = _schedule(s), chunks_of(s)
-    if schedule is None:
+    if schedule is None or chunks is None or schedule == AUTO or _schedule_ranks(s) is not None:
         return None
-    alone = s.value("pipeline_model_parallel_size") == 1
-    if alone and schedule not in _ALONE:
-        return f"{_told(s)} needs --pipeline-model-parallel-size 2 or more"
-    if chunks is None or schedule == AUTO:
-        return None
-    kind = PLACEMENTS[schedule]
-    if kind == LOOPED and chunks == 1:
-        return f"{_told(s)}: the flags ask for one chunk of the model a rank"
-    if kind not in (LOOPED, V_SHAPED) and chunks > 1:
+    if PLACEMENTS[schedule] not in (LOOPED, V_SHAPED) and chunks > 1:
         return f"{_told(s)} has one chunk of the model a rank, and the flags ask for {chunks}"
     return None
 
@@ -168,19 +202,26 @@ def _too_few(s: Situation, least: int, why: str) -> str | None:
 
 @rule(
     "post-validation",
-    "--enable-optimizer-post-validation --pipeline-model-parallel-size --post-validation-rollback "
-    "--post-validation-after",
+    "--enable-optimizer-post-validation --pipeline-model-parallel-size",
     "use 2 pipeline ranks or more, or leave the flags of post-validation out",
 )
 def _post_validation(s: Situation) -> str | None:
+    if not s.value("enable_optimizer_post_validation") or s.value("pipeline_model_parallel_size") > 1:
+        return None
+    return "--enable-optimizer-post-validation with one pipeline rank: there is nobody to wait for"
+
+
+@rule(
+    "post-validation-settings",
+    "--post-validation-rollback --post-validation-after --enable-optimizer-post-validation",
+    "give --enable-optimizer-post-validation too, or leave the flag out",
+)
+def _post_validation_settings(s: Situation) -> str | None:
     if s.value("enable_optimizer_post_validation"):
-        if s.value("pipeline_model_parallel_size") > 1:
-            return None
-        return "--enable-optimizer-post-validation with one pipeline rank: there is nobody to wait for"
-    for name, default in (("post_validation_rollback", "snapshot"), ("post_validation_after", 10)):
-        if s.value(name) != default:
-            flag = "--" + name.replace("_", "-")
-            return f"{flag} {s.value(name)} without --enable-optimizer-post-validation"
+        return None
+    for name in ("post_validation_rollback", "post_validation_after"):
+        if s.value(name) != _default(name):
+            return f"{spelled(name)} {s.value(name)} without --enable-optimizer-post-validation"
     return None
 
 
@@ -189,22 +230,57 @@ def _post_validation(s: Situation) -> str | None:
 
 @rule(
     "pending-backward",
-    "--zero-bubble-max-pending-backward --enable-zero-bubble --pipeline-memory-limit",
+    "--zero-bubble-max-pending-backward --enable-zero-bubble",
     "give --enable-zero-bubble, or another schedule that is planned within a limit "
-    f"({', '.join(_LIMITED_BY_COUNT)}); or one of the limits only",
+    f"({', '.join(_LIMITED_BY_COUNT)})",
 )
 def _pending_backward(s: Situation) -> str | None:
-    pending, schedule = s.value("zero_bubble_max_pending_backward"), _schedule(s)
-    if pending is None:
+    pending = s.value("zero_bubble_max_pending_backward")
+    if pending is None or _schedule(s) in _LIMITED_BY_COUNT:
         return None
-    told = f"--zero-bubble-max-pending-backward {pending}"
-    if s.value("pipeline_memory_limit") is not None:
-        return f"{told} and --pipeline-memory-limit are two limits of one thing"
-    if s.value("zero_bubble_v_schedule_mem_setup") != "zb":
-        return f"{told} and --zero-bubble-v-schedule-mem-setup are two limits of one thing"
-    if schedule in _LIMITED_BY_COUNT:
-        return None
-    return f"{told} without a schedule that is planned within a limit"
+    return f"--zero-bubble-max-pending-backward {pending} without a schedule that is planned within a limit"
+
+
+@rule(
+    "pipeline-limits",
+    "--pipeline-memory-limit --zero-bubble-max-pending-backward --zero-bubble-v-schedule-mem-setup",
+    "keep one of them; --zero-bubble-v-schedule keeps to any limit",
+)
+def _pipeline_limits(s: Situation) -> str | None:
+    told = []
+    for name in (
+        "zero_bubble_max_pending_backward",
+        "pipeline_memory_limit",
+        "zero_bubble_v_schedule_mem_setup",
+    ):
+        if s.value(name) != _default(name):
+            told.append(f"{spelled(name)} {s.value(name)}")
+    return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
+
+
+@rule(
+    "adaptive-memory-limit",
+    "--zero-bubble-adaptive-memory-limit-percentile --enable-zero-bubble --zero-bubble-max-pending-backward",
+    "leave it out, or give --enable-zero-bubble and no other limit: it is the share of a device's memory that sets the "
+    "limit then",
+)
+def _adaptive_memory_limit(s: Situation) -> str | None:
+    name, schedule = "zero_bubble_adaptive_memory_limit_percentile", _schedule(s)
+    if s.value(name) == _default(name) or not 1 <= s.value(name) <= 100:
+        return None  # has a rule of its own
+    told = f"{spelled(name)} {s.value(name)}"
+    if s.value("pipeline_schedule_file") is not None:
+        return f"{told} with --pipeline-schedule-file: the file says what is run"
+    if s.value("zero_bubble_v_schedule"):
+        return f"{told} with --zero-bubble-v-schedule, whose limit does not depend on the device"
+    if not s.value("enable_zero_bubble"):
+        return f"{told} without --enable-zero-bubble"
+    for limit in ("zero_bubble_max_pending_backward", "pipeline_memory_limit"):
+        if s.value(limit) is not None:
+            return f"{told} with {spelled(limit)} {s.value(limit)}, which says the limit"
+    if schedule not in SEARCHED:
+        return f"{told} with --pipeline-schedule {schedule}, which does not ask the device for its limit"
+    return None
 
 
 @rule(
@@ -224,32 +300,50 @@ def _pipeline_timers(s: Situation) -> str | None:
 
 
 @rule(
+    "pipeline-schedule-file",
+    "--pipeline-schedule-file",
+    "name a plan in JSON that was saved for this pipeline (a run with --save keeps pipeline-plan.json), unchanged, or "
+    "use --pipeline-schedule",
+)
+def _pipeline_schedule_file(s: Situation) -> str | None:
+    if s.value("pipeline_schedule_file") is None or not _can_plan(s):
+        return None
+    return _plan_error(s.config.replace(pipeline_memory_limit=None))
+
+
+@rule(
     "pipeline-plan",
-    "--pipeline-schedule --pipeline-schedule-file --pipeline-memory-limit --zero-bubble-max-pending-backward",
-    "raise the limit, use other pipeline flags, or leave the file out",
+    "--pipeline-memory-limit --zero-bubble-max-pending-backward --pipeline-schedule",
+    "raise the limit or leave it out, use smaller microbatches or more recomputation, or another schedule",
 )
 def _pipeline_plan(s: Situation) -> str | None:
-    from_file = s.value("pipeline_schedule_file") is not None
     limits = (s.value("pipeline_memory_limit"), s.value("zero_bubble_max_pending_backward"))
-    if not from_file and s.value("pipeline_schedule") != AUTO and limits == (None, None):
+    if s.value("pipeline_schedule") != AUTO and limits == (None, None):
         return None  # every other rule together says whether there is a plan
-    schedule = s.config.batch_schedule_or_none()
-    others = (
-        *(_schedule_flags, _pipeline_schedule, _microbatch_group, _interleave_group, _pending_backward),
+    if any(limit is not None and limit < 1 for limit in limits) or not _can_plan(s):
+        return None  # has a rule of its own
+    return None if _pipeline_schedule_file(s) is not None else _plan_error(s.config)
+
+
+def _can_plan(s: Situation) -> bool:
+    """Whether the flags say all that a plan needs, and none of them breaks a rule of its own."""
+    told_before = (
+        *(_schedule_flags, _schedule_ranks, _interleaving_chunks, _pipeline_schedule, _microbatch_group),
+        *(_interleave_group, _pending_backward, _pipeline_limits),
         *(_interleaving_microbatches, _dualpipe_v_microbatches),
     )
-    size = s.value("pipeline_model_parallel_size")
-    incomplete = schedule is None or s.value("num_layers") is None or size < 1 or chunks_of(s) is None
-    if (
-        incomplete
-        or any(one(s) is not None for one in others)
-        or any(one is not None and one < 1 for one in limits)
-    ):
-        return None  # has a rule of its own
-    assert schedule is not None
+    complete = s.config.batch_schedule_or_none() is not None and s.value("num_layers") is not None
+    complete = complete and s.value("pipeline_model_parallel_size") >= 1 and chunks_of(s) is not None
+    return complete and all(one(s) is None for one in told_before)
+
+
+def _plan_error(config: Config) -> str | None:
+    """Why there is no plan for the fewest microbatches of the run, or for the most."""
+    schedule = config.batch_schedule_or_none()
+    assert schedule is not None, "asked without a batch"
     last = 0 if schedule.rampup is None else schedule.rampup[2] + 1
     try:
-        plans = Plans(s.config)
+        plans = Plans(config)
         for num_microbatches in {schedule.num_microbatches(0), schedule.num_microbatches(last)}:
             plans.computations(num_microbatches)
     except (PlanError, StageLayersError) as error:

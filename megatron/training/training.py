@@ -17,7 +17,7 @@ from megatron.core.peer_loss import PeerLostError
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from megatron.training import global_vars
 from megatron.training.arguments import launch_config
-from megatron.training.build import ModelProvider, build_engine
+from megatron.training.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.config import Config
 from megatron.training.data import DatasetsProvider
 from megatron.training.exit_status import (
@@ -66,6 +66,7 @@ RAISED_ALIKE = (
     CheckpointError,
     ConfigurationError,
     ReplicaMismatchError,
+    UnsplittableError,
 )
 
 

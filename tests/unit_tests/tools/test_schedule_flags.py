@@ -37,7 +37,7 @@ def test_limits_by_rank():
     assert limits_of(parsed("--memory-limit", 3), 2) == (3, 3)
     assert limits_of(parsed("--memory-limit", 3, 2), 2) == (3, 2)
     assert limits_of(parsed("--memory-limit", "3,2"), 2) == (3, 2)
-    with pytest.raises(PlanError, match="3 numbers for 2 stages"):
+    with pytest.raises(PlanError, match="3 numbers for 2 ranks"):
         limits_of(parsed("--memory-limit", 1, 2, 3), 2)
 
 

@@ -70,7 +70,8 @@ def test_costs_a_stage_and_memory():
     assert json.loads(output(*SMALL, "--memory-limit", 3, "--format", "json"))["makespan"] == 18
     refused = run(*SMALL, "--memory-limit", 2.5)
     assert refused.returncode == 2
-    assert "1f1b needs 3 activations on stage 0, more than --memory-limit 2.5" in refused.stderr
+    told = "1f1b needs 3 activations on rank 0, more than --memory-limit 2.5: v-half or v-min or zb-1p or zb-2p or zbv "
+    assert f"{told}keep to a limit; --schedule auto takes the fastest that does, or give 3 or more" in refused.stderr
 
 
 def test_other_formats():
@@ -138,10 +139,10 @@ def test_the_same_words_give_the_same_plan():
         ((*SMALL, "--format", "png"), "invalid choice"),
         (("--schedule", "1f1b"), "--stages and --microbatches must be given"),
         ((*SMALL, "--microbatch-group-size-per-virtual-pipeline-stage", 4), "no microbatch groups"),
-        ((*SMALL, "--memory-limit", 3, 2), "--memory-limit: 2 numbers for 3 stages; give 1 or all"),
+        ((*SMALL, "--memory-limit", 3, 2), "--memory-limit: 2 numbers for 3 ranks; give 1 or all"),
         (
             (*SMALL, "--memory-limit", "3,2,0.5"),
-            "1f1b needs 1 activations on stage 2, more than --memory-limit 0.5",
+            "1f1b needs 1 activations on rank 2, more than --memory-limit 0.5",
         ),
         (("--schedule", "1f1b", "zbv", "1f1b"), "--schedule names 1f1b twice"),
         (("--schedule", "1f1b", "zbv", "--stages", 2), "--microbatches must be given"),

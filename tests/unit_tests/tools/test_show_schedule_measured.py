@@ -166,7 +166,7 @@ def test_interleaving_is_rebuilt_from_the_files(tmp_path):
             "is not that of the flags: its hash is",
         ),
         (("--schedule", "1f1b", "zbv"), "with --html others are compared with it"),
-        (("--memory-limit", 1), "1f1b needs 2 activations on stage 0, more than --memory-limit 1"),
+        (("--memory-limit", 1), "1f1b needs 2 activations on rank 0, more than --memory-limit 1"),
         (("--time-f", "1,2,3"), "time of F: 3 numbers for 2 stages"),
     ],
 )

@@ -9,7 +9,7 @@ from megatron.core.module import MegatronModule, ModelError
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import infer_param_meta
 from megatron.training.arguments import parse_config
-from megatron.training.build import build_gpt_model, refuse_unsplittable
+from megatron.training.build import UnsplittableError, build_gpt_model, refuse_unsplittable
 from megatron.training.launch_env import LaunchEnv
 from tests.harness.launch_lines import SMALL
 
@@ -86,8 +86,9 @@ class OwnMegatronModel(MegatronModule):
 
 
 def test_what_cannot_be_split_is_refused_with_module_and_parameter():
-    with pytest.raises(ModelError, match=r"'body.0.weight' of OwnModel \(a Linear\).*use 1f1b"):
-        refuse_unsplittable(OwnModel(), "zbv")
+    told = r"^--enable-zero-bubble \(schedule zb-1p\) computes .* 'body.0.weight' of OwnModel \(a Linear\).*-schedule 1f1b"
+    with pytest.raises(UnsplittableError, match=told):
+        refuse_unsplittable(OwnModel(), "--enable-zero-bubble (schedule zb-1p)")
     with pytest.raises(ModelError, match=r"'matrix' of OwnMegatronModel .* accumulated by autograd"):
         refuse_unsplittable(OwnMegatronModel(matrix=True), "zb-h1")
     with pytest.raises(ModelError, match=r"'matrix'.*declared in no param_meta"):

@@ -14,6 +14,16 @@ def test_bubbles():
     assert pipeline_lines.bubble_scalars(bubbles) == {"planned-bubble": 0.0769, "measured-bubble": 0.1}
 
 
+def test_units():
+    assert pipeline_lines.told_bytes(1.31789e6) == "1.26 MiB"
+    assert pipeline_lines.told_bytes(972800) == "0.93 MiB"
+    assert pipeline_lines.told_bytes(2**32) == "4096.00 MiB"
+    assert pipeline_lines.told_bytes(1024) == "1.00 KiB"
+    assert pipeline_lines.told_bytes(0) == "0.00 MiB"
+    assert pipeline_lines.told_ns(1.33279e6) == "1.333 ms"
+    assert pipeline_lines.told_layers(27.7607) == "27.76 x F of a layer"
+
+
 def test_a_schedule_solved_again():
     plan = pipeline_lines.MeasuredPlan(
         iteration=109,
@@ -45,6 +55,6 @@ def test_a_schedule_solved_again():
     kept = dataclasses.replace(plan, kept="a new one would take as long")
     assert line(kept) == f"{begin}; zb-1p 0123456789ab stays: a new one would take as long"
     fixed = dataclasses.replace(plan, schedule="gpipe", solved=False, kept="gpipe is a fixed order")
-    drifted = dataclasses.replace(plan, changed="F of stage 0: 1 -> 2 ns")
-    assert " 109 (iterations 100-109; changed most: F of stage 0: 1 -> 2 ns): F " in line(drifted)
+    drifted = dataclasses.replace(plan, changed="F of stage 0: 1.333 -> 2.053 ms")
+    assert " 109 (iterations 100-109; changed most: F of stage 0: 1.333 -> 2.053 ms): F " in line(drifted)
     assert line(fixed).startswith(" > pipeline measured after iteration 109 (iterations 100-109): F ")

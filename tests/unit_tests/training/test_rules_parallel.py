@@ -45,8 +45,8 @@ BAD = [
     (1, f"{TP} 0", "range-tensor-model-parallel-size range-expert-tensor-parallel-size world-size"),
     (1, "--num-layers 2000000", "limit-num-layers"),
     # schedules
-    (2, f"{PP} 2 --pipeline-schedule interleaved", "pipeline-schedule"),
-    (1, "--pipeline-schedule interleaved", "pipeline-schedule"),
+    (2, f"{PP} 2 --pipeline-schedule interleaved", "interleaving-chunks"),
+    (1, "--pipeline-schedule interleaved", "schedule-ranks"),
     (2, f"{PP} 2 --num-layers 4 {VPP} 2 --pipeline-schedule gpipe --global-batch-size 8", "pipeline-schedule"),
     (2, f"{PP} 2 --num-layers 4 {PER_CHUNK} 1 --pipeline-schedule 1f1b --global-batch-size 8", "pipeline-schedule"),
     (2, f"{PP} 2 --pipeline-schedule fast", "value"),

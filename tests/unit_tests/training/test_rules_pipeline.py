@@ -21,6 +21,7 @@ from megatron.training.plans import Plans
 from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
+from megatron.training.rules_pipeline import told_schedule
 from megatron.training.schedule_choice import AUTO, stages_of
 from tests.harness.launch_lines import SMALL
 
@@ -33,6 +34,7 @@ V, ZB, ONE_V, GIS = (
     "--interleave-group-size",
 )
 PENDING, SETUP = "--zero-bubble-max-pending-backward", "--zero-bubble-v-schedule-mem-setup"
+PERCENTILE = "--zero-bubble-adaptive-memory-limit-percentile"
 TIMERS = "--zero-bubble-pipeline-timers"
 LIMIT, FILE, PAD = "--pipeline-memory-limit", "--pipeline-schedule-file", "--allow-padding-num-layers"
 
@@ -115,6 +117,9 @@ REFUSED = [
     (2, f"{ZB} {ONE_V} --num-layers 4", "schedule-flags", "different schedules"),
     (2, f"{V} {GIS} 2 --num-layers 4", "schedule-flags", "different schedules"),
     (2, f"{V} --num-layers 4 --pipeline-schedule v-half", "schedule-flags", "asks for zbv"),
+    (2, f"{V} --num-layers 4 --pipeline-schedule auto", "schedule-flags", f"{V} asks for zbv, --pipeline-schedule for"),
+    (2, f"{ONE_V} --num-layers 4 --pipeline-schedule auto", "schedule-flags", f"{ONE_V} asks for 1f1b-v"),
+    (2, f"{GIS} 2 --num-layers 4 {VPP} 2 --pipeline-schedule auto", "schedule-flags", f"{GIS} asks for gis"),
     (2, f"{ZB} --pipeline-schedule 1f1b", "schedule-flags", "--enable-zero-bubble asks for zb-1p"),
     (2, f"{ZB} {FILE} p.json", "schedule-flags", "the file says"),
     (2, f"--pipeline-schedule zbv {FILE} p.json", "schedule-flags", "the file says"),
@@ -122,11 +127,11 @@ REFUSED = [
     (2, V, "pipeline-layers", "2 pipeline ranks x 2 chunks"),
     (2, f"{V} --num-layers 6 {VPP} 3", "pipeline-layers", "has 2 on each rank"),
     (2, f"{V} --num-layers 4 {LAYOUT} Ett|ttL", "pipeline-layers", "makes 2 stages"),
-    (1, f"{V} --num-layers 4 {PAD}", "pipeline-layers pipeline-schedule", "needs --pipeline-model-parallel-size 2"),
-    (1, ZB, "pipeline-schedule", "--enable-zero-bubble (schedule zb-1p) needs --pipeline-model-parallel-size 2"),
+    (1, f"{V} --num-layers 4 {PAD}", "pipeline-layers schedule-ranks", "needs --pipeline-model-parallel-size 2"),
+    (1, ZB, "schedule-ranks", "--enable-zero-bubble (schedule zb-1p) needs --pipeline-model-parallel-size 2"),
     (2, f"{ZB} --num-layers 4 {VPP} 2", "pipeline-schedule", "has one chunk of the model a rank"),
-    (2, "--pipeline-schedule gis", "pipeline-schedule", "one chunk of the model"),
-    (2, f"{GIS} 2", "pipeline-schedule", "--interleave-group-size (schedule gis)"),
+    (2, "--pipeline-schedule gis", "interleaving-chunks", "needs several chunks of the model"),
+    (2, f"{GIS} 2", "interleaving-chunks", "--interleave-group-size (schedule gis)"),
     (2, f"{GIS} 3 --num-layers 4 {VPP} 2", "interleave-group", "must be 1 to 2"),
     (4, f"{GIS} 1 --num-layers 8 {VPP} 2", "interleave-group", "must be 2 to 4"),
     (2, f"{GIS} -1", "range-interleave-group-size", "at least 0"),
@@ -144,20 +149,30 @@ REFUSED = [
     (2, f"{ZB} {PENDING} some", "value", "a whole number or auto"),
     (2, f"{PENDING} 2", "pending-backward", "without a schedule"),
     (2, f"{ONE_V} --num-layers 4 {PENDING} 2", "pending-backward", "without a schedule"),
-    (2, f"{ZB} {PENDING} 2 {LIMIT} 1G", "pending-backward", "two limits of one thing"),
-    (2, f"{V} {SETUP} min --num-layers 4 {PENDING} 2", "pending-backward", "two limits of one thing"),
+    (2, f"{ZB} {PENDING} 2 {LIMIT} 1G", "pipeline-limits", "two limits of one thing"),
+    (2, f"{V} {SETUP} min --num-layers 4 {PENDING} 2", "pipeline-limits", "two limits of one thing"),
+    (2, f"{V} {SETUP} half --num-layers 4 {LIMIT} 1G", "pipeline-limits",
+     f"{LIMIT} 1073741824 and {SETUP} half are two limits of one thing"),
+    (2, f"{V} {SETUP} min --num-layers 4 {PENDING} 2 {LIMIT} 1K", "pipeline-limits", "are three limits"),
+    (2, f"{PERCENTILE} 50", "adaptive-memory-limit", f"{PERCENTILE} 50 without {ZB}"),
+    (2, f"--pipeline-schedule zbv --num-layers 4 {PERCENTILE} 50", "adaptive-memory-limit", f"without {ZB}"),
+    (2, f"{V} --num-layers 4 {PERCENTILE} 50", "adaptive-memory-limit", f"50 with {V}"),
+    (2, f"{ZB} {PENDING} 3 {PERCENTILE} 50", "adaptive-memory-limit", f"with {PENDING} 3"),
+    (2, f"{ZB} {LIMIT} 1G {PERCENTILE} 50", "adaptive-memory-limit", f"with {LIMIT} 1073741824"),
+    (2, f"{ZB} --pipeline-schedule zb-h2 {PERCENTILE} 50", "adaptive-memory-limit", "schedule zb-h2, which"),
+    (2, f"{ZB} --pipeline-schedule auto {PERCENTILE} 50", "adaptive-memory-limit", "schedule auto, which"),
     (2, f"{ZB} {LIMIT} 10Q", "value", "512M or 4G"),
     (2, f"{ZB} {LIMIT} 1K", "pipeline-plan", "raise --pipeline-memory-limit"),
     (2, f"{LIMIT} 1K", "pipeline-plan", "1f1b holds"),
     (2, f"--pipeline-schedule auto {LIMIT} 1K", "pipeline-plan", "no pipeline schedule can run"),
     (2, "--zero-bubble-adaptive-memory-limit-percentile 101", "limit-zero-bubble-adaptive-memory-limit-percentile",
      "at most 100"),
-    (2, f"{FILE} nowhere.json", "pipeline-plan", "nowhere.json cannot be read"),
+    (2, f"{FILE} nowhere.json", "pipeline-schedule-file", "nowhere.json cannot be read"),
     # not built
     (2, "--num-seq-splits 2", "not-supported", "--num-seq-splits 2"),
     (1, "--enable-optimizer-post-validation", "post-validation", "nobody to wait for"),
-    (2, "--post-validation-after 3", "post-validation", "--post-validation-after 3 without --enable"),
-    (2, "--post-validation-rollback inverse", "post-validation", "inverse without --enable"),
+    (2, "--post-validation-after 3", "post-validation-settings", "--post-validation-after 3 without --enable"),
+    (2, "--post-validation-rollback inverse", "post-validation-settings", "inverse without --enable"),
     (2, "--enable-optimizer-post-validation --post-validation-after -1", "range-post-validation-after", "least 0"),
 ]  # fmt: skip
 
@@ -168,6 +183,50 @@ def test_conflicts_are_refused_at_once_in_words(ranks, words, expected, told):
     assert [problem.rule for problem in problems] == expected.split()
     assert told in " ".join(problem.message for problem in problems)
     assert all(problem.flags and problem.fix for problem in problems)
+
+
+# (ranks, words, the rule, a word of the fix)
+FIXES = [
+    (2, f"{GIS} 1", "interleaving-chunks", "give --num-virtual-stages-per-pipeline-rank 2"),
+    (2, "--pipeline-schedule interleaved", "interleaving-chunks", "give --num-virtual-stages-per-pipeline-rank 2"),
+    (1, ZB, "schedule-ranks", "use 2 pipeline ranks or more"),
+    (2, f"{ZB} --num-layers 4 {VPP} 2", "pipeline-schedule", "leave the flags of chunks out"),
+    (2, "--post-validation-rollback inverse", "post-validation-settings", "give --enable-optimizer-post-validation"),
+    (1, "--enable-optimizer-post-validation", "post-validation", "use 2 pipeline ranks or more"),
+    (2, f"{FILE} nowhere.json", "pipeline-schedule-file", "name a plan in JSON"),
+    (2, f"{PENDING} 2", "pending-backward", f"give {ZB}"),
+    (2, f"{ZB} {PENDING} 2 {LIMIT} 1G", "pipeline-limits", "keep one of them"),
+    (2, f"{LIMIT} 1K", "pipeline-plan", "raise the limit"),
+    (2, f"{PERCENTILE} 50", "adaptive-memory-limit", "leave it out, or give"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "words", "rule", "fix"), FIXES)
+def test_what_to_do_fits_the_cause(ranks, words, rule, fix):
+    (problem,) = problems_of(words, ranks)
+    assert problem.rule == rule
+    assert fix in problem.fix
+    assert ("raise the limit" in problem.fix) == (rule == "pipeline-plan")
+
+
+def test_the_flag_that_asks_for_a_schedule_is_named():
+    def told(words, runs=None):
+        return told_schedule(configure(f"--num-layers 4 {words}"), runs)
+
+    assert told("") == "--pipeline-schedule 1f1b"
+    assert told("--pipeline-schedule zbv", "zbv") == "--pipeline-schedule zbv"
+    assert told(f"{V} {SETUP} min", "v-min") == f"{V} (schedule v-min)"
+    assert told(ZB, "zb-1p") == f"{ZB} (schedule zb-1p)"
+    assert told(f"{ZB} --pipeline-schedule zb-h2", "zb-h2") == "--pipeline-schedule zb-h2"
+    assert told("--pipeline-schedule auto", "zbv") == "--pipeline-schedule auto (which has chosen zbv)"
+    assert told("--pipeline-schedule auto") == "--pipeline-schedule auto"
+
+
+def test_the_percentile_is_read_where_the_device_is_asked():
+    for words in (ZB, f"{ZB} {PENDING} auto", f"{ZB} --pipeline-schedule zbv --num-layers 4"):
+        config = configure(f"{words} {PERCENTILE} 50")
+        assert Plans(config).asks_device
+        assert config.parallel.zero_bubble_adaptive_memory_limit_percentile == 50
 
 
 def test_conflicts_are_told_together():
@@ -207,7 +266,8 @@ def test_a_file_that_is_no_plan_for_this_run_is_refused(tmp_path):
     ):  # fmt: skip
         saved(path, name, ranks, microbatches)
         (problem,) = problems_of(f"{words} {FILE} {path}")
-        assert problem.rule == "pipeline-plan"
+        assert problem.rule == ("pipeline-plan" if LIMIT in words else "pipeline-schedule-file")
+        assert ("raise the limit" in problem.fix) == (LIMIT in words)
         assert told in problem.message
     saved(path, "1f1b")
     text = path.read_text()
@@ -218,7 +278,7 @@ def test_a_file_that_is_no_plan_for_this_run_is_refused(tmp_path):
     ):
         path.write_text(changed)
         (problem,) = problems_of(f"{FILE} {path}")
-        assert told in problem.message
+        assert (problem.rule, told in problem.message) == ("pipeline-schedule-file", True)
         assert str(path) in problem.message
 
 
@@ -271,15 +331,22 @@ def test_sizes_and_counts_in_words():
 
 def test_the_yaml_of_a_schedule_reads_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = configure(f"{V} --num-layers 4 {PENDING} 2")
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    saved(tmp_path / "p.json", "zbv")
     env = LaunchEnv(launched=True, world_size=2, local_world_size=2)
-    assert parse_config(["--yaml-cfg", "run.yaml"], env=env).parallel == config.parallel
+    for words in (
+        f"{V} --num-layers 4 {PENDING} 2",
+        "--pipeline-schedule auto",
+        f"--num-layers 4 {FILE} p.json",
+    ):
+        config = configure(words)
+        (tmp_path / "run.yaml").write_text(config.to_yaml())
+        assert parse_config(["--yaml-cfg", "run.yaml"], env=env).parallel == config.parallel
 
 
 IDS = {
     *("pipeline-layers", "pipeline-schedule", "microbatch-group", "interleaving-microbatches"),
     *("dualpipe-v-microbatches", "interleave-group", "schedule-flags"),
+    *("schedule-ranks", "interleaving-chunks"),
 }
 
 

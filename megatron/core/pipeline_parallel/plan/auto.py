@@ -15,6 +15,18 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 _TOLERANCE = 1e-9
 
 
+def _plainly(value: float) -> str:
+    return f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a choice is told: costs know no units, callers do. time: of costs. activation: of peaks and limits."""
+
+    time: Callable[[float], str] = _plainly
+    activation: Callable[[float], str] = _plainly
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One schedule of the choice.
@@ -38,11 +50,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """best: the schedule to run. candidates: all, as they were given. limits: by rank, None = none."""
+    """best: the schedule to run. candidates: all, as they were given. limits: by rank, None = none. words: of
+    times and activations."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
     limits: tuple[float, ...] | None
+    words: Words = Words()
 
     @property
     def plan(self) -> Plan:
@@ -56,7 +70,7 @@ class Choice:
             self.candidates,
             key=lambda one: one.simulation.cost if one.simulation is not None else float("inf"),
         )
-        return [_line(one, self.best, self.limits) for one in ordered]
+        return [_line(one, self.best, self.limits, self.words) for one in ordered]
 
 
 def choose(
@@ -64,24 +78,25 @@ def choose(
     request: Request,
     costs: Callable[[str, Plan], CostModel] | None = None,
     requests: Mapping[str, Request] | None = None,
+    words: Words = Words(),  # noqa: B008 - frozen
 ) -> Choice:
     """The fastest plan that fits `request.memory_limit` on every rank, of equals the one that holds less.
 
     generators: name -> generator; a generator that raises PlanError is no candidate, and its message is the reason.
     costs: the cost model of a candidate's placement; None: what the request it was made from says (`costs_on`).
     requests: for names whose placement needs a request of its own (costs by its own stages). Their limits count for
-    the search, the limits of `request` for the choice.
+    the search, the limits of `request` for the choice. words: for the lines of the choice, and for the error.
     Raises PlanError if nothing fits, with all reasons.
     """
     candidates = tuple(
-        _candidate(name, generate, (requests or {}).get(name, request), request.memory_limit, costs)
+        _candidate(name, generate, (requests or {}).get(name, request), request.memory_limit, costs, words)
         for name, generate in generators.items()
     )
     fitting = [one for one in candidates if one.fits]
     if not fitting:
         reasons = "; ".join(f"{one.name}: {one.problem}" for one in candidates)
         raise PlanError(f"no pipeline schedule can run within the memory limit of each rank: {reasons}")
-    return Choice(min(fitting, key=_merit), candidates, request.memory_limit)
+    return Choice(min(fitting, key=_merit), candidates, request.memory_limit, words)
 
 
 def _candidate(
@@ -90,6 +105,7 @@ def _candidate(
     request: Request,
     limits: tuple[float, ...] | None,
     costs: Callable[[str, Plan], CostModel] | None,
+    words: Words,
 ) -> Candidate:
     try:
         plan = generate(request)
@@ -106,7 +122,8 @@ def _candidate(
         return Candidate(name, plan, simulation, None, "")
     rank, excess = over
     assert limits is not None, name
-    message = f"rank {rank} would hold {simulation.peak_activation[rank]:g} of {limits[rank]:g}"
+    peak, limit = (words.activation(size) for size in (simulation.peak_activation[rank], limits[rank]))
+    message = f"rank {rank} would hold {peak} of {limit}"
     return Candidate(name, plan, simulation, over, message)
 
 
@@ -122,7 +139,7 @@ def _merit(one: Candidate) -> tuple[float, float, float]:
     )
 
 
-def _line(one: Candidate, best: Candidate, limits: tuple[float, ...] | None) -> str:
+def _line(one: Candidate, best: Candidate, limits: tuple[float, ...] | None, words: Words) -> str:
     """`zbv: cost 24.5, bubble 2.0%, peak 8 of 8 (rank 0): chosen`; the peak is that of the rank nearest its limit."""
     if one.simulation is None:
         return f"{one.name}: not possible: {one.problem}"
@@ -130,11 +147,11 @@ def _line(one: Candidate, best: Candidate, limits: tuple[float, ...] | None) -> 
     peaks = simulation.peak_activation
     if limits is None:
         rank = peaks.index(max(peaks))
-        held = f"{peaks[rank]:g}"
+        held = words.activation(peaks[rank])
     else:
         rank = max(range(len(peaks)), key=lambda at: peaks[at] / limits[at] if limits[at] else peaks[at])
-        held = f"{peaks[rank]:g} of {limits[rank]:g}"
-    text = f"{one.name}: cost {simulation.cost:g}, bubble {100 * simulation.bubble_rate:.1f}%"
+        held = f"{words.activation(peaks[rank])} of {words.activation(limits[rank])}"
+    text = f"{one.name}: cost {words.time(simulation.cost)}, bubble {100 * simulation.bubble_rate:.1f}%"
     text = f"{text}, peak {held} (rank {rank})"
     if one is best:
         return f"{text}: chosen"

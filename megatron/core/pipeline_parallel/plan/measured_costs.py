@@ -217,20 +217,24 @@ def drifted(old: CostModel, new: CostModel, share: float = 0.1) -> str | None:
     for kind, before, after in zip((F, B, W), old.durations(), new.durations(), strict=False):
         for stage in range(stages):
             name = f"{Kind(kind).name} of stage {stage}"
-            changes.append(_change(name, before[stage], after[stage], least, "ns"))
-    changes.append(_change("a transfer", old.comm, new.comm, least, "ns"))
+            changes.append(_change(name, before[stage], after[stage], least, "ms"))
+    changes.append(_change("a transfer", old.comm, new.comm, least, "ms"))
     for stage in range(stages):
         for what, was, is_now in (
             ("activation", old.activation[stage], new.activation[stage]),
             ("what is held after B", old.held_after_b[stage], new.held_after_b[stage]),
         ):
             name = f"{what} of stage {stage}"
-            changes.append(_change(name, was, is_now, share * max(old.activation), "bytes"))
+            changes.append(_change(name, was, is_now, share * max(old.activation), "MiB"))
     most, words = max(changes)
     return words if most > share else None
+
+
+_UNITS = {"ms": 1e6, "MiB": 2**20}  # of costs, which are in ns and bytes
 
 
 def _change(name: str, before: float, after: float, least: float, unit: str) -> tuple[float, str]:
     reference = max(before, least)
     change = abs(after - before) / reference if reference else float(after != before)
-    return change, f"{name}: {before:g} -> {after:g} {unit}"
+    one = _UNITS[unit]
+    return change, f"{name}: {before / one:.3f} -> {after / one:.3f} {unit}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.auto import choose
+from megatron.core.pipeline_parallel.plan.auto import Words, choose
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.gpipe import gpipe
 from megatron.core.pipeline_parallel.plan.interleaved import interleaved
@@ -48,6 +48,21 @@ def test_searches_use_the_limit_and_fixed_orders_are_held_to_it():
         line for line in choice.lines() if line.startswith("gpipe")
     )
     assert "peak 3 of 3 (rank" in next(line for line in choice.lines() if line.endswith("chosen"))
+
+
+def test_times_and_activations_are_told_in_the_callers_words():
+    words = Words(time=lambda value: f"{value / 2:g} ms", activation=lambda value: f"{10 * value:g} MiB")
+    schedules = {"gpipe": gpipe, "1f1b": one_f_one_b, "zbv": zbv}
+    lines = choose(schedules, Request(4, 12, memory_limit=(4.0,) * 4), words=words).lines()
+    assert lines[0].startswith("zbv: cost 18 ms, bubble 0.0%, peak 40 MiB of 40 MiB (rank 0): chosen")
+    gpipe_line = next(line for line in lines if line.startswith("gpipe: "))
+    assert "cost 22.5 ms" in gpipe_line
+    assert "rank 0 would hold 120 MiB of 40 MiB" in gpipe_line
+    assert "peak 40 MiB (rank 0)" in next(
+        line for line in choose(schedules, Request(4, 12), words=words).lines() if line.startswith("1f1b: ")
+    )
+    with pytest.raises(PlanError, match="rank 0 would hold 120 MiB of 5 MiB"):
+        choose({"gpipe": gpipe}, Request(4, 12, memory_limit=(0.5,) * 4), words=words)
 
 
 def test_1f1b_wins_where_transfers_cost_much():
