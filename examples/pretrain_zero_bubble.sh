@@ -5,12 +5,18 @@
 #
 # Schedule, 1F1B without any of these:
 #   ZERO_BUBBLE_V_SCHEDULE=1     zbv; ZERO_BUBBLE_MEM_SETUP=half|min: v-half, v-min
-#   ENABLE_ZERO_BUBBLE=1         zb-1p to zb-2p; ZERO_BUBBLE_MEM_LIMIT: whole-stage activations that a rank may hold
+#   ENABLE_ZERO_BUBBLE=1         zb-1p to zb-2p
 #   ENABLE_1F1B_V=1              1F1B on the V
-#   INTERLEAVED_1F1B=1           interleaved, one layer a chunk
+#   INTERLEAVED_1F1B=1           interleaved, one layer a chunk; with PIPELINE_SCHEDULE=gis the chunks of that
 #   PIPELINE_SCHEDULE=NAME|auto  any schedule by its name
-#   SYNC_OPTIMIZER=1             all ranks agree before they step; else zero-bubble runs validate their steps afterwards
-#   ZERO_BUBBLE_TIMER_START, ZERO_BUBBLE_TIMER_END    iterations that are measured, for solving the schedule again
+#   ZERO_BUBBLE_MEM_LIMIT        whole-stage activations that a rank may hold, of schedules that are searched (the first
+#                                two, zb-1p, zb-2p, zbv, v-half, v-min, auto)
+#   ZERO_BUBBLE_TIMER_START, ZERO_BUBBLE_TIMER_END    iterations that are measured, for solving the schedule again;
+#                                without the end ten
+#   SYNC_OPTIMIZER=1             all ranks agree before they step. Without it the steps of every zero-bubble run on 2
+#                                ranks or more (ZERO_BUBBLE_V_SCHEDULE, ENABLE_ZERO_BUBBLE, PIPELINE_SCHEDULE of auto or
+#                                any but gpipe, 1f1b, 1f1b-v and interleaved) are validated afterwards
+# Every variable that is set is passed on: what contradicts itself, or has no effect, is refused.
 # Model and batch: PIPELINE_SIZE, TP_SIZE, LAYERS, HIDDEN_SIZE, ATTENTION_HEADS, SEQ_LENGTH, MICRO_BATCH_SIZE,
 #   GLOBAL_BATCH_SIZE, FP32=1 or BF16=1 instead of fp16, ENABLE_EXACTLY_NUMERIC_MATCH=1 (no dropout)
 # Run: TRAIN_ITERS, EXIT_INTERVAL, EVAL_INTERVAL, PROFILED=1 (a trace), DATASET (prefix of a corpus made by
@@ -25,7 +31,7 @@ if [[ -n ${CPU:-} ]]; then
   export CUDA_VISIBLE_DEVICES=
   FP32=1
   : "${PIPELINE_SIZE:=2}" "${TP_SIZE:=1}" "${LAYERS:=$((2 * PIPELINE_SIZE))}" "${HIDDEN_SIZE:=64}"
-  : "${ATTENTION_HEADS:=4}" "${SEQ_LENGTH:=64}" "${GLOBAL_BATCH_SIZE:=$((4 * PIPELINE_SIZE))}" "${TRAIN_ITERS:=10}"
+  : "${ATTENTION_HEADS:=4}" "${SEQ_LENGTH:=64}" "${GLOBAL_BATCH_SIZE:=$((4 * PIPELINE_SIZE))}" "${TRAIN_ITERS:=20}"
   : "${VOCAB_SIZE:=255}" "${GPUS_PER_NODE:=$((PIPELINE_SIZE * TP_SIZE))}" "${LOG_INTERVAL:=1}"
   : "${EVAL_ITERS:=0}"
 fi
@@ -81,25 +87,44 @@ else
   DATA=(--mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
 fi
 
+# Chunks of one layer may happen to be as many as those of a V: the trainer could not tell that both were asked for.
+INTERLEAVED=${INTERLEAVED_1F1B:+${PIPELINE_SCHEDULE:-interleaved}}
+if [[ -n ${INTERLEAVED:-} ]]; then
+  OTHER=${ZERO_BUBBLE_V_SCHEDULE:+ZERO_BUBBLE_V_SCHEDULE}
+  OTHER=${OTHER:-${ENABLE_1F1B_V:+ENABLE_1F1B_V}}
+  case $INTERLEAVED in
+    interleaved) OTHER=${OTHER:-${ENABLE_ZERO_BUBBLE:+ENABLE_ZERO_BUBBLE}} ;;
+    gis) ;;
+    *) OTHER=${OTHER:-PIPELINE_SCHEDULE=$PIPELINE_SCHEDULE} ;;
+  esac
+  if [[ -n $OTHER ]]; then
+    echo "INTERLEAVED_1F1B and $OTHER ask for different schedules: keep one of them" >&2
+    exit 2
+  fi
+fi
+
 SCHEDULE=()
-if [[ -n ${ZERO_BUBBLE_V_SCHEDULE:-} ]]; then
-  # Layers need not divide over chunks and ranks: what is missing makes room for the embedding and the loss.
-  SCHEDULE+=(--zero-bubble-v-schedule --allow-padding-num-layers)
-  [[ -z ${ZERO_BUBBLE_MEM_SETUP:-} ]] || SCHEDULE+=(--zero-bubble-v-schedule-mem-setup "$ZERO_BUBBLE_MEM_SETUP")
-elif [[ -n ${ENABLE_ZERO_BUBBLE:-} ]]; then
-  SCHEDULE+=(--enable-zero-bubble)
-  [[ -z ${ZERO_BUBBLE_MEM_LIMIT:-} ]] || SCHEDULE+=(--zero-bubble-max-pending-backward "$ZERO_BUBBLE_MEM_LIMIT")
-fi
-if (( ${#SCHEDULE[@]} )); then
-  [[ -z ${ZERO_BUBBLE_TIMER_START:-} ]] || SCHEDULE+=(
-    --zero-bubble-pipeline-timers-start-iter "$ZERO_BUBBLE_TIMER_START"
-    --zero-bubble-pipeline-timers-end-iter "${ZERO_BUBBLE_TIMER_END:-$((ZERO_BUBBLE_TIMER_START + 10))}"
-  )
-  [[ -n ${SYNC_OPTIMIZER:-} ]] || SCHEDULE+=(--enable-optimizer-post-validation)
-fi
+SPLIT=${ZERO_BUBBLE_V_SCHEDULE:-}${ENABLE_ZERO_BUBBLE:-}
+case ${PIPELINE_SCHEDULE:-} in
+  "" | gpipe | 1f1b | 1f1b-v | interleaved) ;;
+  *) SPLIT=1 ;;
+esac
+# Layers need not divide over chunks and ranks: what is missing makes room for the embedding and the loss.
+[[ -z ${ZERO_BUBBLE_V_SCHEDULE:-} ]] || SCHEDULE+=(--zero-bubble-v-schedule --allow-padding-num-layers)
+[[ -z ${ZERO_BUBBLE_MEM_SETUP:-} ]] || SCHEDULE+=(--zero-bubble-v-schedule-mem-setup "$ZERO_BUBBLE_MEM_SETUP")
+[[ -z ${ENABLE_ZERO_BUBBLE:-} ]] || SCHEDULE+=(--enable-zero-bubble)
 [[ -z ${ENABLE_1F1B_V:-} ]] || SCHEDULE+=(--enable-1f1b-v)
 [[ -z ${INTERLEAVED_1F1B:-} ]] || SCHEDULE+=(--num-layers-per-virtual-pipeline-stage 1)
 [[ -z ${PIPELINE_SCHEDULE:-} ]] || SCHEDULE+=(--pipeline-schedule "$PIPELINE_SCHEDULE")
+[[ -z ${ZERO_BUBBLE_MEM_LIMIT:-} ]] || SCHEDULE+=(--zero-bubble-max-pending-backward "$ZERO_BUBBLE_MEM_LIMIT")
+if [[ -n ${ZERO_BUBBLE_TIMER_START:-} ]]; then
+  SCHEDULE+=(--zero-bubble-pipeline-timers-start-iter "$ZERO_BUBBLE_TIMER_START")
+  : "${ZERO_BUBBLE_TIMER_END:=$((ZERO_BUBBLE_TIMER_START + 10))}"
+fi
+[[ -z ${ZERO_BUBBLE_TIMER_END:-} ]] || SCHEDULE+=(--zero-bubble-pipeline-timers-end-iter "$ZERO_BUBBLE_TIMER_END")
+if [[ -n $SPLIT && -z ${SYNC_OPTIMIZER:-} ]] && ((PIPELINE_SIZE > 1)); then
+  SCHEDULE+=(--enable-optimizer-post-validation)
+fi
 
 COMMAND=(
   "$PYTHON" -m torch.distributed.run "${LAUNCH[@]}" pretrain_gpt.py

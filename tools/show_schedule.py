@@ -312,7 +312,11 @@ def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulat
     over = over_limit(simulation, limits)
     if over is not None and limits is not None:
         rank, peak = over
-        fix = "" if simulation.plan.schedule in SEARCHED else f"{' or '.join(sorted(SEARCHED))} keep to a limit; "
+        fix = (
+            ""
+            if simulation.plan.schedule in SEARCHED
+            else f"{' or '.join(sorted(SEARCHED))} keep to a limit; "
+        )
         raise PlanError(
             f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
             f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"

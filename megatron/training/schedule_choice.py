@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
-from megatron.core.pipeline_parallel.plan.auto import Choice, choose
+from megatron.core.pipeline_parallel.plan.auto import Choice, Words, choose
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS, SCHEDULES, SEARCHED
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.training import pipeline_lines
 from megatron.training.config import Config
 
 AUTO = "auto"
@@ -189,7 +190,8 @@ def choose_layout(config: Config, num_microbatches: int) -> Chosen:
     if limits is None:
         limits = first.costs.left_by_forwards(first.placement, first.placement.num_ranks)
     requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
-    choice = _chosen(requests, num_microbatches, limits)
+    words = Words(pipeline_lines.told_layers, pipeline_lines.told_bytes) if first.estimated else Words()
+    choice = _chosen(requests, num_microbatches, limits, words=words)
     return Chosen(layouts[choice.best.name], limits, (*choice.lines(), *impossible))
 
 
@@ -214,7 +216,10 @@ def choose_again(
         if (one.placement, one.stages) == (current.placement, current.stages) and (splits or name in FUSED)
     }
     requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
-    choice = _chosen(requests, num_microbatches, limits)
+    words = Words(pipeline_lines.told_ns)
+    if current.estimated:
+        words = dataclasses.replace(words, activation=pipeline_lines.told_bytes)
+    choice = _chosen(requests, num_microbatches, limits, words=words)
     return Chosen(layouts[choice.best.name], limits, tuple(choice.lines()))
 
 
@@ -247,9 +252,10 @@ def _chosen(
     num_microbatches: int,
     limits: tuple[float, ...],
     schedule: str | None = None,
+    words: Words = Words(),  # noqa: B008 - frozen
 ) -> Choice:
     """Kept: every chunk's model provider asks, and a search takes its time. schedule: of all; None: they are named by
     theirs."""
     generators = {name: SCHEDULES[schedule or name] for name, _ in requests}
     request = Request(len(limits), num_microbatches, memory_limit=limits)
-    return choose(generators, request, requests=dict(requests))
+    return choose(generators, request, requests=dict(requests), words=words)

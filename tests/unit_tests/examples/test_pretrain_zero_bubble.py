@@ -11,6 +11,7 @@ import pytest
 
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
+from megatron.training.problems import ConfigurationError
 from megatron.training.schedule_choice import asked_schedules
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pretrain_zero_bubble.sh"
@@ -73,7 +74,34 @@ def value(words, flag):
         ),
         ({"ENABLE_1F1B_V": "1"}, "--enable-1f1b-v"),
         ({"INTERLEAVED_1F1B": "1"}, "--num-layers-per-virtual-pipeline-stage 1"),
-        ({"PIPELINE_SCHEDULE": "v-min"}, "--pipeline-schedule v-min"),
+        ({"PIPELINE_SCHEDULE": "v-min"}, "--pipeline-schedule v-min --enable-optimizer-post-validation"),
+        ({"PIPELINE_SCHEDULE": "auto"}, "--pipeline-schedule auto --enable-optimizer-post-validation"),
+        ({"PIPELINE_SCHEDULE": "zb-h1", **SYNC}, "--pipeline-schedule zb-h1"),
+        ({"PIPELINE_SCHEDULE": "1f1b-v"}, "--pipeline-schedule 1f1b-v"),
+        (
+            {"PIPELINE_SCHEDULE": "zbv", "ZERO_BUBBLE_TIMER_START": "5", "ZERO_BUBBLE_TIMER_END": "9"},
+            "--pipeline-schedule zbv --zero-bubble-pipeline-timers-start-iter 5 "
+            "--zero-bubble-pipeline-timers-end-iter 9 --enable-optimizer-post-validation",
+        ),
+        ({"ZERO_BUBBLE_TIMER_END": "9"}, "--zero-bubble-pipeline-timers-end-iter 9"),
+        (
+            {"ZERO_BUBBLE_TIMER_START": "9"},
+            "--zero-bubble-pipeline-timers-start-iter 9 --zero-bubble-pipeline-timers-end-iter 19",
+        ),
+        (
+            {"ZERO_BUBBLE_V_SCHEDULE": "1", "ZERO_BUBBLE_MEM_LIMIT": "3", **SYNC},
+            "--zero-bubble-v-schedule --allow-padding-num-layers --zero-bubble-max-pending-backward 3",
+        ),
+        ({"ZERO_BUBBLE_MEM_SETUP": "half"}, "--zero-bubble-v-schedule-mem-setup half"),
+        ({"ZERO_BUBBLE_MEM_LIMIT": "3"}, "--zero-bubble-max-pending-backward 3"),
+        (
+            {"ZERO_BUBBLE_V_SCHEDULE": "1", "ENABLE_ZERO_BUBBLE": "1", "ENABLE_1F1B_V": "1", **SYNC},
+            "--zero-bubble-v-schedule --allow-padding-num-layers --enable-zero-bubble --enable-1f1b-v",
+        ),
+        (
+            {"INTERLEAVED_1F1B": "1", "PIPELINE_SCHEDULE": "gis", **SYNC},
+            "--num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule gis",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -94,6 +122,9 @@ def test_schedules(variables, flags):
         ({"ENABLE_1F1B_V": "1"}, "1f1b-v"),
         ({"INTERLEAVED_1F1B": "1"}, None),
         ({"TP_SIZE": "2"}, None),
+        ({"ZERO_BUBBLE_V_SCHEDULE": "1", "ZERO_BUBBLE_MEM_LIMIT": "3"}, "zbv"),
+        ({"ZERO_BUBBLE_V_SCHEDULE": "1", "ENABLE_ZERO_BUBBLE": "1"}, "zbv"),
+        ({"PIPELINE_SCHEDULE": "zbv", "ZERO_BUBBLE_TIMER_START": "5"}, None),
     ],
     ids=str,
 )
@@ -103,6 +134,55 @@ def test_the_trainer_accepts_them_and_takes_the_schedule(variables, asked):
     config = parse_config(words, env=LaunchEnv(launched=True, world_size=ranks, local_world_size=ranks))
     assert list(asked_schedules(config.parallel).values()) == ([] if asked is None else [asked])
     assert config.parallel.sequence_parallel == ("TP_SIZE" in variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "rule"),
+    [
+        ({"ZERO_BUBBLE_MEM_SETUP": "half"}, "v-memory"),
+        ({"ZERO_BUBBLE_MEM_LIMIT": "3"}, "pending-backward"),
+        ({"ZERO_BUBBLE_TIMER_END": "9"}, "pipeline-timers"),
+        (
+            {"ZERO_BUBBLE_V_SCHEDULE": "1", "ZERO_BUBBLE_MEM_SETUP": "min", "ZERO_BUBBLE_MEM_LIMIT": "3"},
+            "pipeline-limits",
+        ),
+        ({"ZERO_BUBBLE_V_SCHEDULE": "1", "ENABLE_1F1B_V": "1"}, "schedule-flags"),
+        ({"ENABLE_ZERO_BUBBLE": "1", "PIPELINE_SCHEDULE": "1f1b"}, "schedule-flags"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_or_contradicts_itself_is_refused_by_the_trainer(variables, rule):
+    words = words_of({"CPU": "1", **variables})[1]
+    with pytest.raises(ConfigurationError) as refused:
+        parse_config(words, env=LaunchEnv(launched=True, world_size=2, local_world_size=2))
+    assert [problem.rule for problem in refused.value.problems] == [rule]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ZERO_BUBBLE_V_SCHEDULE", "1"),
+        ("ENABLE_1F1B_V", "1"),
+        ("ENABLE_ZERO_BUBBLE", "1"),
+        ("PIPELINE_SCHEDULE", "zbv"),
+    ],
+)
+def test_interleaving_and_another_schedule_are_refused(name, text):
+    done = run({"CPU": "1", "INTERLEAVED_1F1B": "1", name: text})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"INTERLEAVED_1F1B and {name}")
+    assert not done.stdout
+
+
+def test_post_validation_is_for_pipelines_and_toys_are_long_enough_for_it():
+    words = words_of({"CPU": "1", "PIPELINE_SIZE": "1", "PIPELINE_SCHEDULE": "auto"})[1]
+    assert "--enable-optimizer-post-validation" not in words
+    config = parse_config(
+        words_of({"CPU": "1", "ENABLE_ZERO_BUBBLE": "1"})[1],
+        env=LaunchEnv(launched=True, world_size=2, local_world_size=2),
+    )
+    assert config.parallel.enable_optimizer_post_validation
+    assert config.training.train_iters > config.parallel.post_validation_after + 1
 
 
 def test_sizes_precision_and_data():

@@ -86,7 +86,10 @@ class OwnMegatronModel(MegatronModule):
 
 
 def test_what_cannot_be_split_is_refused_with_module_and_parameter():
-    told = r"^--enable-zero-bubble \(schedule zb-1p\) computes .* 'body.0.weight' of OwnModel \(a Linear\).*-schedule 1f1b"
+    told = (
+        r"^--enable-zero-bubble \(schedule zb-1p\) computes .* 'body.0.weight' of OwnModel \(a Linear\)"
+        r".*use --pipeline-schedule 1f1b"
+    )
     with pytest.raises(UnsplittableError, match=told):
         refuse_unsplittable(OwnModel(), "--enable-zero-bubble (schedule zb-1p)")
     with pytest.raises(ModelError, match=r"'matrix' of OwnMegatronModel .* accumulated by autograd"):

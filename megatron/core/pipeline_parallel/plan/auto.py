@@ -78,7 +78,7 @@ def choose(
     request: Request,
     costs: Callable[[str, Plan], CostModel] | None = None,
     requests: Mapping[str, Request] | None = None,
-    words: Words = Words(),  # noqa: B008 - frozen
+    words: Words = Words(),
 ) -> Choice:
     """The fastest plan that fits `request.memory_limit` on every rank, of equals the one that holds less.
 
@@ -122,8 +122,8 @@ def _candidate(
         return Candidate(name, plan, simulation, None, "")
     rank, excess = over
     assert limits is not None, name
-    peak, limit = (words.activation(size) for size in (simulation.peak_activation[rank], limits[rank]))
-    message = f"rank {rank} would hold {peak} of {limit}"
+    held, allowed = (words.activation(size) for size in (simulation.peak_activation[rank], limits[rank]))
+    message = f"rank {rank} would hold {held} of {allowed}"
     return Candidate(name, plan, simulation, over, message)
 
 

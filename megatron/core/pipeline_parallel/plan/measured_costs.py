@@ -236,5 +236,9 @@ _UNITS = {"ms": 1e6, "MiB": 2**20}  # of costs, which are in ns and bytes
 def _change(name: str, before: float, after: float, least: float, unit: str) -> tuple[float, str]:
     reference = max(before, least)
     change = abs(after - before) / reference if reference else float(after != before)
-    one = _UNITS[unit]
-    return change, f"{name}: {before / one:.3f} -> {after / one:.3f} {unit}"
+    was, is_now = (_number(value / _UNITS[unit]) for value in (before, after))
+    return change, f"{name}: {was} -> {is_now} {unit}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 or not value else f"{value:.3g}"

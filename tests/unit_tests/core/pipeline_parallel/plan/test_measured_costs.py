@@ -162,12 +162,17 @@ def test_drift_is_named_and_small_things_do_not_count():
     assert drifted(old, old) is None
     assert drifted(old, dataclasses.replace(old, f=(109, 91))) is None
     assert drifted(old, dataclasses.replace(old, f=(109, 91)), share=0.05) is not None
-    assert drifted(old, dataclasses.replace(old, b=(100, 125))) == "B of stage 1: 100 -> 125 ns"
+    assert drifted(old, dataclasses.replace(old, b=(100, 125))) == "B of stage 1: 0.0001 -> 0.000125 ms"
     # a W of nothing and a small latency: of no account until they are a tenth of a tenth of a stage's work
     assert drifted(old, dataclasses.replace(old, w=(100, 2), comm=7)) is None
-    assert drifted(old, dataclasses.replace(old, comm=60)) == "a transfer: 5 -> 60 ns"
+    assert drifted(old, dataclasses.replace(old, comm=60)) == "a transfer: 5e-06 -> 6e-05 ms"
     assert (
-        drifted(old, dataclasses.replace(old, activation=(50, 60))) == "activation of stage 1: 50 -> 60 bytes"
+        drifted(old, dataclasses.replace(old, activation=(50, 60)))
+        == "activation of stage 1: 4.77e-05 -> 5.72e-05 MiB"
     )
+    slow = CostModel((1.33279e6,), (1e6,), (1e6,), (2**21,), (2**20,))
+    assert drifted(slow, dataclasses.replace(slow, f=(2.05312e6,))) == "F of stage 0: 1.333 -> 2.053 ms"
+    more = dataclasses.replace(slow, activation=(3 * 2**20,))
+    assert drifted(slow, more) == "activation of stage 0: 2.000 -> 3.000 MiB"
     with pytest.raises(AssertionError, match="costs of 2 and of 1 stages"):
         drifted(old, CostModel((1,), (1,), (1,), (1,), (1,)))
