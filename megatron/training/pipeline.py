@@ -258,9 +258,9 @@ def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: F
     """
     parallel = session.config.parallel
     engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
-    if parallel.enable_optimizer_post_validation:
-        check_snapshot(session, engine)
     settle_limits(session, plans, engine)
+    if parallel.enable_optimizer_post_validation:
+        check_snapshot(session, plans, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.verify import peak_activation
 from megatron.training.build import Engine
 from megatron.training.plans import Plans
 from megatron.training.problems import ConfigurationError, Problem
@@ -36,6 +37,10 @@ def settle_limits(session: Session, plans: Plans, engine: Engine) -> None:
             chunk.sink.keeps_gathered = plans.keeps_gathered
     if plans.keeps_gathered:
         session.print_rank_0(" > the limit has room for gathered inputs: kept for W, not gathered again")
+    elif session.config.parallel.sequence_parallel and plans.splits_backward and plans.limits is None:
+        session.print_rank_0(
+            " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
+        )
     if plans.limits is not None:
         unit = "MiB" if plans.estimated else "activations"
         shown = ", ".join(f"{limit / 2**20 if plans.estimated else limit:.1f}" for limit in plans.limits)
@@ -68,18 +73,23 @@ def _limit_by_device(session: Session, plans: Plans, engine: Engine, total: int)
         raise ConfigurationError([Problem("device-memory", _FLAGS, message, fix)]) from None
 
 
-def check_snapshot(session: Session, engine: Engine) -> None:
-    """--post-validation-rollback snapshot: whether this machine has room for it. Communicates over the world.
+def check_snapshot(session: Session, plans: Plans, engine: Engine) -> None:
+    """--post-validation-rollback snapshot: whether this machine has room for it beside the activations that the plan
+    holds, where these are known. Communicates over the world.
 
     Raises ConfigurationError, on every rank alike.
     """
     ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
-    told = session.gather([engine.optimizer.snapshot_bytes() * ranks_here, session.device.free_bytes()])
+    needed = engine.optimizer.snapshot_bytes()
+    if needed and plans.estimated:
+        row = plans.train(session.config.batch_schedule().num_microbatches(0)).rows[session.ps.pp_rank]
+        needed += round(peak_activation(session.ps.pp_rank, row, plans.costs))
+    told = session.gather([needed * ranks_here, session.device.free_bytes()])
     for rank, (needed, free) in enumerate(told):
         if free is not None and needed > free:
             message = (
-                f"rank {rank}: copies of main weights and moments, to take steps back to, take "
-                f"{needed / 2**20:.0f} MiB"
+                f"rank {rank}: copies of main weights and moments, to take steps back to, "
+                f"{'and the activations of the plan ' if plans.estimated else ''}take {needed / 2**20:.0f} MiB"
                 + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
                 + f", of which {free / 2**20:.0f} MiB are free"
             )

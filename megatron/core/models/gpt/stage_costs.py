@@ -20,6 +20,9 @@ _ELEMENTWISE = 40
 # What a device computes while a byte comes from its tensor parallel peers: A100 312 TFLOP/s beside 300 GB/s, H100 990
 # beside 450, a CPU core 50 GFLOP/s beside 1 GB/s of copies in memory.
 _FLOPS_OF_GATHERED_BYTE = 1000
+# And while a byte goes to the next stage: A100 312 TFLOP/s beside 25 GB/s of a network, H100 990 beside 50; a CPU core
+# beside 1 GB/s through gloo.
+_FLOPS_OF_SENT_BYTE = {True: 15_000, False: 50}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +61,9 @@ class ModelCosts:
     has_gpu: bool = False
     keeps_gathered: bool = False
 
-    def of_stages(self, stages: Sequence[StageSpec], *, comm: float = 0.0) -> CostModel:
-        """Times in units of one layer's F; activations in bytes, of a rank of the stage."""
+    def of_stages(self, stages: Sequence[StageSpec]) -> CostModel:
+        """Times in units of one layer's F; activations in bytes, of a rank of the stage. A transfer takes what it would
+        between machines."""
         unit = self.layer().f
         works = [self.stage(spec) for spec in stages]
         return CostModel(
@@ -68,7 +72,7 @@ class ModelCosts:
             tuple(one.w / unit for one in works),
             tuple(one.saved for one in works),
             tuple(one.held for one in works),
-            comm,
+            self._hidden(self._residual) * _FLOPS_OF_SENT_BYTE[self.has_gpu] / unit,
         )
 
     def stage(self, spec: StageSpec) -> Work:
