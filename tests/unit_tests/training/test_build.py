@@ -9,9 +9,12 @@ from megatron.core.module import MegatronModule, ModelError
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import infer_param_meta
 from megatron.training.arguments import parse_config
-from megatron.training.build import UnsplittableError, build_gpt_model, refuse_unsplittable
+from megatron.training.build import UnsplittableError, build_engine, build_gpt_model, refuse_unsplittable
 from megatron.training.launch_env import LaunchEnv
+from megatron.training.plans import Plans
+from megatron.training.training import RAISED_ALIKE
 from tests.harness.launch_lines import SMALL
+from tests.harness.ranks import run_ranks
 
 PS = single_process(Device("cpu"))  # pipeline rank 0
 INTERLEAVED = (
@@ -96,6 +99,45 @@ def test_what_cannot_be_split_is_refused_with_module_and_parameter():
         refuse_unsplittable(OwnMegatronModel(matrix=True), "zb-h1")
     with pytest.raises(ModelError, match=r"'matrix'.*declared in no param_meta"):
         refuse_unsplittable(OwnMegatronModel(matrix=True, declared=False), "zb-h1")
+
+
+class OwnLastStage(OwnModel):
+    def set_input_tensor(self, hidden):
+        self.hidden = hidden
+
+
+def build_with_own_last_stage(ctx, words):
+    """What a rank is told whose pipeline's last rank has layers of its own."""
+    torch.set_num_threads(1)
+    config, ps = config_of(words, 2), ctx.make_ps(pp=2)
+
+    def provider(pre_process, post_process, vp_stage=None):
+        if ps.pp_rank == 1:
+            return OwnLastStage()
+        return build_gpt_model(
+            config, ps, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+        )
+
+    with pytest.raises(ModelError) as refused:
+        build_engine(config, ps, Plans(config), provider)
+    return isinstance(refused.value, RAISED_ALIKE), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("--zero-bubble-v-schedule", "--zero-bubble-v-schedule (schedule zbv)"),
+        ("--pipeline-schedule auto", "--pipeline-schedule auto (which has chosen "),
+    ],
+)
+def test_what_one_rank_cannot_split_all_ranks_refuse_alike(words, asked):
+    words = [*"--pipeline-model-parallel-size 2 --num-layers 4".split(), *words.split()]
+    first, last = run_ranks(build_with_own_last_stage, 2, words)
+    assert first == last
+    alike, told = last
+    assert alike  # one rank of a machine prints it
+    assert told.startswith(asked)
+    assert "'body.0.weight' of OwnLastStage" in told
 
 
 def test_one_dimensional_parameters_are_computed_in_b():

@@ -1,5 +1,7 @@
 """Rules on pipeline schedules: every conflict in words, every schedule by its flags, and nothing refused in vain."""
 
+import dataclasses
+import re
 import typing
 
 import pytest
@@ -22,7 +24,7 @@ from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
 from megatron.training.rules_pipeline import told_schedule
-from megatron.training.schedule_choice import AUTO, stages_of
+from megatron.training.schedule_choice import AUTO, choose_again, stages_of
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -291,6 +293,9 @@ def test_auto_says_why_and_keeps_to_the_limit():
     for name in ("1f1b", "zb-h1", "zbv", "interleaved"):
         assert name in told
     assert told.count("chosen") == 1
+    assert re.search(
+        r"^zbv: cost \d+\.\d\d x F of a layer, .* peak \d+\.\d\d MiB of \d+\.\d\d MiB \(rank", told, re.M
+    )
     assert any("auto: " in line for line in pipeline_facts(wide).lines())
     assert pipeline_facts(wide).as_json()["reasons"] == list(plans.reasons)
     # no V of 2 x 2 stages in 2 layers: the linear ones are left
@@ -311,6 +316,14 @@ def test_auto_counts_1f1b_a_candidate_under_any_limit():
     line = next(one for one in chosen.reasons if one.startswith("1f1b:"))
     assert "not possible" not in line
     assert "too much" not in line
+
+
+def test_auto_tells_measured_costs_in_milliseconds():
+    config = configure("--pipeline-schedule auto --num-layers 4")
+    plans = Plans(config)
+    costs = dataclasses.replace(plans.costs, f=(1.5e6,) * 4, b=(1.5e6,) * 4, w=(1.5e6,) * 4)
+    chosen = choose_again(config, plans.layout, costs, plans.limits, 8, splits=True)
+    assert any(re.match(r"zbv: cost \d\d\.\d{3} ms, .* peak \d\.\d\d MiB of", line) for line in chosen.lines)
 
 
 def test_limits_are_in_bytes_or_in_whole_stages():
