@@ -313,9 +313,7 @@ def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulat
     if over is not None and limits is not None:
         rank, peak = over
         fix = (
-            ""
-            if simulation.plan.schedule in SEARCHED
-            else f"{' or '.join(sorted(SEARCHED))} keep to a limit; "
+            "" if simulation.plan.schedule in SEARCHED else f"{', '.join(sorted(SEARCHED))} keep to a limit; "
         )
         raise PlanError(
             f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "

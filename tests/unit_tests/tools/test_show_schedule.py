@@ -70,7 +70,9 @@ def test_costs_a_stage_and_memory():
     assert json.loads(output(*SMALL, "--memory-limit", 3, "--format", "json"))["makespan"] == 18
     refused = run(*SMALL, "--memory-limit", 2.5)
     assert refused.returncode == 2
-    told = "1f1b needs 3 activations on rank 0, more than --memory-limit 2.5: v-half or v-min or zb-1p or zb-2p or zbv "
+    told = (
+        "1f1b needs 3 activations on rank 0, more than --memory-limit 2.5: v-half, v-min, zb-1p, zb-2p, zbv "
+    )
     assert (
         f"{told}keep to a limit; --schedule auto takes the fastest that does, or give 3 or more"
         in refused.stderr
