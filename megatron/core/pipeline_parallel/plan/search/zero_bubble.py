@@ -38,8 +38,8 @@ def v_half(request: Request) -> Plan:
 
 def v_min(request: Request) -> Plan:
     """The V with about a third of 1F1B's memory (or the request's limit). B's that grow get room while that keeps to
-    0.55 of 1F1B's: without any, hardly an F can run ahead of them."""
-    return adaptive_v("v-min", request, v_block_peak(request.num_ranks, half=False), most_of_1f1b=0.55)
+    half of 1F1B's: without any, hardly an F can run ahead of them."""
+    return adaptive_v("v-min", request, v_block_peak(request.num_ranks, half=False), most_of_1f1b=0.5)
 
 
 def zero_bubble(name: str, request: Request, whole_stages: float) -> Plan:

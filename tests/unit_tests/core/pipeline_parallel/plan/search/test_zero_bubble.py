@@ -77,7 +77,7 @@ def check(name, p, m, costs, limits=None):
     if limits is None:
         limits = (default_limit(name, p) * whole_stage(placement, costs),) * p
         if name in ("v-half", "v-min"):
-            most = 0.55 if name == "v-min" else 0.0
+            most = 0.5 if name == "v-min" else 0.0
             limits = costs.left_by_forwards(placement, default_limit(name, p), most)
     for peak, limit in zip(simulation.peak_activation, limits, strict=True):
         assert peak <= limit * (1 + 1e-9) + 1e-9, where
