@@ -41,7 +41,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
 from megatron.training.plans import Plans
-from megatron.training.rules_pipeline import told_schedule
+from megatron.training.schedule_choice import told_schedule
 
 ModelProvider = Callable[..., nn.Module]
 

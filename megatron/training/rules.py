@@ -14,6 +14,7 @@ from megatron.training import (
     rules_model,
     rules_parallel,
     rules_pipeline,
+    rules_pipeline_plan,
     rules_ranges,
     rules_run,
     rules_schedule,
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *rules_model.RULES,
     *rules_parallel.RULES,
     *rules_pipeline.RULES,
+    *rules_pipeline_plan.RULES,
     *rules_sharding.RULES,
     *rules_run.RULES,
 )

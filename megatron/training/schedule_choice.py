@@ -41,6 +41,19 @@ def asked_schedules(parallel: ModelParallelConfig) -> dict[str, str]:
     return asked
 
 
+def told_schedule(config: Config, runs: str | None = None) -> str:
+    """The flag that asks for the schedule. runs: what is run, for flags that leave that to a choice or to a file."""
+    parallel, name = config.parallel, config.parallel.pipeline_schedule
+    if parallel.pipeline_schedule_file is not None:
+        told = f"--pipeline-schedule-file {parallel.pipeline_schedule_file}"
+        return told if runs is None else f"{told} (schedule {runs})"
+    for flag, asked in asked_schedules(parallel).items():
+        if asked == name:
+            return f"{flag} (schedule {name})"
+    told = f"--pipeline-schedule {name}"
+    return f"{told} (which has chosen {runs})" if name == AUTO and runs is not None else told
+
+
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
     """The stages of a schedule by name; None: of the flags alone. Raises StageLayersError."""
     kind = PLACEMENTS.get(schedule or "")

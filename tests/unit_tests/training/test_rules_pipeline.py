@@ -23,8 +23,7 @@ from megatron.training.plans import Plans
 from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
-from megatron.training.rules_pipeline import told_schedule
-from megatron.training.schedule_choice import AUTO, choose_again, stages_of
+from megatron.training.schedule_choice import AUTO, choose_again, stages_of, told_schedule
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
