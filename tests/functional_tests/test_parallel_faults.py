@@ -47,7 +47,7 @@ def faulty(folder, flags, ranks=2):
         (f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 3",
          ["leaves stage 1 without layers", "--pipeline-model-parallel-layout"]),
         (f"{CHUNKS} --pipeline-schedule gpipe",
-         ["--pipeline-schedule gpipe", "one chunk", "leave --pipeline-schedule out"]),
+         ["--pipeline-schedule gpipe", "one chunk", "leave the flags of chunks out"]),
         (f"{PP2} --pipeline-model-parallel-layout Ett|tL", ["holds 3 layers, --num-layers asks for 4"]),
         (f"{TP2} --sequence-parallel --seq-length 31",
          ["--seq-length 31 does not divide into 2 parts for --sequence-parallel"]),

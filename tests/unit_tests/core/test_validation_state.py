@@ -60,9 +60,16 @@ def test_extras_are_added_too():
 
 
 def test_states_of_different_models_do_not_add():
-    with pytest.raises(AssertionError, match="5 numbers, not 3"):
+    with pytest.raises(AssertionError, match="5 numbers, not 4"):
         ValidationState((1.0,), 0, False).like([0.0] * 5)
     with pytest.raises(AssertionError, match="0 and 1 extras"):
         ValidationState((1.0,), 0, False) + ValidationState((1.0,), 0, False, (1.0,))
     with pytest.raises(AssertionError, match="1 and 2 regions"):
         ValidationState((1.0,), 0, False) + ValidationState((1.0, 2.0), 0, False)
+
+
+def test_a_rank_that_steps_is_told_of_to_all():
+    known = ValidationState((1.0,), 0.0, False, stepped=True)
+    assert known.like(known.numbers) == known
+    assert (known + ValidationState((0.0,), 0.0, False)).stepped
+    assert not (ValidationState((0.0,), 0.0, False) + ValidationState((0.0,), 0.0, False)).stepped

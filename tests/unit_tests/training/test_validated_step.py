@@ -411,13 +411,6 @@ def test_data_parallel_ranks_overlapped_and_sharing_weights():
         assert out[name][0]["taken_back"] == ROLLED_BACK[0]
 
 
-def test_data_parallel_ranks_of_several_hosts():
-    names = ("overlapped, bf16",)
-    out = check(4, pick("data parallel", *names), afters=(0,), run=by_messages)
-    for name in names:
-        assert out[name][0]["taken_back"] == ROLLED_BACK[0]
-
-
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_all_data_parallel_ranks_of_several_hosts():
