@@ -95,6 +95,11 @@ class Contestant(Protocol):
         """By block, summed over all steps; None where none are computed."""
 
 
+def stages_of(place: Placement, rank: int) -> list[int]:
+    """Of a pipeline rank, by chunk."""
+    return [place.stage_of(rank, chunk) for chunk in range(place.num_chunks)]
+
+
 class Ours:
     """A plan of ours under the executor."""
 
@@ -108,12 +113,11 @@ class Ours:
     ) -> None:
         place = simulation.plan.placement
         last = place.num_stages - 1
-        stages = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
         self._chunks = {
             stage: OurStage(
                 blocks_of(stage, place, num_blocks), inputs, times, begins=stage == 0, ends=stage == last
             )
-            for stage in stages
+            for stage in stages_of(place, ps.pp_rank)
         }
         self._executor = Executor(
             simulation.plan, ps.pp_rank, {stage: one.stage for stage, one in self._chunks.items()}, P2P(ps)
@@ -139,7 +143,7 @@ class OursPlain:
     ) -> None:
         place = simulation.plan.placement
         last = place.num_stages - 1
-        mine = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
+        mine = stages_of(place, ps.pp_rank)
         each = num_blocks // place.num_stages
         stages = {stage: PlainStage(each, inputs[0], times, ends=stage == last) for stage in mine}
         self._executor = Executor(simulation.plan, ps.pp_rank, stages, P2P(ps))
@@ -158,7 +162,7 @@ class Torchs:
         self, schedule: str, num_blocks: int, inputs: Sequence[Tensor], times: Times, ps: ParallelState
     ) -> None:
         place = torch_placement(schedule, ps.pp_group.size)
-        mine = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
+        mine = stages_of(place, ps.pp_rank)
         self._modules = [TorchStage(blocks_of(stage, place, num_blocks), WIDTH, times) for stage in mine]
         pipeline_stages = [
             PipelineStage(module, stage, place.num_stages, torch.device("cpu"))

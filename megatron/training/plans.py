@@ -167,18 +167,9 @@ class Plans:
         self._price_gathers()
         self._forget()
 
-    def use_costs(self, costs: CostModel, limits: tuple[float, ...] | None = None) -> None:
-        """Plan by these costs from now on, such as measured ones. limits: in their unit; None: the schedule's own.
-
-        A plan from a file stays as it is.
-        """
-        assert len(costs.f) == self.placement.num_stages, (
-            f"costs of {len(costs.f)} stages, {self.placement} has {self.placement.num_stages}"
-        )
-        self.use_layout(dataclasses.replace(self._layout, costs=costs), limits)
-
     def use_layout(self, layout: Layout, limits: tuple[float, ...] | None) -> None:
-        """Plan by this schedule and these costs from now on. Layers stay where they are."""
+        """Plan by this schedule and these costs from now on, such as measured ones. Layers stay where they are, and a
+        plan from a file as it is. limits: in the costs' unit; None: the schedule's own."""
         assert (layout.placement, layout.stages) == (self.placement, self.stages), (
             f"layers cannot move from {self.placement} to {layout.placement}"
         )

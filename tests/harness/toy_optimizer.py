@@ -263,14 +263,12 @@ def train(ctx: Any, runs: Mapping[str, Run], **grid: int) -> dict[str, Any]:
     results = {}
     for name, run in runs.items():
         trainer = ToyTrainer(ps, run).train()
-        rollbacks = trainer.validator.num_rollbacks if trainer.validator else 0
         told = [
             (one.norm if one.coefficient is not None else None, one.coefficient, one.num_zeros, one.extras)
             for one in trainer.outcomes
         ]
         results[name] = {
             "bits": (trainer.weights, trainer.losses, trainer.state(), told),
-            "rollbacks": rollbacks,
             "repeated": [not one.clean for one in trainer.outcomes],
             "rolled_back": [one.rolled_back for one in trainer.outcomes],
             "taken_back": trainer.taken_back,

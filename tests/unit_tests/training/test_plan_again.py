@@ -101,7 +101,8 @@ def test_limits_in_bytes_stay_and_those_in_activations_are_counted_anew():
 
 def test_a_plan_that_holds_too_much_gives_way_to_a_slower_one():
     plans = made("--pipeline-schedule zb-2p --pipeline-memory-limit 4M")
-    plans.use_costs(measured(plans.placement, activation=MIB / 2), plans.limits)
+    costs = measured(plans.placement, activation=MIB / 2)
+    plans.use_layout(dataclasses.replace(plans.layout, costs=costs), plans.limits)
     costs = measured(plans.placement, activation=MIB)
     assert max(simulate(plans.train(MICROBATCHES), costs).peak_activation) > 4 * MIB
     found = again(plans, costs)
@@ -112,7 +113,8 @@ def test_a_plan_that_holds_too_much_gives_way_to_a_slower_one():
 
 def test_nothing_fits():
     plans = made("--pipeline-schedule zb-1p --pipeline-memory-limit 4M")
-    plans.use_costs(measured(plans.placement, activation=MIB / 2), plans.limits)
+    costs = measured(plans.placement, activation=MIB / 2)
+    plans.use_layout(dataclasses.replace(plans.layout, costs=costs), plans.limits)
     found = again(plans, measured(plans.placement, activation=8 * MIB))
     assert found.after is found.before
     assert found.why.startswith("nothing fits: ")

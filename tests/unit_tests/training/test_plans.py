@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -102,7 +104,7 @@ def test_costs_and_limits_can_be_changed_in_a_run():
     before = made.train(8)
     assert made.train(8) is before
     slow_w = CostModel.of_ranks(made.placement, time_w=(9.0,))
-    made.use_costs(slow_w, (2.0, 1.0))
+    made.use_layout(dataclasses.replace(made.layout, costs=slow_w), (2.0, 1.0))
     after = made.train(8)
     assert made.costs is slow_w
     assert after is not before

@@ -104,7 +104,7 @@ class _Pending:
 
 class PostValidator:
     """One rank's steps. rank, num_ranks: in the pipeline. after: so many clean steps in a row are decided on at once,
-    with everybody waiting, before ranks step on what they know; 0: they always do. num_rollbacks: until now.
+    with everybody waiting, before ranks step on what they know; 0: they always do.
 
     `handlers` and `decide` are for the executor of a plan with post-validation. Not thread-safe.
     """
@@ -123,7 +123,6 @@ class PostValidator:
     ) -> None:
         assert 0 <= rank < num_ranks, (rank, num_ranks)
         assert after >= 0, after
-        self.num_rollbacks = 0
         self._stepper, self._messages, self._owner, self._rules = stepper, messages, owner, rules
         self._rank, self._last = rank, num_ranks - 1
         self._after, self._count_zero_grads = after, count_zero_grads
@@ -247,14 +246,12 @@ class PostValidator:
         elif pending.stepped and not decision.clean:
             self._owner.weights_changed()
         self._clean_steps = self._clean_steps + 1 if decision.clean else 0
-        rolled_back = whole.stepped and not decision.clean
-        self.num_rollbacks += rolled_back
         outcome = Outcome(
             norm,
             decision.coefficient,
             nonfinite=not whole.finite,
             num_zeros=int(whole.num_zeros),
-            rolled_back=rolled_back,
+            rolled_back=whole.stepped and not decision.clean,
             clean=decision.clean,
             extras=whole.extras,
         )

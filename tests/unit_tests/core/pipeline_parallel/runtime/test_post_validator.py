@@ -90,7 +90,6 @@ def check_rollbacks(outs):
         really = [any(ranks) for ranks in zip(*(out[name]["taken_back"] for out in outs), strict=False)]
         for out in outs:
             assert (name, out[name]["rolled_back"][: len(really)]) == (name, really)
-            assert out[name]["rollbacks"] == sum(really), name
         found += sum(really)
     assert found
 
@@ -264,7 +263,6 @@ def test_a_clipped_step_is_taken_back_and_taken_again():
     assert stepper.calls[2:] == [("rollback",), ("commit",), ("step", 2.0, coefficient)]
     assert owner.heard[:3] == ["weights_changed", "settle_weights", "weights_changed"]
     assert owner.heard[-1].rolled_back
-    assert validator.num_rollbacks == 1
 
 
 def test_who_knows_of_an_overflow_waits_and_all_repeat():
@@ -275,7 +273,6 @@ def test_who_knows_of_an_overflow_waits_and_all_repeat():
     assert owner.heard[-1].coefficient is None
     assert owner.heard[-1].nonfinite
     assert not owner.heard[-1].rolled_back  # nobody had stepped
-    assert validator.num_rollbacks == 0
 
 
 def test_a_loss_that_is_not_finite_is_told_to_all():
