@@ -1,0 +1,191 @@
+"""Files in folders where others may write: opened without following or waiting, published whole (floor 0).
+
+    with open_regular(path) as fd: ...                    no link, pipe or device: UnsafeFileError, an OSError
+    text = read_text(path, max_bytes=1 << 20)             its size is known before a byte is read
+    with published(path) as file: file.write(...)         appears under its name when complete and durable
+    with locked(path): ...                                one process at a time
+
+[Note: planted files] Who may write into a folder can put a link, a pipe or a device where we look for a file. So: what
+is read has to be a regular file of a size that we accept, and opening never waits for a writer; what is written gets a
+temporary name that nobody can guess, has to be new (O_EXCL) and is readable by its owner alone until it is complete.
+Files that the user names on the command line may be links (`follow=True`); files whose names we make up may not.
+
+Every system call goes through `os`, so that the tests can stop the process, or fill the disk, at each one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
+PRIVATE_MODE = 0o600
+StrPath = str | os.PathLike[str]
+
+
+class UnsafeFileError(OSError):
+    """Something that is not to be read or written as a file of ours; `strerror` says why, `filename` which."""
+
+    def __init__(self, path: StrPath, why: str) -> None:
+        super().__init__(errno.EINVAL, why, os.fspath(path))
+
+
+@contextlib.contextmanager
+def open_regular(path: StrPath, *, follow: bool = False) -> Iterator[int]:
+    """A descriptor for reading a regular file. follow: a link is taken for what it leads to.
+
+    Raises FileNotFoundError, UnsafeFileError and other OSErrors.
+    """
+    fd = _open_checked(path, os.O_RDONLY, follow=follow)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_bytes(path: StrPath, *, max_bytes: int, follow: bool = False) -> bytes:
+    """The content of a regular file that is no longer than `max_bytes`. Raises OSError."""
+    with open_regular(path, follow=follow) as fd:
+        size = os.fstat(fd).st_size
+        if size > max_bytes:
+            raise UnsafeFileError(path, f"is {size} bytes long; at most {max_bytes} are read")
+        parts = []
+        while size > 0 and (part := os.read(fd, size)):
+            parts.append(part)
+            size -= len(part)
+    return b"".join(parts)
+
+
+def read_text(path: StrPath, *, max_bytes: int, follow: bool = False) -> str:
+    """The same, as UTF-8. Raises OSError, and ValueError naming a file that is no text."""
+    try:
+        return read_bytes(path, max_bytes=max_bytes, follow=follow).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
+    """The value in a JSON file. Raises OSError, and ValueError naming a file that is none or is nested too deeply."""
+    text = read_text(path, max_bytes=max_bytes, follow=follow)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not JSON of ours: nested too deeply") from None
+
+
+@contextlib.contextmanager
+def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when completely written and durable; after an error it does not.
+
+    mode: its permissions, less the umask, once published. replace: False keeps a file that is there already.
+    A link under that name is replaced, not followed. Raises OSError.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, PRIVATE_MODE)
+    try:
+        with open(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fchmod(fd, mode & ~_UMASK)
+            os.fsync(fd)
+        if replace:
+            os.replace(temporary, target)
+        else:
+            _link_if_absent(temporary, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def publish_text(path: StrPath, text: str, *, mode: int = FILE_MODE, replace: bool = True) -> None:
+    """`published` for a text that is there already."""
+    with published(path, mode=mode, replace=replace) as file:
+        file.write(text.encode())
+
+
+def open_for_append(path: StrPath, *, mode: int = FILE_MODE) -> int:
+    """A descriptor that appends to a regular file, which is made if need be; a link is refused. Raises OSError."""
+    return _open_checked(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode=mode)
+
+
+@contextlib.contextmanager
+def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file at `path`, which is made if need be; the system frees the lock of a process that dies.
+
+    wait: False raises BlockingIOError where another process holds it. Raises OSError.
+    """
+    fd = _open_checked(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(fd)
+
+
+def sync_directory(path: StrPath) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_checked(path: StrPath, flags: int, *, mode: int = FILE_MODE, follow: bool = False) -> int:
+    """Open a regular file without waiting: a device is refused before it is opened, a pipe is not waited for."""
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, (os.stat if follow else os.lstat)(path).st_mode)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(path, flags, mode)
+    try:
+        _check_regular(path, os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def _check_regular(path: StrPath, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise UnsafeFileError(path, f"is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file")
+
+
+def _link_if_absent(temporary: Path, target: Path) -> None:
+    try:
+        os.link(temporary, target, follow_symlinks=False)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        if not os.path.lexists(target):
+            os.replace(temporary, target)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+_UMASK = _umask()  # asked once, before there are threads: asking sets it for a moment

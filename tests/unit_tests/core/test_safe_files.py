@@ -1,0 +1,141 @@
+"""Links, pipes, devices and other people's names where a file of ours is looked for (issue E, line 9)."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from megatron.core.safe_files import (
+    UnsafeFileError,
+    locked,
+    open_for_append,
+    open_regular,
+    publish_text,
+    published,
+    read_bytes,
+    read_json,
+    read_text,
+)
+
+
+def _plant(tmp_path, kind):
+    path = tmp_path / kind
+    match kind:
+        case "link":
+            (tmp_path / "elsewhere").write_text("theirs")
+            path.symlink_to(tmp_path / "elsewhere")
+        case "dangling":
+            path.symlink_to(tmp_path / "nowhere")
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path = "/dev/zero"
+    return path
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "device"])
+def test_what_is_no_regular_file_is_neither_read_nor_appended_to_nor_waited_for(tmp_path, kind):
+    path = _plant(tmp_path, kind)
+    with pytest.raises(UnsafeFileError, match="not a regular file"):
+        read_bytes(path, max_bytes=10)
+    with pytest.raises(UnsafeFileError, match="not a regular file"):
+        open_for_append(path)
+    with pytest.raises(UnsafeFileError), locked(path):
+        pass
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_a_link_that_is_followed_leads_to_a_regular_file(tmp_path, kind):
+    link = tmp_path / "to"
+    link.symlink_to(_plant(tmp_path, kind))
+    with pytest.raises(UnsafeFileError), open_regular(link, follow=True):
+        pass
+    link.unlink()
+    link.symlink_to(_plant(tmp_path, "link"))
+    assert read_text(link, max_bytes=6, follow=True) == "theirs"
+
+
+def test_size_is_checked_before_reading(tmp_path):
+    path = tmp_path / "long"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # sparse: reading it would take all memory
+    with pytest.raises(UnsafeFileError, match="1099511627776 bytes long; at most 100"):
+        read_bytes(path, max_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xff", "not UTF-8"), (b"{", "not JSON"), (b"[" * 100_000, "not JSON"), (b"1" * 9999, "not JSON")],
+)
+def test_what_is_no_json_names_its_file(tmp_path, content, message):
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"file.json: {message}"):
+        read_json(path, max_bytes=1 << 20)
+
+
+def test_publishing_replaces_a_planted_link_and_leaves_its_target(tmp_path):
+    path = _plant(tmp_path, "link")
+    publish_text(path, "ours", mode=0o640)
+    assert not path.is_symlink()
+    assert path.read_text() == "ours"
+    assert (tmp_path / "elsewhere").read_text() == "theirs"
+    assert stat.S_IMODE(path.stat().st_mode) & 0o137 == 0
+
+
+def test_a_file_is_private_and_under_no_name_of_its_own_until_it_is_complete(tmp_path):
+    with published(tmp_path / "file") as file:
+        file.write(b"half")
+        file.flush()
+        (temporary,) = tmp_path.iterdir()
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
+        name = temporary.name
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with published(tmp_path / "file"):
+        names = {path.name for path in tmp_path.iterdir()}
+        assert name not in names
+        assert not any(str(os.getpid()) == part for one in names for part in one.split("."))
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write_half():
+        with published(path) as file:
+            file.write(b"new")
+            raise KeyError
+
+    pytest.raises(KeyError, write_half)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_first_word_is_kept(tmp_path):
+    publish_text(tmp_path / "file", "first", replace=False)
+    publish_text(tmp_path / "file", "second", replace=False)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("file", "first")]
+
+
+def test_one_process_at_a_time(tmp_path):
+    with locked(tmp_path / "lock"):
+        refused = []
+
+        def other():
+            try:
+                with locked(tmp_path / "lock", wait=False):
+                    pass
+            except BlockingIOError:
+                refused.append(True)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert refused
+    with locked(tmp_path / "lock", wait=False):
+        pass
