@@ -112,7 +112,8 @@ def test_an_error_leaves_what_was_there(tmp_path):
             file.write(b"new")
             raise KeyError
 
-    pytest.raises(KeyError, write_half)
+    with pytest.raises(KeyError):
+        write_half()
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("file", "old")]
 
 
