@@ -34,6 +34,14 @@ def at_least_0(text: str) -> float:
     return value
 
 
+def whole_number(text: str) -> int:
+    """An integer, 0 or more."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return value
+
+
 def parser(description: str | None, formats: Sequence[str]) -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
@@ -63,6 +71,13 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
             help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
         )
     made.add_argument("--time-comm", type=at_least_0, metavar="T", help="latency of a transfer (default 0)")
+    made.add_argument(
+        "--message-bytes",
+        type=whole_number,
+        metavar="N",
+        help="bytes of a transfer: micro-batch x sequence x hidden x 2 in bf16, over --tensor-model-parallel-size "
+        "under sequence parallel; for p2p_bytes of json, which is null without",
+    )
     made.add_argument(
         "--memory-limit",
         type=numbers,

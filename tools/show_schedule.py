@@ -51,8 +51,10 @@ from tools.schedule_flags import AUTO, chunks_of, costs_of, limits_of, names_of,
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
 
 
-def figures(simulation: Simulation, solve_seconds: float) -> dict[str, object]:
-    """The figures and each rank's order of computations."""
+def figures(
+    simulation: Simulation, solve_seconds: float, message_bytes: int | None = None
+) -> dict[str, object]:
+    """The figures and each rank's order of computations. message_bytes: of one transfer; None: not known."""
     plan = simulation.plan
     return {
         "schedule": plan.schedule,
@@ -64,7 +66,7 @@ def figures(simulation: Simulation, solve_seconds: float) -> dict[str, object]:
         "peak_activation": list(simulation.peak_activation),
         "order": [row_texts([op for op in row if op[0] <= LAST_COMPUTE]) for row in plan.rows],
         "p2p_messages": simulation.num_messages,
-        "p2p_bytes": simulation.num_messages,  # each carries one boundary tensor
+        "p2p_bytes": None if message_bytes is None else simulation.num_messages * message_bytes,
         "solve_seconds": solve_seconds,
     }
 
@@ -109,7 +111,10 @@ def run(args: argparse.Namespace) -> str:
     simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
     if args.format == "json":
         more = {"reasons": reasons} if reasons else {}
-        return json.dumps({**figures(simulation, solve_seconds), **more}, allow_nan=False) + "\n"
+        return (
+            json.dumps({**figures(simulation, solve_seconds, args.message_bytes), **more}, allow_nan=False)
+            + "\n"
+        )
     told = "".join(f"{line}\n" for line in reasons)
     if args.format == "text":
         return told + FORMATS["text"](simulation)
@@ -171,7 +176,7 @@ def compared(
     if args.format == "json":
         all_of_it = [
             {"name": entry.name, "problem": entry.problem}
-            | (figures(entry.simulation, 0.0) if entry.simulation is not None else {})
+            | (figures(entry.simulation, 0.0, args.message_bytes) if entry.simulation is not None else {})
             for entry in entries
         ]
         return json.dumps(all_of_it, allow_nan=False) + "\n"

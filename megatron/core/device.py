@@ -59,6 +59,11 @@ class Device:
             return f"cuda:{self.index} ({torch.cuda.get_device_name(self.index)})"
         return f"cpu ({available_cores()} cores, {torch.get_num_threads()} threads)"
 
+    @property
+    def queues_work(self) -> bool:
+        """Whether calls return before their kernels have run, so that measuring one means waiting for it."""
+        return self.kind == "cuda"
+
     # Waiting, streams and events ------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -206,6 +211,18 @@ def device_in_use(kind: str | None = None) -> Device:
     if kind != "cuda":
         raise ValueError(f"device {kind!r} is not supported; use 'cpu' or 'cuda'")
     return Device("cuda", torch.cuda.current_device())
+
+
+LAUNCHES_WORTH = 16
+
+
+def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
+    """How many elements a loop of small kernels over `tensor` takes at a time.
+
+    in_cache: on CPU, so many that the loop's temporaries stay in a core's cache. On CUDA no cache holds them and every
+    kernel costs a launch, so it is LAUNCHES_WORTH times as many, which still bounds the temporaries.
+    """
+    return in_cache * LAUNCHES_WORTH if tensor.is_cuda else in_cache
 
 
 def available_cores() -> int:

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from megatron.core.device import elements_at_a_time
 from megatron.core.protocols import GradListener, Operand
 
 Contribution = tuple[str, "Tensor | Operand | None", Tensor]  # key, x, dy as in `WeightGradSink.put`
 
-# The temporary of `add_gradient`: 4 MiB. Measured on one core: a 4096 x 4096 gradient takes 6 ms instead of 39 ms.
+# The temporary of `add_gradient` on CPU: 4 MiB. Measured on one core: a 4096 x 4096 gradient takes 6 ms instead of 39.
 WIDENED_ELEMENTS = 1 << 20
 
 
@@ -60,10 +61,11 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
         if scale != 1.0:
             total.mul_(scale)
         return
-    if total.dtype == addend.dtype or total.dim() < 2 or total.numel() <= WIDENED_ELEMENTS:
+    most = elements_at_a_time(total, WIDENED_ELEMENTS)
+    if total.dtype == addend.dtype or total.dim() < 2 or total.numel() <= most:
         total.add_(addend, alpha=scale)
         return
-    rows = max(1, WIDENED_ELEMENTS // (total.numel() // total.shape[0]))
+    rows = max(1, most // (total.numel() // total.shape[0]))
     for part, narrow in zip(total.split(rows), addend.split(rows), strict=True):
         part.add_(narrow, alpha=scale)
 

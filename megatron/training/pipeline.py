@@ -279,7 +279,8 @@ def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: F
 
 
 def _profiler(session: Session) -> Profiler | None:
-    """Of pipelines with messages: the window of the flags, and every log interval's last iteration."""
+    """Of pipelines with messages: the window of the flags, and every log interval's last iteration where measuring
+    makes nobody wait."""
     config, ps = session.config, session.ps
     if ps.pp_size == 1:
         return None
@@ -289,5 +290,5 @@ def _profiler(session: Session) -> Profiler | None:
         ps.pp_group.ranks,
         start=parallel.zero_bubble_pipeline_timers_start_iter,
         end=parallel.zero_bubble_pipeline_timers_end_iter,
-        interval=config.logging.log_interval,
+        interval=0 if ps.device.queues_work else config.logging.log_interval,
     )

@@ -17,7 +17,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 18  # elements in fp64 at once: a few MiB of temporaries
+from megatron.core.device import elements_at_a_time
+
+BLOCK = 1 << 18  # elements in fp64 at a time on CPU: a few MiB of temporaries
 
 
 def undo_adamw(
@@ -84,5 +86,6 @@ def undo_sgd(
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same elements of each."""
     assert len({tensor.shape for tensor in tensors}) == 1, [tuple(tensor.shape) for tensor in tensors]
+    size = elements_at_a_time(tensors[0], BLOCK)
     with torch.no_grad():
-        yield from zip(*(tensor.split(BLOCK) for tensor in tensors), strict=True)
+        yield from zip(*(tensor.split(size) for tensor in tensors), strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megatron.core.device import (
     available_cores,
     current_device,
     device_in_use,
+    elements_at_a_time,
     heap_bytes,
     left_in_container,
     set_threads,
@@ -148,3 +151,9 @@ def test_what_a_container_leaves(tmp_path, files, left):
 def test_free_memory_is_some_of_the_machine():
     free = Device("cpu").free_bytes()
     assert free is None or 0 < free < 2**50
+
+
+def test_blocks_fit_the_cache_on_cpu_and_are_worth_a_launch_on_cuda():
+    on_gpu = types.SimpleNamespace(is_cuda=True)
+    assert elements_at_a_time(torch.empty(0), 1 << 18) == 1 << 18
+    assert elements_at_a_time(on_gpu, 1 << 18) == 1 << 22

@@ -43,8 +43,13 @@ def test_json_fields_and_figures():
             "2F0 2BW0 2F1 2BW1 2F2 2BW2 2F3 2BW3".split(),
         ],
         "p2p_messages": 16,
-        "p2p_bytes": 16,
+        "p2p_bytes": None,
     }
+
+
+def test_messages_are_bytes_once_their_size_is_known():
+    told = json.loads(output(*SMALL, "--format", "json", "--message-bytes", 1000))
+    assert (told["p2p_messages"], told["p2p_bytes"]) == (16, 16_000)
 
 
 def test_costs_a_stage_and_memory():

@@ -1,4 +1,4 @@
-"""The runner of a run: its end."""
+"""The runner of a run: which steps it measures, and its end."""
 
 import contextlib
 from types import SimpleNamespace
@@ -8,8 +8,10 @@ import pytest
 from megatron.core.device import Device
 from megatron.core.parallel_state import single_process
 from megatron.training import training
-from megatron.training.pipeline import PipelineRunner
+from megatron.training.arguments import parse_config
+from megatron.training.pipeline import PipelineRunner, _profiler
 from megatron.training.timers import Timers
+from tests.harness import launch
 
 
 class ClosedError(Exception):
@@ -65,3 +67,16 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
     with pytest.raises(FloatingPointError) if error else contextlib.nullcontext():
         assert run.run(None, None, None) == "ending"
     assert log == ["run", "close"]
+
+
+@pytest.mark.parametrize(("kind", "measured"), [("cpu", [3, 4, 5, 6]), ("cuda", [3, 4])])
+def test_only_the_window_is_measured_where_measuring_waits(kind, measured):
+    """On a device that queues its work, --log-interval measures nothing."""
+    window = "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 5"
+    config = parse_config([*launch.TINY, "--train-iters", "9", *window.split()])
+    group = SimpleNamespace(ranks=(0, 1))
+    session = SimpleNamespace(
+        config=config, ps=SimpleNamespace(pp_size=2, device=Device(kind), pp_group=group)
+    )
+    profiler = _profiler(session)
+    assert [number for number in range(3, 7) if profiler.watches(number)] == measured

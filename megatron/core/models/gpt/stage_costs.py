@@ -17,9 +17,9 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Elementwise work (norms, residuals, dropout), in FLOPs a hidden element of each layer: for stages without layers, too,
 # which hand on what they get.
 _ELEMENTWISE = 40
-# What a device computes while a byte comes from its tensor parallel peers: A100 312 TFLOP/s beside 300 GB/s, H100 990
-# beside 450, a CPU core 50 GFLOP/s beside 1 GB/s of copies in memory.
-_FLOPS_OF_GATHERED_BYTE = 1000
+# What a device (True: a GPU) computes while a byte comes from its tensor parallel peers: A100 312 TFLOP/s beside 300
+# GB/s, H100 990 beside 450; a CPU core 50 GFLOP/s beside 1 GB/s of copies in memory.
+_FLOPS_OF_GATHERED_BYTE = {True: 1000, False: 50}
 # And while a byte goes to the next stage: A100 312 TFLOP/s beside 25 GB/s of a network, H100 990 beside 50; a CPU core
 # beside 1 GB/s through gloo.
 _FLOPS_OF_SENT_BYTE = {True: 15_000, False: 50}
@@ -207,7 +207,7 @@ class ModelCosts:
         if self.keeps_gathered or self._parts == 1:
             return 0.0
         whole = self._tokens * self.config.hidden_size * self._element
-        return whole * (1 - 1 / self._parts) * _FLOPS_OF_GATHERED_BYTE
+        return whole * (1 - 1 / self._parts) * _FLOPS_OF_GATHERED_BYTE[self.has_gpu]
 
     @property
     def _numbers_of_norm(self) -> int:
