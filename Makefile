@@ -37,12 +37,14 @@ lint: setup
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_flags_docs.py --check
+	$(BIN)/python tools/generate_tree.py --check
 
 check: lint test
 
 # Pages made from code.
 docs: setup
 	$(BIN)/python tools/generate_flags_docs.py
+	$(BIN)/python tools/generate_tree.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

@@ -100,18 +100,6 @@ def test_tour_and_readme_list_the_same_ten_files():
     assert all((ROOT / file).is_file() for file in first_links[0])
 
 
-def test_tree_names_files_and_folders_that_exist():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    tree = text.split("## Tree", 1)[1].split("```")[1]
-    python_files = {path.name for path in ROOT.glob("megatron/**/*.py")} | {
-        path.name for path in ROOT.glob("*.py")
-    }
-    folders = {path.name for path in ROOT.glob("*/**/") if ".venv" not in path.parts}
-    folders |= {path.name for path in ROOT.iterdir() if path.is_dir()}
-    assert set(re.findall(r"\b(\w+\.py)\b", tree)) <= python_files
-    assert set(re.findall(r"\b(\w+)/(?=[\s,)])", tree)) <= folders
-
-
 def flags_in(text):
     """Flags that a text names; --a-b/c-d stands for --a-b-d and --a-c-d."""
     both = re.sub(r"--((?:[a-z]+-)*)([a-z]+)/([a-z]+)(-[\w-]+)", r"--\1\2\4 --\1\3\4", text)
