@@ -13,7 +13,8 @@ SOURCES = {
 COLLECTIVES = (
     "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter reduce_scatter_tensor "
     "broadcast "
-    "broadcast_object_list all_to_all all_to_all_single monitored_barrier reduce gather scatter"
+    "broadcast_object_list all_to_all all_to_all_single monitored_barrier reduce gather scatter "
+    "all_gather_single reduce_scatter_single send recv isend irecv send_object_list recv_object_list batch_isend_irecv"
 ).split()
 
 
@@ -54,6 +55,16 @@ def test_only_collectives_calls_collectives_and_only_parallel_state_makes_groups
     assert meeting <= {"megatron/core/collectives.py", "megatron/core/parallel_state.py"}
     groups = {f"{prefix}.{name}" for name in ("new_group", "init_process_group", "init_device_mesh")}
     assert files_where(lambda node: dotted(node) in groups) <= {"megatron/core/parallel_state.py"}
+
+
+def test_only_gloo_pairs_sends_over_a_process_group_by_itself():
+    """`ProcessGroup.send(tensors, peer, tag)` takes three arguments; sockets, pipes and our own channels take fewer."""
+
+    def sends(node):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        return called and node.func.attr in ("send", "recv", "recv_anysource") and len(node.args) == 3
+
+    assert files_where(sends) == {"megatron/core/gloo_pairs.py"}
 
 
 def test_nothing_unpickles_evaluates_or_executes():
