@@ -1,4 +1,4 @@
-"""Shared by every test: one thread in this process, so that forked ranks do not hang (facts: gloo and OpenMP)."""
+"""Shared by every test: one thread in this process, so that forked ranks do not hang (gloo forks and OpenMP threads do not mix)."""
 
 import gc
 import importlib

@@ -1,6 +1,6 @@
 """Values written as small expressions: `[0]*3+[1]*2`, `(127,0)`, `99,1,0` (floor 0).
 
-A parser of thirty lines with a cap on length, never `eval`: `[0]*9**9` must not cost anything (facts: reliability 6).
+A parser of thirty lines with a cap on length, never `eval`: `[0]*9**9` must not cost anything.
 """
 
 from __future__ import annotations

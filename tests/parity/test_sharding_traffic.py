@@ -229,7 +229,7 @@ def check_launches(seen):
 
 
 def check_table(case, seen):
-    """facts: all units count as such here, the embedding and the head among them."""
+    """All units count as such here, the embedding and the head among them."""
     n, ga, moved = len(seen.bytes_of), case.ga, seen.watched
     weights = sum(weights for weights, _ in seen.bytes_of.values())
     grads = sum(grads for _, grads in seen.bytes_of.values())
@@ -307,7 +307,7 @@ def test_steps_move_and_hold_what_is_planned_over_two_ranks():
         *[Case(policy, 2, (*UNTIED, *RECOMPUTE)) for policy in POLICIES.values()],
     ]
     bf16 = check(2, cases)[2]
-    # facts: 2 + 16/N bytes a parameter, to the padding
+    # ZeRO-3 in bf16 (Rajbhandari et al., section 5): 2 + 16/N bytes a parameter, to the padding
     assert bf16.engine_bytes == (2 + 16 // 2) * bf16.padded_numel
 
 
