@@ -1,4 +1,4 @@
-"""Shared by every test: one thread in this process, so that forked ranks do not hang (gloo forks and OpenMP threads do not mix)."""
+"""Shared by every test: one thread in this process, as forked ranks hang on OpenMP threads of their parent."""
 
 import gc
 import importlib
