@@ -84,7 +84,7 @@ INERT: tuple[FlagList, ...] = (
         switches="--use-mcore-models --use-legacy-models",
     ),
     FlagList(
-        "fusion is left to torch's kernels; the arithmetic is the same",
+        "fusion is left to torch's kernels, as this flag says: bf16 weight gradients are rounded before they are added in fp32",
         switches="--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
         "--no-bias-dropout-fusion "
         "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion "
