@@ -84,13 +84,17 @@ INERT: tuple[FlagList, ...] = (
         switches="--use-mcore-models --use-legacy-models",
     ),
     FlagList(
-        "fusion is left to torch's kernels, as this flag says: bf16 weight gradients are rounded before they are added in fp32",
+        "fusion is left to torch's kernels; the arithmetic is the same",
         switches="--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
         "--no-bias-dropout-fusion "
-        "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion "
+        "--no-rope-fusion --no-persist-layer-norm "
         "--cross-entropy-loss-fusion "
         "--apply-rope-fusion --no-clone-scatter-output-in-embedding",
         values="--cross-entropy-fusion-impl",
+    ),
+    FlagList(
+        "that is how it is: bf16 weight gradients are rounded before they are added in fp32 (docs/megatron_compat.md)",
+        switches="--no-gradient-accumulation-fusion",
     ),
     FlagList(
         "initial weights depend on the seed and the parameter's name only, wherever they are drawn",
