@@ -19,12 +19,13 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.check_config import build_report, render_json, render_text
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config import Config
-from megatron.training.exit_status import EXIT_FILE, ExitRecord, ExitStatus, write_exit_json
+from megatron.training.exit_status import ExitRecord, ExitStatus, leave_exit_json
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.problems import ConfigurationError, Problem, render_problems
 from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules, inert_flags
+from megatron.training.run_folder import is_held
 from megatron.training.saved_vocabulary import saved_padded_vocabulary
 
 __all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
@@ -123,17 +124,14 @@ def _refuse_checkpoint(
 def _record_refusal(
     status: ExitStatus, reason: str, env: LaunchEnv, save: str | None, words: Sequence[str]
 ) -> None:
-    """Write exit.json, so that no former run's record asks to be started again: into --save if that folder exists
-    (none is made for a run that is none), else into the working directory. Ranks of the first machine do.
+    """Write exit.json into --save, so that no former run's record asks to be started again, if that folder exists and
+    no run holds it: nothing is made for a run that is none. Ranks of the first machine do.
     """
     if env.local_rank != env.rank or "--check-config" in words:
         return
     save = save or _last_value(words, "--save")
-    folder = Path(save) if save is not None and os.path.isdir(save) else Path(".")
-    try:
-        write_exit_json(folder, ExitRecord.of(status, reason, rank=env.rank))
-    except OSError as problem:  # must not hide the reason above
-        print(f"{EXIT_FILE} could not be written to {folder}: {problem}", file=sys.stderr, flush=True)
+    if save is not None and os.path.isdir(save) and not is_held(Path(save)):
+        leave_exit_json(save, ExitRecord.of(status, reason, rank=env.rank))
 
 
 def _last_value(words: Sequence[str], flag: str) -> str | None:

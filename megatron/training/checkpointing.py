@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import Log, no_log, save
+from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.training import metrics
@@ -64,14 +64,19 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world."""
+    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
 
-    def __init__(self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log) -> None:
+    guard: called on rank 0 before it changes anything in --save, see `save.save`.
+    """
+
+    def __init__(
+        self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log, guard: Guard = no_guard
+    ) -> None:
         self._ps = ps
         self._config = config
-        self._log = log
+        self._log, self._guard = log, guard
         self._cache = PlanCache()
-        self._async = AsyncSaver(log)
+        self._async = AsyncSaver(log, guard)
 
     @property
     def in_flight(self) -> int | None:
@@ -115,7 +120,7 @@ class Checkpointer:
             return self.maybe_finalize(blocking=True) if wait else None
         directory = save(
             root, iteration, pieces, common, per_rank, self._ps,
-            retain_interval=retain, cache=self._cache, log=self._log,
+            retain_interval=retain, cache=self._cache, log=self._log, guard=self._guard,
         )  # fmt: skip
         self._saved(iteration)
         return directory

@@ -6,6 +6,7 @@ script reads to decide whether to requeue (docs/exit_statuses.md is checked agai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -17,7 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from megatron.core.safe_files import publish_text, read_json
+
 EXIT_FILE = "exit.json"
+MAX_BYTES = 1 << 20  # of exit.json; a reason may list many problems
 
 
 class ExitStatus(enum.IntEnum):
@@ -41,11 +45,12 @@ DESCRIPTIONS: Mapping[ExitStatus, str] = {
     ExitStatus.BUG: "an error nobody foresaw: the traceback is printed, please report it",
     ExitStatus.CONFIGURATION: "configuration: flags, or ranks started with different configuration, code"
     " or torch",
-    ExitStatus.CHECKPOINT: "checkpoint: missing, damaged or of another model; or one could not be written",
+    ExitStatus.CHECKPOINT: "checkpoint: missing, damaged or of another model; or one could not be written; or another"
+    " run holds the folder of `--save`",
     ExitStatus.DATA: "data: a corpus, tokenizer or index file is missing or damaged",
     ExitStatus.NON_FINITE: "a loss or gradient was NaN or infinite and `--nan-policy` says to stop",
     ExitStatus.PEER_LOST: "another rank was lost or hangs; the message names it, and in a pipeline the stage, iteration"
-    " and operation in which it was missed",
+    " and operation in which it was missed; or the launcher or the store is gone",
     ExitStatus.RERUN_PERSISTENT: "`--nan-policy rerun-once`: the step gives the same non-finite bits twice;"
     " checkpoint kept, resume on other machines to tell a bad device from a bad model",
     ExitStatus.RERUN_INVALID: "a machine is not to be trusted: two different non-finite results under"
@@ -120,7 +125,7 @@ def clear_exit_json(directory: str | Path) -> None:
 
 
 def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
-    """Write `<directory>/exit.json` atomically and return its path.
+    """Write `<directory>/exit.json` atomically and return its path. A link of that name is replaced, not followed.
 
     When a rank fails, its peers soon lose it. So a PEER_LOST record never replaces one that is there
     already: the file keeps the cause, whichever rank writes last.
@@ -128,47 +133,37 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / EXIT_FILE
-    temporary = folder / f".{EXIT_FILE}.{record.rank}.{os.getpid()}"
-    content = {**dataclasses.asdict(record), "status": int(record.status)}
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        if record.status == ExitStatus.PEER_LOST:
-            _publish_if_absent(temporary, target)
-        else:
-            os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps({**dataclasses.asdict(record), "status": int(record.status)}, indent=2)
+    publish_text(target, text + "\n", replace=record.status != ExitStatus.PEER_LOST)
     return target
 
 
-def _publish_if_absent(temporary: Path, target: Path) -> None:
+def leave_exit_json(directory: str | Path | None, record: ExitRecord, out: TextIO | None = None) -> None:
+    """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none."""
+    if directory is None:
+        return
     try:
-        os.link(temporary, target)
-    except FileExistsError:
-        return  # the cause is on record
-    except OSError:  # a file system without hard links
-        if not target.exists():
-            os.replace(temporary, target)
+        write_exit_json(directory, record)
+    except OSError as problem:
+        _tell(
+            f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}",
+            out or sys.stderr,
+        )
 
 
 def read_exit_json(directory: str | Path) -> ExitRecord | None:
     """The record in `<directory>/exit.json`, or None without the file.
 
-    Raises ValueError naming a damaged file.
+    Raises ValueError naming a damaged file, OSError.
     """
     path = Path(directory) / EXIT_FILE
-    if not path.exists():
-        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        record = ExitRecord(**content)
+        record = ExitRecord(**read_json(path, max_bytes=MAX_BYTES))
         if record.status not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
             raise ValueError(f"unknown status {record.status}")
         return record
+    except FileNotFoundError:
+        return None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not an exit record: {error}") from None
 
@@ -216,29 +211,27 @@ def report_failure(
     out = stream or sys.stderr
     status = status_of(error, table)
     reason = str(error) or type(error).__name__
-    print(failure_message(error, status, rank), file=out, flush=True)
+    _tell(failure_message(error, status, rank), out)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
-        print(f"[rank {rank}] {found}", file=out, flush=True)
+        _tell(f"[rank {rank}] {found}", out)
         reason = f"{found}; {reason}"  # who is to blame, then where it was missed
     if isinstance(error, TrainingExit):
         iteration = error.iteration if error.iteration is not None else iteration
         checkpoint = error.checkpoint or checkpoint
-    if directory is not None:
-        record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
-        try:
-            write_exit_json(directory, record)
-        except OSError as problem:  # a full disk must not hide the error above
-            print(
-                f"[rank {rank}] {EXIT_FILE} could not be written to {directory}: {problem}",
-                file=out,
-                flush=True,
-            )
+    record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
+    leave_exit_json(directory, record, out)
     return status
 
 
+def _tell(text: str, out: TextIO) -> None:
+    """Say it, if anybody hears: who read our streams may be gone, and the status has to be recorded all the same."""
+    with contextlib.suppress(OSError):
+        print(text, file=out, flush=True)
+
+
 def second_signal_words(
-    directory: str | Path,
+    directory: str | Path | None,
     *,
     rank: int,
     iteration: Callable[[], int | None],
@@ -256,7 +249,7 @@ def second_signal_words(
         status = int(ExitStatus.STOPPED) if kept else 128 + signum
         record = ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
         os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
-        write_exit_json(directory, record)
+        leave_exit_json(directory, record)
         return status
 
     return words

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.core.safe_files import open_for_append, open_regular, published
+
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -25,34 +27,38 @@ class MetricsFile:
 
     From scratch: an earlier run's file is kept under the next free name `metrics.old-1.jsonl`. Resumed: lines
     after the resumed iteration, and a line that a kill cut short, are dropped. `note` says which.
+
+    Raises OSError, also where the path is a link.
     """
 
     def __init__(self, path: str | Path, *, resumed_iteration: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.note = f"metrics: {self.path}" + self._prepare(resumed_iteration)
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        # Open as long as the run.
+        self._file: TextIO = open(open_for_append(self.path), "w", encoding="utf-8")  # noqa: SIM115
         self._pending: dict[str, Any] = {}
 
     def _prepare(self, resumed_iteration: int) -> str:
-        if not self.path.exists() or self.path.stat().st_size == 0:
+        try:
+            with open_regular(self.path) as fd:
+                size = os.fstat(fd).st_size
+        except FileNotFoundError:
+            return ""
+        if size == 0:
             return ""
         if resumed_iteration == 0:
             kept = _free_name(self.path)
             self.path.rename(kept)
             return f" (an earlier run's is kept as {kept.name})"
         kept_lines, dropped = 0, 0
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as out:
-            for line, record in _lines(self.path):
+        with published(self.path) as out:
+            for line, record in _lines(self.path, follow=False):
                 if record is not None and record["iteration"] <= resumed_iteration:
-                    out.write(line)
+                    out.write(line.encode())
                     kept_lines += 1
                 else:
                     dropped += 1
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, self.path)
         dropped_note = f", {dropped} after iteration {resumed_iteration} dropped" if dropped else ""
         return f" ({kept_lines} lines kept{dropped_note})"
 
@@ -115,9 +121,12 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def _lines(path: Path, *, follow: bool = True) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line with its record, None where it is none."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with (
+        open_regular(path, follow=follow) as fd,
+        open(fd, encoding="utf-8", errors="replace", closefd=False) as file,
+    ):
         for line in file:
             try:
                 record = json.loads(line)
@@ -131,7 +140,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 def _free_name(path: Path) -> Path:
     number = 1
-    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")):
         number += 1
     return candidate
 

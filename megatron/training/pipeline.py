@@ -29,6 +29,7 @@ from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
 from megatron.training.pipeline_memory import check_snapshot, settle_limits
 from megatron.training.plans import Plans
+from megatron.training.run_folder import OutputPathError
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
 from megatron.training.step_numbers import (
@@ -39,7 +40,6 @@ from megatron.training.step_numbers import (
     loss_to_differentiate,
 )
 from megatron.training.timers import Timers
-from megatron.training.writers import OutputPathError
 
 
 @dataclasses.dataclass

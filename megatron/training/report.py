@@ -9,13 +9,13 @@ import dataclasses
 import html
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.safe_files import publish_text
 from megatron.training.chart import Mark, Series, line_chart
 from megatron.training.exit_status import DESCRIPTIONS, ExitRecord, ExitStatus, read_exit_json
 from megatron.training.metrics_file import read_metrics
@@ -99,9 +99,7 @@ def write_report(
     page = render(run, title=title, facts=facts or {}, exit_record=record)
     out = Path(out_path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, out)
+    publish_text(out, page)
     return out
 
 

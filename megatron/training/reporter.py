@@ -34,8 +34,12 @@ class Reporter:
         self._flops = 0.0
         self._memory_told = False
         self._bubbles: pipeline_lines.Bubbles | None = None  # that no record has had yet
+        assert session.folder.path is not None, "a run without a folder"
         self.writers: Writers = open_writers(
-            session.config, enabled=session.ps.is_last_rank, resumed_iteration=state.iteration
+            session.config,
+            session.folder.path,
+            enabled=session.ps.is_last_rank,
+            resumed_iteration=state.iteration,
         )
         self._progress_line("Starting job")
 

@@ -286,7 +286,8 @@ class _Resolver:
                 f"--ckpt-format {v['ckpt_format']}: there is one format, ours, under the name torch_dist"
             )
             self.derive("ckpt_format", "torch_dist")
-        self.fill("metrics_file", os.path.join(v["save"] or "", "metrics.jsonl"))
+        if v["save"] is not None:  # else in the run's own folder, which has no name yet
+            self.fill("metrics_file", os.path.join(v["save"], "metrics.jsonl"))
 
 
 def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int | None:

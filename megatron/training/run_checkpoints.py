@@ -22,7 +22,9 @@ class RunCheckpoints:
         self.last: str | None = None
         self._session, self._engine, self._state, self._nan_policy = session, engine, state, nan_policy
         self._config = session.config
-        self._checkpointer = Checkpointer(session.ps, session.config.checkpoint, log=session.print_rank_0)
+        self._checkpointer = Checkpointer(
+            session.ps, session.config.checkpoint, log=session.print_rank_0, guard=session.folder.check
+        )
         self._reporter: Reporter | None = None
         self._saved_data: Any = None
         self._data_description: Any = None

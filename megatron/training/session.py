@@ -8,7 +8,6 @@ import logging
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
+from megatron.training.run_folder import RunFolder
 from megatron.training.saved_vocabulary import (
     check_holds_tokenizer,
     saved_padded_vocabulary,
@@ -44,6 +44,7 @@ class Session:
     timers: Timers
     watchdog: Watchdog
     tokenizer: Tokenizer
+    folder: RunFolder
     started_at: float
 
     def print_rank_0(self, text: str) -> None:
@@ -62,6 +63,7 @@ class Session:
         """Leave the world together with all other ranks."""
         self.watchdog.close()
         parallel_state.destroy_process_group(self.ps)
+        self.folder.release()
 
 
 def say(text: str) -> None:
@@ -70,11 +72,11 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def initialize(config: Config, env: LaunchEnv) -> Session:
-    """Threads, device, ranks, the comparison between ranks, seeds, tokenizer: everything before the model.
+def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
+    """Threads, device, ranks, the comparison between ranks, seeds, tokenizer, the run's folder: all before the model.
 
     Raises ValueError for the user's mistakes, StartupMismatchError on every rank when ranks were started differently,
-    PeerLostError. Communicates over the world.
+    LeaseError on every rank when another run holds --save, PeerLostError. Communicates over the world.
     """
     started_at = time.monotonic()
     if config.logging.logging_level is not None:
@@ -92,7 +94,10 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
         here, rank=env.rank, world_size=env.world_size, timeout=timeout, attempt=env.restart_count
     )
     watchdog = Watchdog(
-        store, env.rank, env.world_size, store_host=f"{env.master_addr} (rank 0 or its launcher)"
+        store,
+        env.rank,
+        env.world_size,
+        store_host=f"{env.master_addr}:{env.master_port} (rank 0 or its launcher)",
     )
     ps = parallel_state.make_parallel_state(
         grid,
@@ -115,7 +120,11 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
         synchronize=here.synchronize,
         barrier=lambda: collectives.barrier(ps.control_group),
     )
-    session = Session(config, env, here, ps, timers, watchdog, tokenizer, started_at)
+    # The last thing that may be refused: from here on the run's ends are recorded, and the folder given free. Gathered,
+    # as a broadcast would not wait for the others, who would lose a first rank that ends.
+    claimed = folder.claim(env, say) if ps.is_first_rank else None
+    folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
+    session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
     session.print_rank_0(metrics.threads_line(threads, device.available_cores(), env.local_world_size))
     session.print_rank_0(metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0))
     return session
@@ -160,8 +169,3 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) ->
         return config.replace(padded_vocab_size=padded)
     check_holds_tokenizer(config, tokenizer.vocab_size)
     return config
-
-
-def record_directory(config: Config) -> Path:
-    """Where exit.json goes: --save, else the working directory."""
-    return Path(config.checkpoint.save or ".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -24,24 +25,24 @@ from megatron.training.exit_status import (
     ExitRecord,
     ExitStatus,
     TrainingExit,
-    clear_exit_json,
     hard_exit,
+    leave_exit_json,
     report_failure,
     second_signal_words,
     status_of,
-    write_exit_json,
 )
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.loop import Ending, TrainingLoop
+from megatron.training.orphans import OrphanedError, OrphanGuard
 from megatron.training.pipeline import build_runner
 from megatron.training.plans import Plans
 from megatron.training.problems import ConfigurationError
 from megatron.training.replica_check import ReplicaMismatchError
-from megatron.training.session import Session, initialize, record_directory
+from megatron.training.run_folder import OutputPathError, RunFolder
+from megatron.training.session import Session, initialize
 from megatron.training.signals import SignalHandler
 from megatron.training.startup_check import StartupMismatchError
 from megatron.training.step_numbers import ForwardStep
-from megatron.training.writers import OutputPathError
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     ConfigurationError: ExitStatus.CONFIGURATION,
@@ -58,6 +59,7 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     DataError: ExitStatus.DATA,
     TokenizerError: ExitStatus.DATA,
     PeerLostError: ExitStatus.PEER_LOST,
+    OrphanedError: ExitStatus.PEER_LOST,
 }
 # Raised on every rank alike, with the same message: one rank of a machine says it.
 RAISED_ALIKE = (
@@ -112,26 +114,23 @@ class _Run:
 
     def __init__(self, config: Config) -> None:
         self.env = LaunchEnv.read()
-        self.directory = record_directory(config)
+        self.folder = RunFolder(config.checkpoint.save, on_lost=self._end_aside)
         self.config = config
         self.session: Session | None = None
         self.loop: TrainingLoop | None = None
-        self.signals = SignalHandler(
-            on_second=second_signal_words(
-                self.directory,
-                rank=self.env.rank,
-                iteration=lambda: self._iteration,
-                checkpoint=lambda: self._checkpoint,
-            )
+        self.signals = SignalHandler(on_second=self._second_signal)
+        self.guard = OrphanGuard(
+            os.getppid() if self.env.run_id is not None else None,
+            store_trouble=lambda s: None if self.session is None else self.session.watchdog.store_trouble(s),
+            where=lambda: "starting" if self.session is None else self.session.watchdog.place,
+            end=self._end_aside,
         )
 
     def run(
         self, datasets_provider: DatasetsProvider, model_provider: ModelProvider, forward_step: ForwardStep
     ) -> Ending:
         """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
-        if self.env.rank == 0:
-            clear_exit_json(self.directory)
-        session = self.session = initialize(self.config, self.env)
+        session = self.session = initialize(self.config, self.env, self.folder)
         config = session.config
         global_vars.set_global_variables(
             {**config.flat(), **config.extra}, rank=session.ps.rank, world_size=session.ps.world_size
@@ -163,26 +162,56 @@ class _Run:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why, leave exit.json, and end without waiting for anybody."""
+        self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
-        if isinstance(error, RAISED_ALIKE) and self.env.local_rank != 0:
-            status = status_of(error, STATUS_TABLE)
-        else:
-            status = report_failure(
-                error,
-                STATUS_TABLE,
-                rank=self.env.rank,
-                directory=self.directory,
-                iteration=self._iteration,
-                checkpoint=self._checkpoint,
-                diagnose=None if watchdog is None else watchdog.diagnose,
-            )
+        status = status_of(error, STATUS_TABLE)
+        if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
+            self._report(error, status, diagnose=None if watchdog is None else watchdog.diagnose)
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
+        self.folder.release()
         hard_exit(status)
+
+    def _end_aside(self, error: Exception) -> NoReturn:
+        """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
+        status = status_of(error, STATUS_TABLE)
+        try:
+            self._report(error, status)
+            if self.session is not None:
+                self.session.watchdog.close(reason=str(error))
+            self.folder.release()
+        finally:
+            hard_exit(status)
+
+    def _report(
+        self, error: BaseException, status: ExitStatus, *, diagnose: Callable[[], str] | None = None
+    ) -> None:
+        report_failure(
+            error,
+            STATUS_TABLE,
+            rank=self.env.rank,
+            directory=self.folder.for_exit_record(status),
+            iteration=self._iteration,
+            checkpoint=self._checkpoint,
+            diagnose=diagnose,
+        )
+
+    def _second_signal(self, signum: int) -> int:
+        """Last words in the signals' thread."""
+        words = second_signal_words(
+            self.folder.for_exit_record(ExitStatus.STOPPED),
+            rank=self.env.rank,
+            iteration=lambda: self._iteration,
+            checkpoint=lambda: self._checkpoint,
+        )
+        status = words(signum)
+        self.folder.release()
+        return status
 
     def end(self, ending: Ending) -> None:
         """All ranks leave together; status 0 returns to the caller."""
         assert self.session is not None, "a run ended before it began"
+        self.guard.close()
         if self.env.rank == 0:
             record = ExitRecord.of(
                 ending.status,
@@ -191,7 +220,7 @@ class _Run:
                 iteration=self._iteration,
                 checkpoint=self._checkpoint,
             )
-            write_exit_json(self.directory, record)
+            leave_exit_json(self.folder.for_exit_record(ending.status), record)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

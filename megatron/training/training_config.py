@@ -129,7 +129,7 @@ class LoggingConfig:
     metrics_file: str | None = arg(
         None,
         "JSONL file of metrics, always written",
-        derived="metrics.jsonl in --save, else in the working directory",
+        derived="metrics.jsonl in --save, else in runs/TIME-PID",
         ours=True,
     )
     log_pipeline_timeline: str | None = arg(

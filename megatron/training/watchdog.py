@@ -33,6 +33,8 @@ from megatron.training.culprit import (
 )
 
 INTERVAL_S = 0.4
+ECHO_EVERY = 10  # publications; `set` does not wait for an answer, so now and then one is asked for
+STORE_SILENT_S = 60.0  # without an answer: a store that thousands of ranks write to may be slow
 # A live rank publishes within one interval; four leave room for a loaded machine, and keep within the
 # promised 2 s.
 BUDGET_INTERVALS = 4.0
@@ -71,6 +73,7 @@ class Watchdog:
         self._state, self._reason, self._beat = RUNNING, "", 0
         self._closing = False
         self.store_error: str | None = None
+        self._unanswered_s = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._publish_loop, name="watchdog", daemon=True)
         self._thread.start()
@@ -131,6 +134,9 @@ class Watchdog:
             self._beat += 1
             try:
                 self._publishing.set(self._key(self.rank), self.record().to_json())
+                if self._beat % ECHO_EVERY == 1 and not last:
+                    self._publishing.check([self._key(self.rank)])
+                    self._unanswered_s = 0.0
             except (RuntimeError, OSError) as error:
                 self.store_error = first_line(error)
                 return
@@ -138,6 +144,21 @@ class Watchdog:
                 return
             self._wake.wait(self._interval_s)
             self._wake.clear()
+
+    def store_trouble(self, since_last_s: float) -> str | None:
+        """What is wrong with the store, if anything. Called every `since_last_s` s; the calls are counted rather than
+        the time, in which this process may have been stopped."""
+        self._unanswered_s += since_last_s
+        if self.store_error is not None:
+            return f"the store at {self._store_host} is gone ({self.store_error})"
+        if self._unanswered_s > STORE_SILENT_S:
+            return f"the store at {self._store_host} has not answered for {self._unanswered_s:.0f} s"
+        return None
+
+    @property
+    def place(self) -> str:
+        """Where the main thread is, for a message."""
+        return f"at step {self._step}, phase {self._phase}"
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
@@ -174,7 +195,7 @@ class Watchdog:
         return (
             f"the store is gone ({why}): its host, {self._store_host}, is lost, so who else is stuck "
             "cannot be told. "
-            f"This rank was at step {mine.step}, phase {mine.phase}{newest_collective(mine)}"
+            f"This rank was {self.place}{newest_collective(mine)}"
         )
 
     def _observe(self) -> tuple[dict[int, ProgressRecord], set[int]]:

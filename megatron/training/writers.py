@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core import optional
+from megatron.core.safe_files import open_for_append
 from megatron.training.config import Config
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_file import MetricsFile
 from megatron.training.progress import Progress
+from megatron.training.run_folder import OutputPathError
 from megatron.training.training_config import LoggingConfig
 
 PROGRESS_FILE = "progress.txt"
@@ -85,14 +87,16 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """One MLflow run."""
+    """One MLflow run, recorded in the run's folder where neither flag nor environment says where."""
 
     name = "mlflow"
 
-    def __init__(self, log: LoggingConfig) -> None:
+    def __init__(self, log: LoggingConfig, folder: Path) -> None:
         self._mlflow = optional.require("mlflow", "mlflow")
         if log.mlflow_tracking_uri is not None:
             self._mlflow.set_tracking_uri(log.mlflow_tracking_uri)
+        elif not self._mlflow.is_tracking_uri_set():
+            self._mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
         self._mlflow.set_experiment(log.mlflow_experiment)
         self._mlflow.start_run(run_name=log.mlflow_run_name)
 
@@ -240,7 +244,7 @@ def append_progress(
     path = Path(save) / PROGRESS_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
+        with open(open_for_append(path), "w", encoding="utf-8") as file:
             file.write("\t".join(fields) + "\n")
     except OSError as error:
         _warn(f"{path} is not written: {error}")
@@ -258,33 +262,30 @@ def untracked_tags(log: LoggingConfig) -> frozenset[str]:
     return frozenset(tags)
 
 
-class OutputPathError(ValueError):
-    """A place that the flags name cannot be written."""
+def metrics_path(config: Config, folder: Path) -> Path:
+    """--metrics-file, else metrics.jsonl in the run's folder. A link counts where the user has named it."""
+    if config.logging.metrics_file is None:
+        return folder / "metrics.jsonl"
+    path = Path(config.logging.metrics_file)
+    return path.resolve() if config.given("metrics_file") and path.is_symlink() else path
 
 
-def metrics_path(config: Config) -> Path:
-    """--metrics-file, else metrics.jsonl in --save, else in the working directory."""
-    if config.logging.metrics_file is not None:
-        return Path(config.logging.metrics_file)
-    return Path(config.checkpoint.save or ".") / "metrics.jsonl"
-
-
-def open_writers(config: Config, *, enabled: bool, resumed_iteration: int) -> Writers:
-    """The writers of a run. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
+def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iteration: int) -> Writers:
+    """The writers of a run. folder: the run's. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
 
     Raises MissingPackageError naming the pip line, and OutputPathError, both ValueErrors.
     """
     if not enabled:
         return Writers()
     try:
-        return _open(config, resumed_iteration)
+        return _open(config, folder, resumed_iteration)
     except OSError as error:
         raise OutputPathError(
             f"{error.filename}: {error.strerror}: name other places in --save, --metrics-file, --tensorboard-dir"
         ) from error
 
 
-def _open(config: Config, resumed_iteration: int) -> Writers:
+def _open(config: Config, folder: Path, resumed_iteration: int) -> Writers:
     log = config.logging
     values = {**config.flat(), **config.extra}
     trackers: list[Tracker] = []
@@ -297,11 +298,12 @@ def _open(config: Config, resumed_iteration: int) -> Writers:
             )
         )
     if log.wandb_project:
-        directory = log.wandb_save_dir or config.checkpoint.save or "."
-        trackers.append(WandbTracker(log, directory, values))
+        if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
+            folder.mkdir(parents=True, exist_ok=True)
+        trackers.append(WandbTracker(log, log.wandb_save_dir or str(folder), values))
     if log.mlflow_experiment:
-        trackers.append(MlflowTracker(log))
-    file = MetricsFile(metrics_path(config), resumed_iteration=resumed_iteration)
+        trackers.append(MlflowTracker(log, folder))
+    file = MetricsFile(metrics_path(config, folder), resumed_iteration=resumed_iteration)
     print(f" > {file.note}", flush=True)
     progress = None
     if log.progress != "off" and config.total_iterations:

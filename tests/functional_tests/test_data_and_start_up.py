@@ -1,5 +1,7 @@
 """Mistakes that show when a run starts, or when it meets its data: one clear message, its status, no traceback."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -22,9 +24,12 @@ def flags(corpus="corpus", *more):
     return [*launch.TINY_DATA, "--train-iters", "4", "--data-path", corpus, "--split", "100,0,0", *more]
 
 
-def refused(run, status, folder):
+def refused(run, status, folder=None):
+    """folder: where the run was started; None: it was refused before it had a folder to leave a record in."""
     launch.ended(run, status)
     assert "Traceback" not in run.output
+    if folder is None:
+        return run.output
     record = launch.exit_record(folder)
     assert record["status"] == status
     assert not record["requeue"]
@@ -85,7 +90,8 @@ def test_damaged_tokenizer_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     words = flags("corpus", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tokenizer.json")
     words = [word for word in words if word not in ("--vocab-size", "127")]
-    assert "tokenizer.json" in refused(launch.run_forked(words, cwd=tmp_path), 4, tmp_path)
+    assert "tokenizer.json" in refused(launch.run_forked(words, cwd=tmp_path), 4)
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
 def test_wrong_flags_under_torchrun(tmp_path):
@@ -119,7 +125,8 @@ def test_ranks_started_differently(tmp_path):
         cwd=tmp_path,
         rank_env=lambda rank: {"LR_OF_RANK_1": "0.005"},
     )
-    output = refused(run, 2, tmp_path)
+    output = refused(run, 2)
+    assert not list(tmp_path.iterdir())
     assert "min_lr: rank 1 has 0.005, rank 0 0.0" in output
     assert output.count("the ranks were not started alike") == 1
 

@@ -147,7 +147,7 @@ def test_nothing_is_timed_or_measured_unasked(tmp_path):
     assert "params norm" not in run.output
     assert "num zeros" not in run.output
     assert "throughput" not in run.output
-    assert (tmp_path / "metrics.jsonl").exists()
+    assert launch.metrics_lines(tmp_path)
     assert launch.exit_record(tmp_path)["checkpoint"] is None
 
 

@@ -160,9 +160,10 @@ def test_skip_train_needs_neither_length_nor_schedule_nor_optimizer(tmp_path):
 
 
 def test_an_old_exit_record_does_not_outlive_the_next_start(tmp_path):
-    (tmp_path / "exit.json").write_text("{}")
-    with launch.forked(ENDLESS, cwd=tmp_path) as group:
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / "exit.json").write_text("{}")
+    with launch.forked([*ENDLESS, *SAVING], cwd=tmp_path) as group:
         group.wait_for("iteration        1/")
         group.kill()
         group.wait()
-    assert not (tmp_path / "exit.json").exists()
+    assert not (tmp_path / "ck" / "exit.json").exists()

@@ -329,15 +329,20 @@ def _become(argv: list[str], output: Path, cwd: Path, variables: Mapping[str, st
         os._exit(status)
 
 
+def run_folder(directory: Path) -> Path:
+    """Of the newest run without --save that was started in a directory; a directory without any is a run's own."""
+    return max((directory / "runs").glob("*-*"), default=directory)
+
+
 def exit_record(directory: Path) -> dict[str, Any]:
     """The run's exit.json."""
-    record: dict[str, Any] = json.loads((directory / "exit.json").read_text())
+    record: dict[str, Any] = json.loads((run_folder(directory) / "exit.json").read_text())
     return record
 
 
 def metrics_lines(directory: Path) -> list[dict[str, Any]]:
     """The run's metrics.jsonl."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run_folder(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
 def ok(finished: Finished) -> Finished:

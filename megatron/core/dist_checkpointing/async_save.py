@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import Log, PendingSave, begin_save, no_log
+from megatron.core.dist_checkpointing.save import Guard, Log, PendingSave, begin_save, no_guard, no_log
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.parallel_state import ParallelState
 
@@ -45,8 +45,8 @@ class _Writer(threading.Thread):
 class AsyncSaver:
     """Owns the save in flight, and the host copy, which it keeps for the next save."""
 
-    def __init__(self, log: Log = no_log) -> None:
-        self._log = log
+    def __init__(self, log: Log = no_log, guard: Guard = no_guard) -> None:
+        self._log, self._guard = log, guard
         self._writer: _Writer | None = None
         self._buffer: Tensor | None = None
 
@@ -80,7 +80,7 @@ class AsyncSaver:
             earlier = self.maybe_finalize(ps, blocking=True)
         pending = begin_save(
             root, iteration, pieces, common, per_rank, ps,
-            retain_interval=retain_interval, cache=cache, log=self._log,
+            retain_interval=retain_interval, cache=cache, log=self._log, guard=self._guard,
         )  # fmt: skip
         self._buffer = pending.snapshot(self._buffer)
         self._writer = _Writer(pending)

@@ -44,7 +44,8 @@ def new_temporary(root: Path, iteration: int) -> Path:
 def clean(root: Path) -> list[str]:
     """Remove what killed saves left behind, and put a replaced checkpoint back that nothing replaced.
 
-    Two runs must not save into one folder at once: this would remove the other's unfinished save. Returns log lines.
+    Two runs must not save into one folder at once: this would remove the other's unfinished save (training/lease.py
+    sees to it). Returns log lines.
     """
     entries = list_entries(root)
     committed = {entry.iteration for entry in entries if entry.kind is Kind.COMMITTED}

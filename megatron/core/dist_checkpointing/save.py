@@ -7,6 +7,7 @@ other rank (so a thread can do it, `async_save`) and whose `commit` makes the di
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -40,11 +41,16 @@ from megatron.core.dist_checkpointing.storage import (
 from megatron.core.parallel_state import ParallelState
 
 Log = Callable[[str], None]
+Guard = Callable[[], None]  # raises CheckpointError, or OSError, when the folder is not to be changed
 _CHUNK_JSON_BYTES = 250  # what the manifest and the header of a shard say about one chunk, about
 
 
 def no_log(line: str) -> None:
     """For callers that do not want the lines."""
+
+
+def no_guard() -> None:
+    """For callers who are alone in their folder."""
 
 
 def save(
@@ -58,6 +64,7 @@ def save(
     retain_interval: int | None = None,
     cache: PlanCache | None = None,
     log: Log = no_log,
+    guard: Guard = no_guard,
 ) -> Path:
     """Write `iter_<iteration>/` in `root` and commit it; the directory, on every rank.
 
@@ -65,13 +72,15 @@ def save(
     aside. common: JSON values that all ranks share (rank 0's are written); per_rank: this rank's own.
     retain_interval: once committed, older checkpoints of other iterations are removed, the newest two aside.
     cache: keep one between saves, so that an unchanged plan is not made again. log: gets rank 0's lines.
+    guard: called on rank 0 before it cleans up in the folder, and again before it commits.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together, with nothing left behind
     and older checkpoints untouched.
     """
     pending = begin_save(
-        root, iteration, pieces, common, per_rank, ps, retain_interval=retain_interval, cache=cache, log=log
-    )
+        root, iteration, pieces, common, per_rank, ps,
+        retain_interval=retain_interval, cache=cache, log=log, guard=guard,
+    )  # fmt: skip
     with step() as outcome:
         outcome.value = pending.write()
     return pending.commit(outcome, ps)
@@ -94,6 +103,7 @@ class PendingSave:
     needed_bytes: int
     retain_interval: int | None
     log: Log
+    guard: Guard
 
     def snapshot(self, buffer: Tensor | None) -> Tensor:
         """Copy what this rank writes to host memory, so that training may go on; `write` then uses the copy.
@@ -123,6 +133,10 @@ class PendingSave:
             raise CheckpointError(self._disk_problem(path, error)) from error
 
     def _disk_problem(self, path: Path, error: OSError) -> str:
+        if isinstance(error, FileNotFoundError) and not self.temporary.is_dir():
+            return f"{self.temporary} was removed while this save was writing it: leave the folder to one run at a time"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return f"{path}: {error.strerror}"
         return (
             f"{path}: {error.strerror}; this save needs {self.needed_bytes} bytes, "
             f"{shutil.disk_usage(self.root).free} bytes are free in {self.root}"
@@ -156,6 +170,7 @@ class PendingSave:
         ]
         writer = SafeStorageWriter(self.temporary)
         writer.facts = dataclasses.replace(self.facts, per_rank=tuple(own for _, own in answers))
+        self.guard()
         try:
             writer.finish(self.metadata, results)
             notes = commit.commit(self.temporary, self.root, self.iteration)
@@ -187,6 +202,7 @@ def begin_save(
     retain_interval: int | None = None,
     cache: PlanCache | None = None,
     log: Log = no_log,
+    guard: Guard = no_guard,
 ) -> PendingSave:
     """Agree on who writes what, look at the free space, make the directory. Arguments as in `save`.
 
@@ -201,7 +217,7 @@ def begin_save(
     with step() as prepared:
         if rank == 0:
             needed = _estimate(plans, facts, own)
-            prepared.value = [_prepare(root, iteration, needed, log).name, needed]
+            prepared.value = [_prepare(root, iteration, needed, log, guard).name, needed]
     name, needed = prepared.gather(ps)[0]
     return PendingSave(
         root=root,
@@ -217,13 +233,15 @@ def begin_save(
         needed_bytes=needed,
         retain_interval=retain_interval,
         log=log,
+        guard=guard,
     )
 
 
-def _prepare(root: Path, iteration: int, needed: int, log: Log) -> Path:
+def _prepare(root: Path, iteration: int, needed: int, log: Log, guard: Guard) -> Path:
     """On rank 0: clean up after killed saves, refuse what cannot fit, make the directory to write in."""
     try:
         root.mkdir(parents=True, exist_ok=True, mode=commit.DIRECTORY_MODE)
+        guard()
         for note in commit.clean(root):
             log(note)
         free = shutil.disk_usage(root).free

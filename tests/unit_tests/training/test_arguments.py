@@ -279,6 +279,7 @@ def test_use_checkpoint_args_without_a_checkpoint_warns_and_refuses_a_damaged_on
 ):
     monkeypatch.chdir(tmp_path)
     words = [*SMALL, "--load", str(tmp_path), "--use-checkpoint-args"]
+    words += ["--save", str(tmp_path), "--save-interval", "1"]
     assert any("no checkpoint" in warning for warning in parse_config(words).warnings)
     save_shape(tmp_path, 10, hidden_size=32)
     manifest = tmp_path / "iter_0000010" / "manifest.json"

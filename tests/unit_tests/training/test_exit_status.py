@@ -91,7 +91,7 @@ def test_lost_peer_never_hides_the_cause(tmp_path):
 
 
 def test_lost_peer_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
-    def no_links(*_):
+    def no_links(*_, **__):
         raise PermissionError("no links here")
 
     monkeypatch.setattr(os, "link", no_links)
@@ -202,3 +202,25 @@ def test_second_signal_is_75_only_with_a_checkpoint(tmp_path, capfd):
     shown = capfd.readouterr().err
     assert "[rank 2] second SIGTERM: stopped at once, without saving; valid checkpoint: none" in shown
     assert "second SIGINT" in shown
+
+
+def test_a_planted_link_is_replaced_and_never_followed(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    for status in (ExitStatus.DONE, ExitStatus.PEER_LOST):
+        folder = tmp_path / status.name
+        folder.mkdir()
+        (folder / "exit.json").symlink_to(tmp_path / "target")
+        with pytest.raises(OSError, match="symbolic link"):
+            exit_status.read_exit_json(folder)
+        write_exit_json(folder, ExitRecord.of(status, "over", rank=0))
+        assert (folder / "exit.json").is_symlink() == (status is ExitStatus.PEER_LOST)
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+def test_a_record_is_left_although_nobody_hears_the_message(tmp_path):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    status = exit_status.report_failure(DataError("bad"), TABLE, rank=0, directory=tmp_path, stream=Closed())
+    assert status == exit_status.read_exit_json(tmp_path).status == 4

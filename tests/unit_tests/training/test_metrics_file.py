@@ -91,3 +91,21 @@ def test_damage_is_named_except_a_last_line_cut_short(tmp_path):
     path.write_text('{"iteration": 1}\nnonsense\n{"iteration": 2}\n')
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not a JSON object"):
         list(read_metrics(path))
+
+
+@pytest.mark.parametrize("resumed", [0, 3])
+@pytest.mark.parametrize("content", [None, "", '{"iteration": 1}\n'])
+def test_a_planted_link_is_refused(tmp_path, resumed, content):
+    target, path = tmp_path / "target", tmp_path / "metrics.jsonl"
+    if content is not None:
+        target.write_text(content)
+    path.symlink_to(target)
+    with pytest.raises(OSError, match=r"symbolic link"):
+        MetricsFile(path, resumed_iteration=resumed)
+    assert (target.read_text() if target.exists() else None) == content
+
+
+def test_names_of_kept_records_that_are_links_to_nowhere_are_passed_over(tmp_path):
+    (tmp_path / "metrics.old-1.jsonl").symlink_to(tmp_path / "nowhere")
+    write(tmp_path / "metrics.jsonl", 2)
+    assert "kept as metrics.old-2.jsonl" in write(tmp_path / "metrics.jsonl", 3).note

@@ -57,7 +57,7 @@ def resolved(machine=None, **values):
         ({"train_data_path": ("a",)}, {"split": None}),
         ({"ckpt_format": "torch"}, {"ckpt_format": "torch_dist"}),
         ({"save": "runs"}, {"metrics_file": "runs/metrics.jsonl"}),
-        ({}, {"metrics_file": "metrics.jsonl", "distributed_backend": "gloo", "world_size": 1}),
+        ({}, {"metrics_file": None, "distributed_backend": "gloo", "world_size": 1}),
         ({"distributed_backend": "nccl"}, {"distributed_backend": "gloo"}),
     ],
 )

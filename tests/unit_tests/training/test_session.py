@@ -12,10 +12,11 @@ import torch
 
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
+from megatron.training.run_folder import RunFolder
 from megatron.training.session import initialize
 
 env = LaunchEnv.read()
-session = initialize(parse_config(sys.argv[1:], env=env), env)
+session = initialize(parse_config(sys.argv[1:], env=env), env, RunFolder(None, print))
 groups = {name: session.ps.groups[name].ranks for name in ("dp", "dp_gather", "dp_outer")}
 found = session.gather({"threads": torch.get_num_threads(), **groups})
 session.print_rank_0("found: " + json.dumps(found))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from megatron.training import writers
 from megatron.training.config import Config
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_file import read_metrics
+from megatron.training.run_folder import OutputPathError
 from megatron.training.writers import Writers, open_writers
 
 
@@ -29,7 +31,7 @@ def read_tensorboard(folder):
 
 def test_only_the_last_rank_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    silent = open_writers(config(tensorboard_dir="tb"), enabled=False, resumed_iteration=0)
+    silent = open_writers(config(tensorboard_dir="tb"), tmp_path, enabled=False, resumed_iteration=0)
     silent.record({"lm loss": 1.0}, step=1, samples=8)
     silent.scalar("a", 1.0, 1)
     silent.checkpoint_saved(1, "x")
@@ -43,14 +45,15 @@ def test_only_the_last_rank_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("values", "place"),
     [
-        ({}, "metrics.jsonl"),
+        ({}, "runs/one/metrics.jsonl"),
         ({"save": "out/run1"}, "out/run1/metrics.jsonl"),
         ({"save": "out", "metrics_file": "elsewhere/m.jsonl"}, "elsewhere/m.jsonl"),
     ],
 )
 def test_metrics_are_always_written(tmp_path, monkeypatch, capsys, values, place):
     monkeypatch.chdir(tmp_path)
-    sinks = open_writers(config(**values), enabled=True, resumed_iteration=0)
+    folder = Path(values.get("save", "runs/one"))
+    sinks = open_writers(config(**values), folder, enabled=True, resumed_iteration=0)
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
     sinks.checkpoint_saved(5, "iter_0000005")
     sinks.close()
@@ -64,7 +67,7 @@ def test_metrics_are_always_written(tmp_path, monkeypatch, capsys, values, place
 
 def test_tensorboard_has_every_tag_twice(tmp_path):
     sinks = open_writers(
-        config(tensorboard_dir=str(tmp_path / "tb"), save=str(tmp_path)), enabled=True, resumed_iteration=0
+        config(tensorboard_dir=str(tmp_path / "tb")), tmp_path, enabled=True, resumed_iteration=0
     )
     sinks.record({"lm loss": 2.0, "grad-norm": 1.5}, step=5, samples=40)
     sinks.scalar("optimizer-time", 0.25, 5)
@@ -88,7 +91,7 @@ def test_flags_keep_tags_out_of_the_trackers_but_never_out_of_the_file(tmp_path)
         "log_loss_scale_to_tensorboard": False,
         "log_world_size_to_tensorboard": True,
     }
-    sinks = open_writers(config(**settings), enabled=True, resumed_iteration=0)
+    sinks = open_writers(config(**settings), tmp_path, enabled=True, resumed_iteration=0)
     scalars = {"lm loss": 1.0, "learning-rate": 0.1, "loss-scale": 2.0, "iteration-time": 3.0}
     sinks.record(scalars, step=1, samples=8)
     sinks.close()
@@ -101,7 +104,7 @@ def record_at(iteration):
 
 
 def test_progress_shows_the_newest_figures_and_the_checkpoints_age(tmp_path, capsys):
-    sinks = open_writers(config(save=str(tmp_path), progress="auto"), enabled=True, resumed_iteration=10)
+    sinks = open_writers(config(progress="auto"), tmp_path, enabled=True, resumed_iteration=10)
     sinks.progress(record_at(11), tokens_per_s=1234.0)
     for iteration in range(11, 20):
         sinks.iteration_done(iteration)
@@ -121,7 +124,7 @@ def test_missing_package_names_the_pip_line(tmp_path, monkeypatch):
         ({"tensorboard_dir": str(tmp_path)}, "tb"),
     ):
         with pytest.raises(ValueError, match=rf"pip install 'megatron-zero\[{extra}\]'"):
-            open_writers(config(save=str(tmp_path), **values), enabled=True, resumed_iteration=0)
+            open_writers(config(**values), tmp_path, enabled=True, resumed_iteration=0)
 
 
 class Calls:
@@ -144,7 +147,7 @@ def stand_ins(monkeypatch):
 
 def test_wandb_calls(tmp_path, stand_ins):
     settings = {"wandb_project": "p", "wandb_exp_name": "n", "wandb_entity": "e", "save": str(tmp_path)}
-    sinks = open_writers(config(**settings), enabled=True, resumed_iteration=0)
+    sinks = open_writers(config(**settings), tmp_path, enabled=True, resumed_iteration=0)
     assert sinks.wandb is stand_ins["wandb"]
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
     sinks.scalar("x-time", 1.0, 5)
@@ -163,7 +166,7 @@ def test_wandb_calls(tmp_path, stand_ins):
 
 def test_mlflow_calls(tmp_path, stand_ins):
     settings = {"mlflow_experiment": "e", "mlflow_run_name": "n", "mlflow_tracking_uri": "file:x"}
-    sinks = open_writers(config(save=str(tmp_path), **settings), enabled=True, resumed_iteration=0)
+    sinks = open_writers(config(**settings), tmp_path, enabled=True, resumed_iteration=0)
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
     sinks.close()
     assert stand_ins["mlflow"].calls == [
@@ -197,7 +200,7 @@ def test_a_tracker_that_fails_is_switched_off_with_one_warning(capsys):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, capsys, monkeypatch):
-    sinks = open_writers(config(save=str(tmp_path)), enabled=True, resumed_iteration=0)
+    sinks = open_writers(config(), tmp_path, enabled=True, resumed_iteration=0)
 
     def full(record):
         raise OSError(28, "No space left")
@@ -216,7 +219,42 @@ def test_untracked_tags_follow_the_flags():
 
 
 def test_values_are_json(tmp_path):
-    sinks = open_writers(config(save=str(tmp_path)), enabled=True, resumed_iteration=0)
+    sinks = open_writers(config(), tmp_path, enabled=True, resumed_iteration=0)
     sinks.close()
     json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert "wandb" not in sys.modules
+
+
+def test_mlflow_and_wandb_record_in_the_runs_folder_unless_told(tmp_path, stand_ins):
+    folder = tmp_path / "runs" / "one"
+    for is_set in (False, True):
+        stand_ins["mlflow"].calls.clear()
+        stand_ins["mlflow"].is_tracking_uri_set = lambda is_set=is_set: is_set
+        open_writers(
+            config(mlflow_experiment="e", wandb_project="p"), folder, enabled=True, resumed_iteration=0
+        ).close()
+        told = [args for name, args, _ in stand_ins["mlflow"].calls if name == "set_tracking_uri"]
+        assert told == ([] if is_set else [((folder / "mlruns").as_uri(),)])
+    assert stand_ins["wandb"].calls[0][2]["dir"] == str(folder)
+    assert folder.is_dir()
+
+
+def test_a_metrics_file_that_the_user_names_may_be_a_link(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to(tmp_path / "target.jsonl")
+    named = dataclasses.replace(
+        config(metrics_file=str(tmp_path / "m.jsonl")), origin={"metrics_file": "command line"}
+    )
+    open_writers(named, tmp_path, enabled=True, resumed_iteration=0).close()
+    assert list(read_metrics(tmp_path / "target.jsonl"))
+    with pytest.raises(OutputPathError, match="symbolic link"):
+        open_writers(
+            config(metrics_file=str(tmp_path / "m.jsonl")), tmp_path, enabled=True, resumed_iteration=0
+        )
+
+
+def test_progress_is_not_written_through_a_planted_link(tmp_path, capsys):
+    (tmp_path / "progress.txt").symlink_to(tmp_path / "target")
+    facts = {"job_id": "", "world_size": 1, "iteration": 1, "consumed_samples": 8, "flops": 1.0}
+    writers.append_progress(str(tmp_path), "Starting job", **facts)
+    assert not (tmp_path / "target").exists()
+    assert "is a symbolic link" in capsys.readouterr().err

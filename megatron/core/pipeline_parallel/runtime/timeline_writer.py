@@ -11,6 +11,7 @@ from megatron.core import host_data
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
+from megatron.core.safe_files import open_for_append
 
 
 class TimelineWriter:
@@ -29,7 +30,7 @@ class TimelineWriter:
         _set_earlier_aside(directory, ps)
         self._pipeline = ps.pp_group.ranks
         self._device = ps.device
-        self._file = (directory / file_name(ps.rank)).open("w")
+        self._file = open(open_for_append(directory / file_name(ps.rank)), "w")  # noqa: SIM115 - as long as the run
         # Both clocks at once: what is written counts from here.
         self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
         self._plan: Plan | None = None

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import save as save_module
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -208,3 +209,35 @@ def test_manifest_names_versions_and_hashes_the_configuration(tmp_path):
     second = json.loads((directory / "manifest.json").read_text())
     assert first["config_hash"] != second["config_hash"]
     assert first["code_version"] == second["code_version"] != ""
+
+
+def test_a_save_whose_directory_another_removed_says_so_and_nothing_of_space(tmp_path, monkeypatch):
+    def removed(path, layout, resolve):
+        shutil.rmtree(path.parent)
+        return open(path, "rb")
+
+    monkeypatch.setattr(save_module, "write_shard", removed)
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000001\.tmp-\w+ was removed while .* one run at a time"
+    ) as error:
+        world_of_one(torch.ones(8), tmp_path, 1)
+    assert "bytes" not in str(error.value)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_guard_that_refuses_stops_a_save_before_it_cleans_up_and_before_it_commits(tmp_path, allowed):
+    world_of_one(torch.ones(8), tmp_path, 1)
+    left = tmp_path / "iter_0000002.tmp-1234abcd"
+    left.mkdir()  # another run's save under way, as far as this one knows
+    calls = []
+
+    def guard():
+        calls.append(1)
+        if len(calls) > allowed:
+            raise CheckpointError("the folder is another run's")
+
+    with pytest.raises(CheckpointError, match="the folder is another run's"):
+        world_of_one(torch.zeros(8), tmp_path, 2, guard=guard)
+    assert left.exists() == (allowed == 0)
+    assert choose(tmp_path).found.iteration == 1
+    assert not (tmp_path / "iter_0000002").exists()
