@@ -30,7 +30,7 @@ _SHAPE = (
     "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
     "untie_embeddings_and_output_weights "
     "make_vocab_size_divisible_by padded_vocab_size normalization norm_epsilon apply_layernorm_1p "
-    "qk_layernorm swiglu "
+    "qk_layernorm swiglu geglu geglu_tanh embedding_multiplier add_attention_output_bias "
     "quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias apply_query_key_layer_scaling "
     "tokenizer_type tokenizer_model vocab_file merge_file vocab_size tiktoken_pattern "
     "tiktoken_num_special_tokens tiktoken_special_tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.optional import available
+from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.training.flag_lists import TRANSFORMER_ENGINE
 from megatron.training.rule_table import RuleTable, Situation, spelled
 
@@ -83,9 +84,9 @@ def _no_position_embedding(s: Situation) -> str | None:
     return "--no-position-embedding contradicts learned_absolute positions" if given and learned else None
 
 
-@rule("activation", "--swiglu --quick-geglu --squared-relu --openai-gelu", "keep one of them")
+@rule("activation", " ".join(map(spelled, ACTIVATIONS)), "keep one of them")
 def _activation(s: Situation) -> str | None:
-    chosen = [spelled(n) for n in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if s.value(n)]
+    chosen = [spelled(name) for name in ACTIVATIONS if s.value(name)]
     return f"{' and '.join(chosen)} exclude each other" if len(chosen) > 1 else None
 
 
