@@ -97,7 +97,9 @@ def value_type(annotation: Any) -> ValueType:
         inner = [a for a in args if a is not type(None)]
         kinds = [value_type(a) for a in inner]
         # A number, or words: the number's kind, with the words as its choices.
-        assert [k.choices != () for k in kinds] in ([False], [True], [False, True]), f"annotation {annotation!r}"
+        assert [k.choices != () for k in kinds] in ([False], [True], [False, True]), (
+            f"annotation {annotation!r}"
+        )
         return dataclasses.replace(kinds[0], choices=kinds[-1].choices, optional=len(inner) < len(args))
     if origin is typing.Literal:
         return ValueType(kind=str, choices=tuple(typing.get_args(annotation)))

@@ -150,6 +150,14 @@ INERT: tuple[FlagList, ...] = (
     FlagList("it is always written", switches="--log-batch-size-to-tensorboard"),
     FlagList("rotary positions have no table", switches="--no-position-embedding"),
     FlagList("the one data and model class of their kind", values="--data-impl --DDP-impl"),
+    FlagList(
+        "what ranks hold alike is compared by --check-weight-hash-across-dp-replicas-interval, not in every forward",
+        switches="--test-mode",
+    ),
+    FlagList(
+        "no message goes ahead of another: the plan says when a transfer is posted",
+        switches="--no-pre-communication-optimization",
+    ),
     FlagList("experimental features have their own flags", switches="--enable-experimental"),
     FlagList(
         "there is one runtime, and zero-bubble runs equal 1F1B bit for bit",
@@ -190,7 +198,7 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         ZERO_BUBBLE,
         switches="--disable-backward-fusion --enable-layer-redistribution --enable-vocab-parallel "
-        "--use-interlaced-schedule --no-pre-communication-optimization",
+        "--use-interlaced-schedule",
         values="--final-stage-num-layers --num-seq-splits=1",
     ),
     FlagList(

@@ -61,15 +61,13 @@ def _rotary(s: Situation) -> str | None:
 
 @rule(
     "position-embedding-type",
-    "--use-rotary-position-embeddings --position-embedding-type --use-rope-scaling",
+    "--use-rotary-position-embeddings --position-embedding-type",
     "pass --position-embedding-type rope alone",
 )
 def _position_embedding_type(s: Situation) -> str | None:
     kind = s.value("position_embedding_type")
     if s.value("use_rotary_position_embeddings") and kind != "rope":
         return f"--use-rotary-position-embeddings contradicts --position-embedding-type {kind}"
-    if s.value("use_rope_scaling") and kind != "rope":
-        return f"--use-rope-scaling needs rotary positions, not {kind}"
     return None
 
 
@@ -119,7 +117,7 @@ def _transformer_engine(s: Situation) -> str | None:
 @rule(
     "recompute",
     "--recompute-granularity --recompute-method --recompute-num-layers --recompute-activations",
-    "full: give --recompute-method uniform|block and --recompute-num-layers; selective: give neither",
+    "full: give --recompute-method uniform|block and --recompute-num-layers",
 )
 def _recompute(s: Situation) -> str | None:
     granularity, method, layers = (
@@ -131,10 +129,6 @@ def _recompute(s: Situation) -> str | None:
         return "--recompute-activations (selective) contradicts --recompute-granularity full"
     if granularity == "full" and (method is None or layers is None):
         return "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
-    if granularity != "full" and (method is not None or layers is not None):
-        return "--recompute-method and --recompute-num-layers belong to --recompute-granularity full"
-    if layers is not None and s.value("num_layers") is not None and layers > s.value("num_layers"):
-        return f"--recompute-num-layers {layers} is above --num-layers {s.value('num_layers')}"
     return None
 
 
@@ -144,5 +138,7 @@ def _recompute(s: Situation) -> str | None:
     "pass core_attn; other modules: see docs/roadmap.md, 'model variants'",
 )
 def _recompute_modules(s: Situation) -> str | None:
+    if s.value("recompute_granularity") != "selective":
+        return None  # without effect: a warning
     others = [name for name in s.value("recompute_modules") if name != "core_attn"]
     return f"--recompute-modules {' '.join(others)}: only core_attn is supported" if others else None

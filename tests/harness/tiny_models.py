@@ -17,7 +17,12 @@ GQA = {"group_query_attention": True, "num_query_groups": 2}
 LONG_ROPE = {**ROPE, "kv_channels": 16, "rotary_base": 500000, "use_rope_scaling": True}
 GEMMA = {
     **{"position_embedding_type": "rope", "normalization": "RMSNorm", "apply_layernorm_1p": True},
-    **{"geglu_tanh": True, "add_bias_linear": False, "embedding_multiplier": "sqrt_hidden", "kv_channels": 16},
+    **{
+        "geglu_tanh": True,
+        "add_bias_linear": False,
+        "embedding_multiplier": "sqrt_hidden",
+        "kv_channels": 16,
+    },
     **{"group_query_attention": True, "num_query_groups": 1},
 }
 

@@ -77,9 +77,7 @@ class TransformerConfig:
     swiglu: bool = arg(False, "gated SiLU MLP")
     quick_geglu: bool = arg(False, "gated MLP with x * sigmoid(1.702 x)")
     geglu: bool = arg(False, "gated MLP with exact (erf) GELU", ours=True)
-    geglu_tanh: bool = arg(
-        False, "gated MLP with the tanh approximation of GELU, as Gemma's", ours=True
-    )
+    geglu_tanh: bool = arg(False, "gated MLP with the tanh approximation of GELU, as Gemma's", ours=True)
     squared_relu: bool = arg(False, "squared ReLU instead of GELU")
     openai_gelu: bool = arg(False, "tanh approximation of GELU")
     add_bias_linear: bool = arg(True, "no biases in linear layers", flags=("--disable-bias-linear",))

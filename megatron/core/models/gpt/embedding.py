@@ -71,6 +71,8 @@ class LanguageModelEmbedding(nn.Module):
 
 def _word_factor(config: TransformerConfig, dtype: torch.dtype) -> float | None:
     """What word embeddings are multiplied by; Gemma's root of the hidden size has the precision of the weights."""
-    if config.embedding_multiplier == SQRT_HIDDEN:
+    factor = config.embedding_multiplier
+    if isinstance(factor, str):
+        assert factor == SQRT_HIDDEN, factor
         return torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-    return config.embedding_multiplier
+    return factor
