@@ -81,6 +81,8 @@ def _short(entry: FlagEntry) -> str:
     why = entry.why
     if entry.neutral:
         why += f" (accepted: {', '.join(entry.neutral)})"
+    if entry.setting_of:
+        why += f"; without {' or '.join(f'`{flag}`' for flag in entry.setting_of)} accepted, without effect"
     return f"| {_flags(entry)}{words} | {why}".replace("\n", " ") + " |"
 
 
