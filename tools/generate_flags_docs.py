@@ -58,7 +58,8 @@ def _row(entry: FlagEntry) -> str:
     assert entry.field is not None
     info, kind = arg_info(entry.field), value_type(entry.field.type)
     assert info is not None
-    value = ", ".join(kind.choices) if kind.choices else "" if kind.kind is bool else kind.kind.__name__
+    plain = () if kind.kind is bool or (kind.choices and kind.kind is str) else (kind.kind.__name__,)
+    value = ", ".join((*plain, *kind.choices))
     value += f" ({info.unit})" if info.unit else ""
     value += " ..." if kind.many else ""
     default = default_text(entry).removeprefix("default: ")

@@ -44,6 +44,12 @@ def test_decoupled_lr_moves_words_and_output_layer_but_not_the_position_table(ti
     assert moved == {"embedding.word_embeddings.weight", *(() if tied else ("output_layer.weight",))}
 
 
+def test_a_model_that_marks_no_words_is_told_that_decoupled_lr_has_no_effect():
+    words = [*launch.TINY, "--decoupled-lr", "1e-3", "--train-iters", "1"]
+    run = launch.ok(launch.run_forked(words, script="examples/custom_trainer/pretrain_small_mlp_lm.py"))
+    assert run.output.count("WARNING: --decoupled-lr 0.001 has no effect: the model marks no parameter") == 1
+
+
 def schedule(**flags):
     return build_schedule(
         OptimizerConfig(lr=1e-3, **flags), train_iters=None, train_samples=100, global_batch_size=1
