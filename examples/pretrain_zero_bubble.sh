@@ -9,17 +9,18 @@
 #   ENABLE_1F1B_V=1              1F1B on the V
 #   INTERLEAVED_1F1B=1           interleaved, one layer a chunk; with PIPELINE_SCHEDULE=gis the chunks of that
 #   PIPELINE_SCHEDULE=NAME|auto  any schedule by its name
-#   ZERO_BUBBLE_MEM_LIMIT        whole-stage activations that a rank may hold, of schedules that are searched (the first
-#                                two, zb-1p, zb-2p, zbv, v-half, v-min, auto)
+#   ZERO_BUBBLE_MEM_LIMIT        whole-stage activations that a rank may hold, of schedules that are searched
+#                                (ENABLE_ZERO_BUBBLE, PIPELINE_SCHEDULE of zb-1p, zb-2p, zbv, v-half, v-min, auto)
 #   ZERO_BUBBLE_TIMER_START, ZERO_BUBBLE_TIMER_END    iterations that are measured, for solving the schedule again;
 #                                without the end ten
 #   SYNC_OPTIMIZER=1             all ranks agree before they step. Without it the steps of every zero-bubble run on 2
 #                                ranks or more (ZERO_BUBBLE_V_SCHEDULE, ENABLE_ZERO_BUBBLE, PIPELINE_SCHEDULE of auto or
 #                                any but gpipe, 1f1b, 1f1b-v and interleaved) are validated afterwards
-# Every variable that is set is passed on: what contradicts itself, or has no effect, is refused.
+# Every variable that is set is passed on: what contradicts itself is refused, what has no effect beside the others is told.
 # Model and batch: PIPELINE_SIZE, TP_SIZE, LAYERS, HIDDEN_SIZE, ATTENTION_HEADS, SEQ_LENGTH, MICRO_BATCH_SIZE,
 #   GLOBAL_BATCH_SIZE, FP32=1 or BF16=1 instead of fp16, ENABLE_EXACTLY_NUMERIC_MATCH=1 (no dropout)
-# Run: TRAIN_ITERS, EXIT_INTERVAL, EVAL_INTERVAL, PROFILED=1 (a trace), DATASET (prefix of a corpus made by
+# Run: TRAIN_ITERS, EXIT_INTERVAL, EVAL_INTERVAL, PROFILED=1 (a trace: what each rank did and when, for
+#   tools/show_schedule.py --measured RUN_DIR/timeline), DATASET (prefix of a corpus made by
 #   tools/preprocess_data.py) with TOKENIZER_MODEL (SentencePiece), else mock data; RUN_DIR (where metrics go)
 # Machines: WORLD_SIZE (machines), RANK (which one), MASTER_ADDR, MASTER_PORT, GPUS_PER_NODE (ranks of a machine)
 # DRY_RUN=1: only say the command.
@@ -38,6 +39,7 @@ fi
 : "${PIPELINE_SIZE:=2}" "${TP_SIZE:=2}" "${LAYERS:=8}" "${HIDDEN_SIZE:=8192}" "${ATTENTION_HEADS:=64}"
 : "${SEQ_LENGTH:=4096}" "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=8}" "${TRAIN_ITERS:=100000}"
 : "${VOCAB_SIZE:=50257}" "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=10000}" "${EVAL_ITERS:=40}"
+RUN_DIR=${RUN_DIR:-runs/pretrain_zero_bubble}
 GPUS_PER_NODE=${GPUS_PER_NODE:-$(nvidia-smi --list-gpus | wc -l)}
 
 LAUNCH=(--nproc-per-node "$GPUS_PER_NODE")
@@ -67,10 +69,10 @@ PARALLEL=(--pipeline-model-parallel-size "$PIPELINE_SIZE" --tensor-model-paralle
 (( GPUS_PER_NODE == PIPELINE_SIZE * TP_SIZE )) || PARALLEL+=(--use-distributed-optimizer)
 RUN=(
   --log-interval "$LOG_INTERVAL" --eval-interval "$EVAL_INTERVAL" --eval-iters "$EVAL_ITERS"
-  --no-create-attention-mask-in-dataloader --metrics-file "${RUN_DIR:-runs/pretrain_zero_bubble}/metrics.jsonl"
+  --no-create-attention-mask-in-dataloader --metrics-file "$RUN_DIR/metrics.jsonl"
 )
 [[ -z ${EXIT_INTERVAL:-} ]] || RUN+=(--exit-interval "$EXIT_INTERVAL")
-[[ -z ${PROFILED:-} ]] || RUN+=(--profile)
+[[ -z ${PROFILED:-} ]] || RUN+=(--log-pipeline-timeline "$RUN_DIR/timeline")
 
 if [[ -n ${BF16:-} ]]; then
   TRAINING+=(--bf16)

@@ -58,7 +58,8 @@ def _row(entry: FlagEntry) -> str:
     assert entry.field is not None
     info, kind = arg_info(entry.field), value_type(entry.field.type)
     assert info is not None
-    value = ", ".join(kind.choices) if kind.choices else "" if kind.kind is bool else kind.kind.__name__
+    plain = () if kind.kind is bool or (kind.choices and kind.kind is str) else (kind.kind.__name__,)
+    value = ", ".join((*plain, *kind.choices))
     value += f" ({info.unit})" if info.unit else ""
     value += " ..." if kind.many else ""
     default = default_text(entry).removeprefix("default: ")
@@ -81,6 +82,8 @@ def _short(entry: FlagEntry) -> str:
     why = entry.why
     if entry.neutral:
         why += f" (accepted: {', '.join(entry.neutral)})"
+    if entry.setting_of:
+        why += f"; without {' or '.join(f'`{flag}`' for flag in entry.setting_of)} accepted, without effect"
     return f"| {_flags(entry)}{words} | {why}".replace("\n", " ") + " |"
 
 

@@ -7,6 +7,7 @@ destination name (`args.hidden_size`), its annotation gives the type of the valu
     int | None, float | None, ...      the same, unset by default
     tuple[int, ...], tuple[str, ...]   several values after the flag
     Literal["a", "b"]                  one of the choices
+    float | Literal["a"] | None        a number or one of these words, read by `parse`
 
 A boolean flag takes no value: its presence turns the default round (`flags=("--disable-bias-linear",)` on a
 field `add_bias_linear` that defaults to True stores False).
@@ -92,9 +93,14 @@ def value_type(annotation: Any) -> ValueType:
     """Read an annotation of the forms listed at the top of this module."""
     origin = typing.get_origin(annotation)
     if origin in (types.UnionType, typing.Union):
-        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        assert len(inner) == 1, f"annotation {annotation!r}: only `X | None` unions are understood"
-        return dataclasses.replace(value_type(inner[0]), optional=True)
+        args = typing.get_args(annotation)
+        inner = [a for a in args if a is not type(None)]
+        kinds = [value_type(a) for a in inner]
+        # A number, or words: the number's kind, with the words as its choices.
+        assert [k.choices != () for k in kinds] in ([False], [True], [False, True]), (
+            f"annotation {annotation!r}"
+        )
+        return dataclasses.replace(kinds[0], choices=kinds[-1].choices, optional=len(inner) < len(args))
     if origin is typing.Literal:
         return ValueType(kind=str, choices=tuple(typing.get_args(annotation)))
     if origin is tuple:

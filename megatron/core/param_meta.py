@@ -69,7 +69,7 @@ class ParamMeta:
         which are added over the group `embedding`.
     uses: the sink keys under which gradient contributions arrive. One key for most; tied embeddings have
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
-    decay: weight decay applies. embedding_or_output: `--decoupled-lr` applies.
+    decay: weight decay applies. embedding_or_output: of words, or the output layer: `--decoupled-lr` applies.
     layer: global layer number, or None outside the layers.
     expert: of an expert, which lies in flat buffers of its own: other ranks hold copies of it than of the rest.
     """

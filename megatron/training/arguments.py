@@ -61,7 +61,7 @@ def launch_config(
     except ConfigurationError as error:
         raise _refuse(error.problems, LaunchEnv.read(), words) from None
     try:
-        config, problems = _resolved(line, env, needs_data)
+        config, problems = _resolved(line, env, needs_data=needs_data)
     except CheckpointError as error:  # --use-checkpoint-args reads one
         raise _refuse_checkpoint(error, env, words, line) from None
     if config.training.check_config:
@@ -85,9 +85,12 @@ def parse_config(
     args_defaults: Mapping[str, Any] | None = None,
     needs_data: bool = True,
 ) -> Config:
-    """Like `launch_config` for callers that are no launch (tools, tests): raises ConfigurationError, prints nothing."""
+    """Like `launch_config` for callers that are no launch (tools, tests): raises ConfigurationError, prints nothing.
+
+    Without data no tokenizer is needed either.
+    """
     line = read_command_line(argv, extra_args_provider, args_defaults)
-    config, problems = _resolved(line, env or LaunchEnv(), needs_data)
+    config, problems = _resolved(line, env or LaunchEnv(), needs_data=needs_data, needs_tokenizer=needs_data)
     if problems:
         raise ConfigurationError(problems)
     return config
@@ -145,7 +148,9 @@ def _last_value(words: Sequence[str], flag: str) -> str | None:
     return value
 
 
-def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Config, list[Problem]]:
+def _resolved(
+    line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
+) -> tuple[Config, list[Problem]]:
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
     if values.get("use_checkpoint_args") and values.get("load") is not None:
         saved = checkpoint_config(values["load"], values.get("ckpt_step"))
@@ -170,6 +175,7 @@ def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Conf
         has_gpu=has_gpu,
         check_only=check_only,
         needs_data=needs_data,
+        needs_tokenizer=needs_tokenizer,
     )
     if not line.complete:
         return config, line.problems

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.training import metrics
 from megatron.training.rng_state import rng_state, set_rng_state
 from megatron.training.training_config import CheckpointConfig
@@ -42,9 +43,16 @@ OPTIMIZER_PREFIX = "optimizer."
 MODEL_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "position_embedding_type", "max_position_embeddings",
-    "untie_embeddings_and_output_weights", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias",
-    "padded_vocab_size", "tokenizer_type",
+    "untie_embeddings_and_output_weights", "normalization", *ACTIVATIONS, "add_bias_linear", "add_qkv_bias",
+    "add_attention_output_bias", "embedding_multiplier", "padded_vocab_size", "tokenizer_type",
 )  # fmt: skip
+# Those of them that older checkpoints do not name, with what these models were.
+_UNNAMED = {
+    "geglu": False,
+    "geglu_tanh": False,
+    "add_attention_output_bias": False,
+    "embedding_multiplier": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +223,7 @@ def _check_config(found: Found, config: Mapping[str, Any]) -> None:
     saved = found.manifest.common.get("config")
     if not isinstance(saved, dict):
         return
+    saved = {**_UNNAMED, **saved}
     differing = [
         f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
         for name in MODEL_FIELDS

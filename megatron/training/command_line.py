@@ -104,9 +104,9 @@ def _metavar(entry: FlagEntry) -> str:
     if entry.field is None:
         return "VALUE"
     kind = value_type(entry.field.type)
-    return (
-        "{" + ",".join(kind.choices) + "}" if kind.choices else {int: "N", float: "X"}.get(kind.kind, "TEXT")
-    )
+    plain = {int: "N", float: "X"}.get(kind.kind, "TEXT")
+    words = kind.choices if kind.kind is str else (plain, *kind.choices)
+    return "{" + ",".join(words) + "}" if kind.choices else plain
 
 
 def help_text(entry: FlagEntry) -> str:

@@ -96,7 +96,12 @@ def _corpora(config: Config) -> dict[str, Any]:
         return {"blend_per_split": tuple(blends)}
     if data.data_args_path is not None:
         return {"blend": read_blend_file(data.data_args_path), "split": data.split}
-    return {"blend": parse_blend(data.data_path or ()), "split": data.split}
+    if data.data_path is None:  # of a trainer whose flags were read without asking what its provider needs
+        raise DataError(
+            "no training data is named, and build_gpt_datasets reads what the flags name: give --data-path PREFIX "
+            "(made by tools/preprocess_data.py), or --mock-data for a trial"
+        )
+    return {"blend": parse_blend(data.data_path), "split": data.split}
 
 
 def build_data_iterators(

@@ -154,6 +154,14 @@ INERT: tuple[FlagList, ...] = (
     FlagList("it is always written", switches="--log-batch-size-to-tensorboard"),
     FlagList("rotary positions have no table", switches="--no-position-embedding"),
     FlagList("the one data and model class of their kind", values="--data-impl --DDP-impl"),
+    FlagList(
+        "what ranks hold alike is compared by --check-weight-hash-across-dp-replicas-interval, not in every forward",
+        switches="--test-mode",
+    ),
+    FlagList(
+        "no message goes ahead of another: the plan says when a transfer is posted",
+        switches="--no-pre-communication-optimization",
+    ),
     FlagList("experimental features have their own flags", switches="--enable-experimental"),
     FlagList(
         "there is one runtime, and zero-bubble runs equal 1F1B bit for bit",
@@ -194,7 +202,7 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         ZERO_BUBBLE,
         switches="--disable-backward-fusion --enable-layer-redistribution --enable-vocab-parallel "
-        "--use-interlaced-schedule --no-pre-communication-optimization",
+        "--use-interlaced-schedule",
         values="--final-stage-num-layers --num-seq-splits=1",
     ),
     FlagList(
@@ -377,3 +385,49 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         "--inference-dynamic-batching-num-cuda-graphs",
     ),
 )
+
+# Features that are not supported -> their settings, which ask for nothing where none of the feature's flags is given.
+SETTINGS: dict[str, str] = {
+    "--num-experts": "--moe-router-topk --moe-router-pre-softmax --moe-router-dtype --moe-router-score-function "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-num-groups --moe-router-group-topk "
+    "--moe-router-topk-scaling-factor --moe-router-topk-limited-devices --moe-router-load-balancing-type "
+    "--moe-router-fusion --moe-router-force-load-balancing --moe-router-padding-for-fp8 "
+    "--moe-router-padding-for-quantization --moe-aux-loss-coeff --moe-z-loss-coeff --moe-input-jitter-eps "
+    "--moe-token-dispatcher-type --moe-token-drop-policy --moe-flex-dispatcher-backend --moe-deepep-num-sms "
+    "--moe-hybridep-num-sms --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-ffn-hidden-size "
+    "--moe-shared-expert-intermediate-size --moe-shared-expert-overlap --moe-shared-expert-gate --moe-layer-freq "
+    "--moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion --moe-apply-probs-on-input "
+    "--moe-per-layer-logging --moe-latent-size --moe-upcycling-granularity",
+    "--multi-latent-attention": "--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
+    "--mscale --mscale-all-dim --rotary-scaling-factor --rope-type --beta-fast --beta-slow "
+    "--original-max-position-embeddings",
+    "--mtp-num-layers": "--mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads",
+    "--fp8-format --fp8-e4m3 --fp4-format": "--fp8-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-margin "
+    "--fp8-interval --no-fp8-wgrad --fp4-recipe",
+    "--optimizer-cpu-offload": "--optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d "
+    "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params",
+    "--offload-chunk-num --cpu-offload": "--offload-time --auto-offload-time --offload-overlap-sr "
+    "--offload-continuous-buffers",
+    "--fine-grained-activation-offloading": "--offload-modules --min-offloaded-tensor-size",
+    "--tp-comm-overlap": "--tp-comm-overlap-cfg --tp-comm-bootstrap-backend --tp-comm-bulk-dgrad --tp-comm-bulk-wgrad "
+    "--disable-tp-comm-overlap-ag --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad "
+    "--tp-comm-overlap-rs-dgrad --tp-comm-split-ag --tp-comm-split-rs",
+    "--enable-cuda-graph --external-cuda-graph --cuda-graph-impl": "--cuda-graph-warmup-steps "
+    "--cuda-graph-use-single-mempool --cuda-graph-modules --cuda-graph-scope",
+    "--fim-data": "--fim-rate --fim-spm-rate --fim-fragment-rate --fim-no-prefix --fim-split-sample "
+    "--fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token",
+    "--sft": "--sft-tokenizer-prompt-format",
+    "--qk-clip": "--qk-clip-alpha --qk-clip-threshold",
+    "--window-size": "--window-attn-skip-freq",
+    "--inprocess-restart": "--inprocess-max-iterations --inprocess-heartbeat-timeout --inprocess-soft-timeout "
+    "--inprocess-hard-timeout --inprocess-granularity",
+    "--enable-ft-package": "--ft-num-warmup-iters --calc-ft-timeouts",
+    "--error-injection-rate": "--error-injection-type",
+    "--replication": "--replication-jump --replication-factor",
+    "--non-persistent-save-interval": "--non-persistent-ckpt-type --non-persistent-global-ckpt-dir "
+    "--non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo",
+    "--profile": "--use-pytorch-profiler --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
+    "--pytorch-profiler-collect-chakra",
+    "--record-memory-history": "--memory-snapshot-path",
+    "--log-straggler": "--straggler-ctrlr-port",
+}

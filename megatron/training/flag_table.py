@@ -5,7 +5,8 @@
     not supported                an error that says what to use, or which roadmap line will bring it
 
 A flag that is not supported may still be given with a value that asks for nothing (`--num-experts 0`). Fields can
-be limited too: `--tensor-model-parallel-size` exists, and only 1 of it is supported so far.
+be limited too: `--tensor-model-parallel-size` exists, and only 1 of it is supported so far. A setting of a feature that
+is not supported has no effect where the feature is not asked for (`--moe-router-topk 2` without `--num-experts`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from megatron.core.config_base import arg_info, flag_names, value_type
 from megatron.training.config import FIELDS, closest_names
-from megatron.training.flag_lists import FIELD_LIMITS, INERT, INERT_FIELDS, UNSUPPORTED, FlagList
+from megatron.training.flag_lists import FIELD_LIMITS, INERT, INERT_FIELDS, SETTINGS, UNSUPPORTED, FlagList
 
 
 class FlagState(Enum):
@@ -43,6 +44,7 @@ class FlagEntry:
     name: destination name. flags: spellings, the documented one first; negations: spellings that set a
     boolean the other way. neutral: words with which a flag that is not supported asks for nothing. field:
     group and field of an implemented or limited flag. allowed: the supported values of a limited field.
+    setting_of: flags without which it has no effect.
     """
 
     name: str
@@ -55,6 +57,7 @@ class FlagEntry:
     group: str | None = None
     field: dataclasses.Field[Any] | None = None
     allowed: tuple[Any, ...] | None = None
+    setting_of: tuple[str, ...] = ()
 
     @property
     def spelling(self) -> str:
@@ -85,6 +88,11 @@ def _field_entry(name: str) -> FlagEntry:
     return FlagEntry(name, flags, state, why, arity, (), (), group, field, allowed)
 
 
+def _name(flag: str) -> str:
+    """The destination name of a flag that is no field."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _listed(lists: tuple[FlagList, ...], state: FlagState) -> dict[str, FlagEntry]:
     entries = {}
     for listed in lists:
@@ -96,7 +104,7 @@ def _listed(lists: tuple[FlagList, ...], state: FlagState) -> dict[str, FlagEntr
             for word in text.split():
                 spelled, _, neutral = word.partition("=")
                 flags = tuple(spelled.split("/"))
-                name = flags[0].removeprefix("--").replace("-", "_")
+                name = _name(flags[0])
                 words = tuple(neutral.split("|")) if neutral else ()
                 assert name not in entries, f"flag {flags[0]} is listed twice"
                 entries[name] = FlagEntry(name, flags, state, listed.why, arity, words)
@@ -109,6 +117,11 @@ def flag_table() -> dict[str, FlagEntry]:
     table = {name: _field_entry(name) for name in FIELDS}
     listed = _listed(INERT, FlagState.INERT) | _listed(UNSUPPORTED, FlagState.UNSUPPORTED)
     assert not set(listed) & set(table), f"fields that are also listed: {sorted(set(listed) & set(table))}"
+    for features, settings in SETTINGS.items():
+        of = tuple(features.split())
+        assert all(listed[_name(flag)].state is FlagState.UNSUPPORTED for flag in of), of
+        for name in map(_name, settings.split()):
+            listed[name] = dataclasses.replace(listed[name], setting_of=of)
     table.update(listed)
     spelled = {flag for entry in table.values() for flag in entry.flags}
     for name, entry in table.items():

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
+from megatron.training import no_effect
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
 from megatron.training.schedule_choice import asked_schedules, stages_of
@@ -21,6 +22,15 @@ from megatron.training.schedule_choice import asked_schedules, stages_of
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
 
+# Each names text that a tokenizer has written. Mock data and a provider of the user's own only have ids.
+CORPORA = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
 # What --use-checkpoint-args takes from a checkpoint: the model's shape and its tokenizer.
 _SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
@@ -30,7 +40,7 @@ _SHAPE = (
     "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
     "untie_embeddings_and_output_weights "
     "make_vocab_size_divisible_by padded_vocab_size normalization norm_epsilon apply_layernorm_1p "
-    "qk_layernorm swiglu "
+    "qk_layernorm swiglu geglu geglu_tanh embedding_multiplier add_attention_output_bias "
     "quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias apply_query_key_layer_scaling "
     "tokenizer_type tokenizer_model vocab_file merge_file vocab_size tiktoken_pattern "
     "tiktoken_num_special_tokens tiktoken_special_tokens"
@@ -112,6 +122,7 @@ class _Resolver:
         self.ramp_and_schedule()
         self.tokenizer_and_data()
         self.files_and_logs()
+        self.without_effect()
 
     def given(self, name: str) -> bool:
         return self.origin[name] not in (DEFAULT_ORIGIN, "derived", "launcher")
@@ -129,9 +140,6 @@ class _Resolver:
         v = self.values
         self.fill("world_size", self.machine.world_size, "launcher")
         self.fill("expert_tensor_parallel_size", v["tensor_model_parallel_size"])
-        if v["sequence_parallel"] and v["tensor_model_parallel_size"] == 1:
-            self.warnings.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1")
-            self.derive("sequence_parallel", False)
         backend = "nccl" if self.machine.has_gpu else "gloo"
         if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
             self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
@@ -186,16 +194,6 @@ class _Resolver:
         if v["fp16"] and v["loss_scale"] is None:
             # A dynamic loss scale finds its ceiling by overflowing: non-finite steps are its business.
             self.derive("check_for_nan_in_loss_and_grad", False)
-        if not v["fp16"]:
-            for name in (
-                "loss_scale",
-                "initial_loss_scale",
-                "min_loss_scale",
-                "loss_scale_window",
-                "hysteresis",
-            ):
-                if v[name] != FIELDS[name][1].default:
-                    self.warnings.append(f"--{name.replace('_', '-')} has no effect without --fp16")
         if v["rerun_mode"] == "validate_results" and not self.given("nan_policy"):
             self.derive("nan_policy", "rerun-once")
 
@@ -265,7 +263,7 @@ class _Resolver:
         if v["tokenizer_type"] is None:
             if v["vocab_file"] is not None and v["merge_file"] is not None:
                 self.derive("tokenizer_type", "GPT2BPETokenizer")
-            elif v["mock_data"] and v["vocab_size"] is not None:
+            elif v["vocab_size"] is not None and not any(v[name] for name in CORPORA):
                 self.derive("tokenizer_type", "NullTokenizer")
         vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
         multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
@@ -288,6 +286,16 @@ class _Resolver:
             self.derive("ckpt_format", "torch_dist")
         if v["save"] is not None:  # else in the run's own folder, which has no name yet
             self.fill("metrics_file", os.path.join(v["save"], "metrics.jsonl"))
+
+    def without_effect(self) -> None:
+        """Say what was given and does nothing."""
+        for name, why in list(no_effect.without_effect(self.values)):
+            value, default = self.values[name], FIELDS[name][1].default
+            if self.given(name) and value != default:
+                self.warnings.append(no_effect.told(name, value, why))
+                if name in no_effect.DROPPED:
+                    self.derive(name, default)
+        self.warnings += no_effect.partly(self.values)
 
 
 def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int | None:

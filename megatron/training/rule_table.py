@@ -17,7 +17,8 @@ class Situation:
     """Everything a rule may look at.
 
     check_only: under --check-config, files need not exist and packages need not be installed.
-    needs_data: the caller reads the corpus that the flags name (a user's own provider may not).
+    needs_data: the caller reads the corpus that the flags name (a user's own provider may not). needs_tokenizer: it
+    starts a run, which has a vocabulary.
     """
 
     config: Config
@@ -26,6 +27,7 @@ class Situation:
     has_gpu: bool = False
     check_only: bool = False
     needs_data: bool = True
+    needs_tokenizer: bool = True
 
     def value(self, name: str) -> Any:
         """A setting by destination name."""

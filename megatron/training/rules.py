@@ -7,7 +7,7 @@ often.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.training import (
     rules_batch,
@@ -52,8 +52,9 @@ def broken_rules(situation: Situation) -> list[Problem]:
 def unsupported_flags(situation: Situation) -> list[Problem]:
     """Flags of Megatron's (or of later issues) that ask for something we do not do, all of them."""
     problems = []
-    for used in situation.used:
-        if used.entry.state is FlagState.UNSUPPORTED and not used.entry.asks_for_nothing(used.words):
+    asked = _asked(situation.used)
+    for used in asked:
+        if not _idle(used, asked):
             problems.append(
                 _unsupported(" ".join((used.spelling, *used.words)), used.spelling, used.entry.why)
             )
@@ -77,7 +78,26 @@ def _unsupported(shown: str, flag: str, why: str) -> Problem:
     return Problem("not-supported", (flag,), f"{shown} is not supported", fix)
 
 
-def inert_flags(used: Iterable[UsedFlag]) -> list[str]:
-    """One warning that lists accepted flags without effect, with why."""
+def _asked(used: Iterable[UsedFlag]) -> list[UsedFlag]:
+    """Of flags that are not supported, those that ask for something."""
+    return [
+        u for u in used if u.entry.state is FlagState.UNSUPPORTED and not u.entry.asks_for_nothing(u.words)
+    ]
+
+
+def _idle(used: UsedFlag, asked: Iterable[UsedFlag]) -> bool:
+    """Whether it is a setting of a feature that nobody asks for."""
+    of = used.entry.setting_of
+    return bool(of) and not any(other.entry.spelling in of for other in asked)
+
+
+def inert_flags(used: Sequence[UsedFlag]) -> list[str]:
+    """A warning for each accepted flag without effect, with why."""
     told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
+    asked = _asked(used)
+    told |= {
+        u.spelling: f"it is a setting of {' or '.join(u.entry.setting_of)}, which is not given"
+        for u in asked
+        if _idle(u, asked)
+    }
     return [f"{flag} has no effect here: {why}" for flag, why in told.items()]

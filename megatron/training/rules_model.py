@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.optional import available
+from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.training.flag_lists import TRANSFORMER_ENGINE
 from megatron.training.rule_table import RuleTable, Situation, spelled
 
@@ -60,15 +61,13 @@ def _rotary(s: Situation) -> str | None:
 
 @rule(
     "position-embedding-type",
-    "--use-rotary-position-embeddings --position-embedding-type --use-rope-scaling",
+    "--use-rotary-position-embeddings --position-embedding-type",
     "pass --position-embedding-type rope alone",
 )
 def _position_embedding_type(s: Situation) -> str | None:
     kind = s.value("position_embedding_type")
     if s.value("use_rotary_position_embeddings") and kind != "rope":
         return f"--use-rotary-position-embeddings contradicts --position-embedding-type {kind}"
-    if s.value("use_rope_scaling") and kind != "rope":
-        return f"--use-rope-scaling needs rotary positions, not {kind}"
     return None
 
 
@@ -83,9 +82,9 @@ def _no_position_embedding(s: Situation) -> str | None:
     return "--no-position-embedding contradicts learned_absolute positions" if given and learned else None
 
 
-@rule("activation", "--swiglu --quick-geglu --squared-relu --openai-gelu", "keep one of them")
+@rule("activation", " ".join(map(spelled, ACTIVATIONS)), "keep one of them")
 def _activation(s: Situation) -> str | None:
-    chosen = [spelled(n) for n in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if s.value(n)]
+    chosen = [spelled(name) for name in ACTIVATIONS if s.value(name)]
     return f"{' and '.join(chosen)} exclude each other" if len(chosen) > 1 else None
 
 
@@ -118,7 +117,7 @@ def _transformer_engine(s: Situation) -> str | None:
 @rule(
     "recompute",
     "--recompute-granularity --recompute-method --recompute-num-layers --recompute-activations",
-    "full: give --recompute-method uniform|block and --recompute-num-layers; selective: give neither",
+    "full: give --recompute-method uniform|block and --recompute-num-layers",
 )
 def _recompute(s: Situation) -> str | None:
     granularity, method, layers = (
@@ -130,10 +129,6 @@ def _recompute(s: Situation) -> str | None:
         return "--recompute-activations (selective) contradicts --recompute-granularity full"
     if granularity == "full" and (method is None or layers is None):
         return "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
-    if granularity != "full" and (method is not None or layers is not None):
-        return "--recompute-method and --recompute-num-layers belong to --recompute-granularity full"
-    if layers is not None and s.value("num_layers") is not None and layers > s.value("num_layers"):
-        return f"--recompute-num-layers {layers} is above --num-layers {s.value('num_layers')}"
     return None
 
 
@@ -143,5 +138,7 @@ def _recompute(s: Situation) -> str | None:
     "pass core_attn; other modules: see docs/roadmap.md, 'model variants'",
 )
 def _recompute_modules(s: Situation) -> str | None:
+    if s.value("recompute_granularity") != "selective":
+        return None  # without effect: a warning
     others = [name for name in s.value("recompute_modules") if name != "core_attn"]
     return f"--recompute-modules {' '.join(others)}: only core_attn is supported" if others else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS
-from megatron.training.rule_table import RuleTable, Situation
+from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.schedule_choice import AUTO, asked_schedules, told_schedule
 
 RULES = RuleTable()
 rule = RULES.rule
 
-INTERLEAVED, GROUPED, DUALPIPE_V = "interleaved", "gis", "dualpipe-v"
+INTERLEAVED, DUALPIPE_V = "interleaved", "dualpipe-v"
 _ALONE = ("gpipe", "1f1b", AUTO)  # what a pipeline of one rank can do
 
 
@@ -49,18 +49,6 @@ def _schedule_flags(s: Situation) -> str | None:
         if name != schedule and not any_split:
             return f"{flag} asks for {name}, --pipeline-schedule for {schedule}"
     return None
-
-
-@rule(
-    "v-memory",
-    "--zero-bubble-v-schedule-mem-setup --zero-bubble-v-schedule",
-    "give --zero-bubble-v-schedule too, or --pipeline-schedule v-half or v-min instead",
-)
-def _v_memory(s: Situation) -> str | None:
-    setup = s.value("zero_bubble_v_schedule_mem_setup")
-    if s.value("zero_bubble_v_schedule") or setup == "zb":
-        return None
-    return f"--zero-bubble-v-schedule-mem-setup {setup} without --zero-bubble-v-schedule"
 
 
 @rule(
@@ -108,20 +96,13 @@ def _pipeline_schedule(s: Situation) -> str | None:
 @rule(
     "microbatch-group",
     "--microbatch-group-size-per-virtual-pipeline-stage --pipeline-model-parallel-size",
-    "leave it out, or interleave and give the number of pipeline ranks at least",
+    "leave it out, or give the number of pipeline ranks at least",
 )
 def _microbatch_group(s: Situation) -> str | None:
     group, ranks = s.value("microbatch_group_size_per_vp_stage"), s.value("pipeline_model_parallel_size")
-    chunks, schedule = chunks_of(s), schedule_of(s)
-    if group is None or group < 1 or chunks is None:
-        return None
-    told = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
-    if chunks == 1:
-        return f"{told} without interleaving: there is one chunk of the model a rank"
-    if schedule != INTERLEAVED and s.given("microbatch_group_size_per_vp_stage"):
-        instead = "; gis has --interleave-group-size" if schedule == GROUPED else ""
-        return f"{told} with {_told(s)}: it is of the schedule interleaved{instead}"
-    return f"{told} is below --pipeline-model-parallel-size {ranks}" if group < ranks else None
+    if group is None or not 1 <= group < ranks or schedule_of(s) not in (INTERLEAVED, AUTO):
+        return None  # without interleaving a warning
+    return f"{spelled('microbatch_group_size_per_vp_stage')} {group} is below --pipeline-model-parallel-size {ranks}"
 
 
 @rule(

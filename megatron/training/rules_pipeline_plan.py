@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.registry import SEARCHED
 from megatron.training.config import FIELDS, Config
 from megatron.training.plans import Plans
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
-from megatron.training.rules_pipeline import OF_SCHEDULES, schedule_of
+from megatron.training.rules_pipeline import OF_SCHEDULES
 from megatron.training.schedule_choice import AUTO
 
 RULES = RuleTable()
 rule = RULES.rule
 
-_LIMITED_BY_COUNT = (*sorted(SEARCHED), AUTO)
 _COUNTS = {2: "two", 3: "three"}
 
 
 def _default(name: str) -> object:
     """Of a field. A file that was printed gives every value, so that `given` says nothing of those."""
     return FIELDS[name][1].default
-
-
-@rule(
-    "post-validation",
-    "--enable-optimizer-post-validation --pipeline-model-parallel-size",
-    "use 2 pipeline ranks or more, or leave the flags of post-validation out",
-)
-def _post_validation(s: Situation) -> str | None:
-    if not s.value("enable_optimizer_post_validation") or s.value("pipeline_model_parallel_size") > 1:
-        return None
-    return "--enable-optimizer-post-validation with one pipeline rank: there is nobody to wait for"
 
 
 @rule(
@@ -50,19 +37,6 @@ def _post_validation_settings(s: Situation) -> str | None:
 
 
 @rule(
-    "pending-backward",
-    "--zero-bubble-max-pending-backward --enable-zero-bubble",
-    "give --enable-zero-bubble, or another schedule that is planned within a limit "
-    f"({', '.join(_LIMITED_BY_COUNT)})",
-)
-def _pending_backward(s: Situation) -> str | None:
-    pending = s.value("zero_bubble_max_pending_backward")
-    if pending is None or schedule_of(s) in _LIMITED_BY_COUNT:
-        return None
-    return f"--zero-bubble-max-pending-backward {pending} without a schedule that is planned within a limit"
-
-
-@rule(
     "pipeline-limits",
     "--pipeline-memory-limit --zero-bubble-max-pending-backward --zero-bubble-v-schedule-mem-setup",
     "keep one of them; --zero-bubble-v-schedule keeps to any limit",
@@ -77,31 +51,6 @@ def _pipeline_limits(s: Situation) -> str | None:
         if s.value(name) != _default(name):
             told.append(f"{spelled(name)} {s.value(name)}")
     return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
-
-
-@rule(
-    "adaptive-memory-limit",
-    "--zero-bubble-adaptive-memory-limit-percentile --enable-zero-bubble --zero-bubble-max-pending-backward",
-    "leave it out, or give --enable-zero-bubble and no other limit: it is the share of a device's memory that sets the "
-    "limit then",
-)
-def _adaptive_memory_limit(s: Situation) -> str | None:
-    name, schedule = "zero_bubble_adaptive_memory_limit_percentile", schedule_of(s)
-    if s.value(name) == _default(name) or not 1 <= s.value(name) <= 100:
-        return None  # has a rule of its own
-    told = f"{spelled(name)} {s.value(name)}"
-    if s.value("pipeline_schedule_file") is not None:
-        return f"{told} with --pipeline-schedule-file: the file says what is run"
-    if s.value("zero_bubble_v_schedule"):
-        return f"{told} with --zero-bubble-v-schedule, whose limit does not depend on the device"
-    if not s.value("enable_zero_bubble"):
-        return f"{told} without --enable-zero-bubble"
-    for limit in ("zero_bubble_max_pending_backward", "pipeline_memory_limit"):
-        if s.value(limit) is not None:
-            return f"{told} with {spelled(limit)} {s.value(limit)}, which says the limit"
-    if schedule not in SEARCHED:
-        return f"{told} with --pipeline-schedule {schedule}, which does not ask the device for its limit"
-    return None
 
 
 @rule(
@@ -148,7 +97,7 @@ def _pipeline_plan(s: Situation) -> str | None:
 
 def _can_plan(s: Situation) -> bool:
     """Whether the flags say all that a plan needs, and none of them breaks a rule of its own."""
-    told_before = (*OF_SCHEDULES, _pending_backward, _pipeline_limits)
+    told_before = (*OF_SCHEDULES, _pipeline_limits)
     complete = s.config.batch_schedule_or_none() is not None and s.value("num_layers") is not None
     complete = complete and s.value("pipeline_model_parallel_size") >= 1 and chunks_of(s) is not None
     return complete and all(one(s) is None for one in told_before)

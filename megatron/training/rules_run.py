@@ -75,9 +75,13 @@ def _attention_mask(s: Situation) -> str | None:
     return None
 
 
-@rule("tokenizer-type", "--tokenizer-type", "pass --tokenizer-type; ByteTokenizer needs no files")
+@rule(
+    "tokenizer-type",
+    "--tokenizer-type",
+    "pass --tokenizer-type; ByteTokenizer needs no files, NullTokenizer --vocab-size alone",
+)
 def _tokenizer_type(s: Situation) -> str | None:
-    missing = s.value("tokenizer_type") is None and s.needs_data
+    missing = s.value("tokenizer_type") is None and s.needs_tokenizer
     return "no tokenizer is named" if missing else None
 
 
@@ -107,30 +111,14 @@ def _save_interval(s: Situation) -> str | None:
 
 
 @rule(
-    "save-retain-interval", "--save-retain-interval --save-interval", "make it a multiple of --save-interval"
-)
-def _save_retain_interval(s: Situation) -> str | None:
-    retain, interval = s.value("save_retain_interval"), s.value("save_interval")
-    if retain is None or (interval is not None and interval > 0 and retain % interval == 0):
-        return None
-    return f"--save-retain-interval {retain} is no multiple of --save-interval {interval}"
-
-
-@rule("save-folder", "--async-save --save-interval --no-save-optim --log-progress --save", "give --save DIR")
-def _save_folder(s: Situation) -> str | None:
-    alone = [spelled(n) for n in ("async_save", "log_progress") if s.value(n) and s.value("save") is None]
-    return f"{' and '.join(alone)} without --save" if alone else None
-
-
-@rule(
     "load-folder",
-    "--load --ckpt-step --use-checkpoint-args --finetune --exit-on-missing-checkpoint",
+    "--load --ckpt-step --use-checkpoint-args --exit-on-missing-checkpoint",
     "give --load DIR",
 )
 def _load_folder(s: Situation) -> str | None:
     if s.value("load") is not None:
         return None
-    names = ("use_checkpoint_args", "exit_on_missing_checkpoint", "use_checkpoint_opt_param_scheduler")
+    names = ("use_checkpoint_args", "exit_on_missing_checkpoint")
     alone = [spelled(name) for name in names if s.value(name)]
     alone += ["--ckpt-step"] if s.value("ckpt_step") is not None else []
     return f"{' and '.join(alone)} without --load" if alone else None

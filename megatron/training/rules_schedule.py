@@ -91,12 +91,6 @@ def _lr_order(s: Situation) -> str | None:
     return None
 
 
-@rule("decoupled-min-lr", "--decoupled-min-lr --decoupled-lr", "give --decoupled-lr as well")
-def _decoupled_min_lr(s: Situation) -> str | None:
-    alone = s.value("decoupled_min_lr") is not None and s.value("decoupled_lr") is None
-    return "--decoupled-min-lr is given without --decoupled-lr" if alone else None
-
-
 @rule(
     "wsd-tail",
     "--lr-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples",

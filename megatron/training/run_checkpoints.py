@@ -56,7 +56,8 @@ class RunCheckpoints:
         self._nan_policy.load_state(common["nan_policy"])
         if restored.optimizer:
             engine.optimizer.load_state(common["optimizer"])
-            engine.scheduler.load_state(common["scheduler"])
+            if (told := engine.scheduler.load_state(common["scheduler"])) is not None:
+                self._session.print_rank_0(told)
             engine.scaler.load_state(common["scaler"])
         self._saved_data = common.get("data")
         self.last = str(restored.directory)

@@ -31,6 +31,12 @@ def report_model(session: Session, plans: Plans, engine: Engine, num_microbatche
         session.print_rank_0(
             f"WARNING: --fsdp-unit-modules {' '.join(asked)} has no effect: the model names its units itself"
         )
+    rate = session.config.optimizer.decoupled_lr
+    if rate is not None and not any(meta.embedding_or_output for meta in engine.param_meta.values()):
+        session.print_rank_0(
+            f"WARNING: --decoupled-lr {rate} has no effect: the model marks no parameter as its word embeddings or "
+            "output layer (ParamMeta.embedding_or_output)"
+        )
     log_ledger(session, engine, "before the first step")
 
 

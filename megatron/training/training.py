@@ -90,14 +90,18 @@ def pretrain(
     vp_stage may be left out where nothing is interleaved, and a chunk that does not embed has
     set_input_tensor(tensor). forward_step_func(data_iterator, model): the chunk's output, and a function of the output
     that returns (loss, report) or (loss sum, tokens, report), called where the loss is. extra_args_provider(parser):
-    adds flags, found in `get_args()`. args_defaults: other defaults by name. config: an already parsed command line.
+    adds flags, found in `get_args()`. args_defaults: other defaults by name. config: an already parsed command line
+    (`launch_config`), of a provider that reads what the flags name: without it they need name no data.
 
     Returns when the run is done. Otherwise the process ends with a status of docs/exit_statuses.md.
     """
     assert model_type is ModelType.encoder_or_decoder, f"model type {model_type}"
     if process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data_func is not supported: report numbers from the loss function")
-    config = config or launch_config(extra_args_provider=extra_args_provider, args_defaults=args_defaults)
+    # Whatever makes the data sets is the caller's: flags need not name any.
+    config = config or launch_config(
+        extra_args_provider=extra_args_provider, args_defaults=args_defaults, needs_data=False
+    )
     run = _Run(config)
     # Signals are ours to the very end: a launcher that stops the others because one rank has failed must not silence
     # the rank that says why.

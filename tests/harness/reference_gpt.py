@@ -31,10 +31,29 @@ class ReferenceConfig:
     norm_1p: bool = False
     eps: float = 1e-5
     qk_norm: bool = False
-    activation: str = "gelu"  # gelu_tanh, squared_relu, swiglu, quick_geglu
+    activation: str = "gelu"  # gelu_tanh, squared_relu, or one of GATES
     bias: bool = True
     qkv_bias: bool = False
+    attention_output_bias: bool = False
+    embedding_factor: float = 1.0
     tied: bool = True
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+# What a gated MLP does with its gate half.
+GATES = {
+    "swiglu": lambda x: x * torch.sigmoid(x),
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "geglu": gelu,
+    "geglu_tanh": gelu_tanh,
+}
 
 
 class ReferenceNorm(nn.Module):
@@ -92,7 +111,7 @@ class ReferenceAttention(nn.Module):
         self.c = c
         rows = (c.heads + 2 * c.groups) * c.head_dim
         self.linear_qkv = nn.Linear(c.hidden, rows, bias=c.bias or c.qkv_bias)
-        self.linear_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=c.bias)
+        self.linear_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=c.bias or c.attention_output_bias)
         if c.qk_norm:
             self.q_layernorm, self.k_layernorm = ReferenceNorm(c, c.head_dim), ReferenceNorm(c, c.head_dim)
 
@@ -116,21 +135,21 @@ class ReferenceMlp(nn.Module):
     def __init__(self, c: ReferenceConfig):
         super().__init__()
         self.kind = c.activation
-        gated = c.activation in ("swiglu", "quick_geglu")
+        gated = c.activation in GATES
         self.linear_fc1 = nn.Linear(c.hidden, c.ffn * (2 if gated else 1), bias=c.bias)
         self.linear_fc2 = nn.Linear(c.ffn, c.hidden, bias=c.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear_fc1(x)
-        if self.kind in ("swiglu", "quick_geglu"):
+        if self.kind in GATES:
             gate, up = y.chunk(2, -1)
-            y = gate * torch.sigmoid(gate if self.kind == "swiglu" else 1.702 * gate) * up
+            y = GATES[self.kind](gate) * up
         elif self.kind == "squared_relu":
             y = y.clamp(min=0) ** 2
         elif self.kind == "gelu_tanh":
-            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+            y = gelu_tanh(y)
         else:
-            y = 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))
+            y = gelu(y)
         return self.linear_fc2(y)
 
 
@@ -164,7 +183,7 @@ class ReferenceGPT(nn.Module):
         s = tokens.shape[1]
         if mask is None:
             mask = torch.ones(s, s, dtype=torch.bool).triu(1)
-        x = self.embedding.word_embeddings(tokens)
+        x = self.embedding.word_embeddings(tokens) * self.c.embedding_factor
         if self.c.positions == "learned_absolute":
             x = x + self.embedding.position_embeddings(torch.arange(s))
         for layer in self.decoder.layers:

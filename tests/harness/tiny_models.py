@@ -6,7 +6,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.harness.reference_gpt import ReferenceConfig, ReferenceGPT
+from tests.harness.reference_gpt import GATES, ReferenceConfig, ReferenceGPT
 
 VOCAB = 64
 SEQ = 16
@@ -15,6 +15,16 @@ SWIGLU = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 ROPE = {"position_embedding_type": "rope"}
 GQA = {"group_query_attention": True, "num_query_groups": 2}
 LONG_ROPE = {**ROPE, "kv_channels": 16, "rotary_base": 500000, "use_rope_scaling": True}
+GEMMA = {
+    **{"position_embedding_type": "rope", "normalization": "RMSNorm", "apply_layernorm_1p": True},
+    **{
+        "geglu_tanh": True,
+        "add_bias_linear": False,
+        "embedding_multiplier": "sqrt_hidden",
+        "kv_channels": 16,
+    },
+    **{"group_query_attention": True, "num_query_groups": 1},
+}
 
 # Flags that differ from the smallest GPT.
 VARIANTS = {
@@ -40,6 +50,11 @@ VARIANTS = {
     "quick_geglu": {"quick_geglu": True},
     "no_bias": {"add_bias_linear": False},
     "qkv_bias": {"add_bias_linear": False, "add_qkv_bias": True},
+    "geglu": {"geglu": True},
+    "geglu_tanh": {"geglu_tanh": True, "add_bias_linear": False},
+    "attention_bias": {"add_bias_linear": False, "add_qkv_bias": True, "add_attention_output_bias": True},
+    "embedding_multiplier": {"embedding_multiplier": 3.5},
+    "gemma": GEMMA,
     "untied": {"untie_embeddings_and_output_weights": True},
     "exact_attention": {"attention_backend": "unfused"},
     "exact_attention_layer_scaling": {
@@ -138,8 +153,9 @@ def join_parts(ranks: list[Parts], *, gradients: bool) -> dict[str, torch.Tensor
 
 
 def reference_config(c: TransformerConfig) -> ReferenceConfig:
-    activations = ("swiglu", "quick_geglu", "squared_relu")
+    activations = (*GATES, "squared_relu")
     activation = next((name for name in activations if getattr(c, name)), "gelu")
+    factor = c.embedding_multiplier
     return ReferenceConfig(
         num_layers=c.num_layers,
         hidden=c.hidden_size,
@@ -162,6 +178,8 @@ def reference_config(c: TransformerConfig) -> ReferenceConfig:
         activation="gelu_tanh" if c.openai_gelu else activation,
         bias=c.add_bias_linear,
         qkv_bias=c.add_qkv_bias,
+        attention_output_bias=c.add_attention_output_bias,
+        embedding_factor=c.hidden_size**0.5 if factor == "sqrt_hidden" else factor or 1.0,
         tied=not c.untie_embeddings_and_output_weights,
     )
 

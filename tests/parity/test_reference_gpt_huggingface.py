@@ -1,9 +1,9 @@
-"""Ours against Hugging Face's GPT-2 and Llama with the same random weights, in fp64 and fp32."""
+"""Ours against Hugging Face's GPT-2, Llama and Gemma with the same random weights, in fp64 and fp32."""
 
 import pytest
 import torch
 
-from tests.harness.tiny_models import GQA, ROPE, SEQ, SWIGLU, VOCAB, tiny_batch, tiny_model
+from tests.harness.tiny_models import GQA, ROPE, SEQ, SWIGLU, VARIANTS, VOCAB, tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,12 +52,13 @@ def gpt2_weights(hf):
     return values
 
 
-def llama_weights(hf, groups):
+def llama_weights(hf, groups, head_dim=8, tied=False):
     values = {
         "embedding.word_embeddings.weight": hf.model.embed_tokens.weight,
         "decoder.final_layernorm.weight": hf.model.norm.weight,
-        "output_layer.weight": hf.lm_head.weight,
     }
+    if not tied:
+        values["output_layer.weight"] = hf.lm_head.weight
     for n, block in enumerate(hf.model.layers):
         at = f"decoder.layers.{n}."
         attention = block.self_attn
@@ -65,12 +66,16 @@ def llama_weights(hf, groups):
             at + "input_layernorm.weight": block.input_layernorm.weight,
             at + "pre_mlp_layernorm.weight": block.post_attention_layernorm.weight,
             at + "self_attention.linear_qkv.weight": group_qkv(
-                attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, groups, 8
+                attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, groups, head_dim
             ),
             at + "self_attention.linear_proj.weight": attention.o_proj.weight,
             at + "mlp.linear_fc1.weight": torch.cat((block.mlp.gate_proj.weight, block.mlp.up_proj.weight)),
             at + "mlp.linear_fc2.weight": block.mlp.down_proj.weight,
         }
+        if attention.q_proj.bias is not None:
+            biases = (attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias)
+            values[at + "self_attention.linear_qkv.bias"] = group_qkv(*biases, groups, head_dim)
+            values[at + "self_attention.linear_proj.bias"] = attention.o_proj.bias
     return values
 
 
@@ -134,5 +139,41 @@ def test_llama(dtype, tolerance, scaling):
     copy_in(model, llama_weights(hf, groups=2))
     tokens, _, positions = tiny_batch()
     with torch.no_grad():
+        expected = hf(tokens).logits
+        assert (model(tokens, positions) - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 5e-5), (torch.bfloat16, 0.1)]
+)
+def test_gemma(dtype, tolerance, biases):
+    """Gated tanh-GELU, norms stored as w - 1, words times the root of the width; biases in attention alone.
+
+    Of width 48, whose root is no number of bf16's: 6.9375, not 6.9282.
+    """
+    config = transformers.GemmaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=SEQ,
+        rms_norm_eps=1e-5,
+        attention_bias=biases,
+    )
+    hf = transformers.GemmaForCausalLM(config).to(dtype).eval()
+    randomise(hf)
+    more = {"add_qkv_bias": biases, "add_attention_output_bias": biases, "hidden_size": 48}
+    model = tiny_model(params_dtype=dtype, **{**VARIANTS["gemma"], **more}).eval()
+    copy_in(model, llama_weights(hf, groups=1, head_dim=16, tied=True))
+    tokens, _, positions = tiny_batch()
+    with torch.no_grad():
+        words = model.embedding(tokens, positions).transpose(0, 1)
+        rows = hf.model.embed_tokens.weight[tokens]
+        assert torch.equal(words, rows * torch.tensor(48**0.5, dtype=dtype))
         expected = hf(tokens).logits
         assert (model(tokens, positions) - expected).abs().max() < tolerance * expected.abs().max()

@@ -19,7 +19,7 @@ class OptimizerConfig:
     # Learning rate
     lr: float = arg(None, "peak learning rate", required=True)
     min_lr: float = arg(0.0, "floor of the schedule")
-    decoupled_lr: float | None = arg(None, "peak learning rate of embedding and output layer")
+    decoupled_lr: float | None = arg(None, "peak learning rate of word embeddings and output layer")
     decoupled_min_lr: float | None = arg(None, "floor of --decoupled-lr's schedule")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", "shape of the schedule after the warm-up"
@@ -35,7 +35,9 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = arg(None, "length of the WSD tail", unit="iterations")
     lr_wsd_decay_samples: int | None = arg(None, "length of the WSD tail", unit="samples")
-    lr_warmup_fraction: float | None = arg(None, "warm-up as a share of the schedule's length")
+    lr_warmup_fraction: float | None = arg(
+        None, "warm-up as a share of the schedule's length, not rounded to samples"
+    )
     lr_warmup_iters: int = arg(0, "linear warm-up", unit="iterations")
     lr_warmup_samples: int = arg(0, "linear warm-up", unit="samples")
     lr_warmup_init: float = arg(0.0, "learning rate at the start of the warm-up")

@@ -22,14 +22,17 @@ class ScheduleError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """All that the rates depend on, but for the clock. Lengths in samples; wsd_samples is the tail of WSD."""
+    """All that the rates depend on, but for the clock. Lengths in samples; wsd_samples is the tail of WSD.
+
+    warmup_samples: a share of the schedule (--lr-warmup-fraction) need not be whole samples.
+    """
 
     max_lr: float
     min_lr: float
     init_lr: float
     decoupled_max_lr: float | None
     decoupled_min_lr: float | None
-    warmup_samples: int
+    warmup_samples: float
     decay_samples: int
     decay_style: str
     wsd_samples: int
@@ -135,7 +138,7 @@ class OptimizerParamScheduler:
 
     @property
     def decoupled_lr(self) -> float | None:
-        """The rate of embedding and output layer under --decoupled-lr."""
+        """The rate of word embeddings and output layer under --decoupled-lr."""
         peak, floor = self.schedule.decoupled_max_lr, self.schedule.decoupled_min_lr
         if peak is None or floor is None:
             return None
@@ -156,10 +159,17 @@ class OptimizerParamScheduler:
     def state(self) -> dict[str, Any]:
         return {"samples": self.samples, "schedule": dataclasses.asdict(self.schedule)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Raises ScheduleError if schedules differ and no flag says which to take; it names all that do."""
-        saved = Schedule(**state["schedule"])
-        if self.use_checkpoint:
+    def load_state(self, state: dict[str, Any]) -> str | None:
+        """What has to be told of it, if anything. Raises ScheduleError if schedules differ and no flag says which to
+        take; it names all that do."""
+        saved, told = Schedule(**state["schedule"]), None
+        if not (self.use_checkpoint or self.override) and saved != self.schedule and self._cut_to(saved):
+            told = (
+                f"the checkpoint's warm-up is {saved.warmup_samples} samples, the flags' share of the schedule cut to "
+                f"whole ones, as it once was: the run keeps to it, not to {self.schedule.warmup_samples} "
+                "(--override-opt_param-scheduler)"
+            )
+        if self.use_checkpoint or told is not None:
             self._take(saved)
         elif not self.override and saved != self.schedule:
             mine, theirs = dataclasses.asdict(self.schedule), dataclasses.asdict(saved)
@@ -173,6 +183,12 @@ class OptimizerParamScheduler:
             )
         self.samples = int(state["samples"])
         self.step(0)
+        return told
+
+    def _cut_to(self, saved: Schedule) -> bool:
+        """Whether `saved` is this schedule as earlier versions had it, which cut --lr-warmup-fraction to samples."""
+        cut = dataclasses.replace(self.schedule, warmup_samples=int(self.schedule.warmup_samples))
+        return isinstance(saved.warmup_samples, int) and saved == cut
 
     def _take(self, schedule: Schedule) -> None:
         self.schedule = schedule

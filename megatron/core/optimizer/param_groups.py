@@ -1,9 +1,9 @@
 """Which parameters decay, and which have a learning rate of their own.
 
-Biases and 1-D parameters never decay (`ParamMeta.decay`); `--decoupled-lr` applies to the embedding and the
-output layer only (`ParamMeta.embedding_or_output`). A group's parameters are long slices of what this rank holds of
-the flat main weights, not the model's own tensors: the update is elementwise, so cutting the buffer elsewhere
-changes no value (see [Note: whole vectors] in ragged_ends).
+Biases and 1-D parameters never decay (`ParamMeta.decay`). `--decoupled-lr` applies to the word embeddings and the
+output layer only (`ParamMeta.embedding_or_output`), as in Megatron: learned positions have the ordinary rate. A
+group's parameters are long slices of what this rank holds of the flat main weights, not the model's own tensors: the
+update is elementwise, so cutting the buffer elsewhere changes no value (see [Note: whole vectors] in ragged_ends).
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 class ScheduleLengths:
     """Lengths in samples: the warm-up, the whole learning rate schedule, the tail of WSD (0: none), the run.
 
+    warmup_samples: as Megatron, a share of the schedule is not cut to whole samples.
+
     samples_per_step: what one iteration of the flags was counted as; None where the flags count samples.
     """
 
-    warmup_samples: int
+    warmup_samples: float
     decay_samples: int
     wsd_samples: int
     total_samples: int
@@ -56,7 +58,7 @@ def schedule_lengths(
     decay = (total if given is None else given) * unit
     fraction = config.lr_warmup_fraction
     return ScheduleLengths(
-        warmup_samples=warmup * unit if fraction is None else int(fraction * decay),
+        warmup_samples=warmup * unit if fraction is None else fraction * decay,
         decay_samples=decay,
         wsd_samples=(tail or 0) * unit,
         total_samples=total * unit,
@@ -65,7 +67,7 @@ def schedule_lengths(
 
 
 def schedule_faults(
-    style: str, *, warmup_samples: int, decay_samples: int, wsd_samples: int
+    style: str, *, warmup_samples: float, decay_samples: int, wsd_samples: int
 ) -> Iterator[ScheduleFault]:
     """Everything that keeps these lengths from being a schedule of this --lr-decay-style."""
     if decay_samples < 1:

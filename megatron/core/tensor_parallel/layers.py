@@ -255,7 +255,6 @@ class PositionEmbedding(SinkModule):
             regions=whole_region(shape, self.tp, partial=self.tp.sequence_parallel),
             init=InitKind.NORMAL,
             init_std=init_std,
-            embedding_or_output=True,
         )
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
             name=f"{name}.linear_proj",
             factory=factory,
             init_std=factory.residual_std,
-            bias=config.add_bias_linear,
+            bias=config.attention_output_bias,
             layer=layer,
         )
         self.recompute_core = (

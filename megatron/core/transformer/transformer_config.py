@@ -1,9 +1,28 @@
 """Shape and arithmetic of the model (floor 0)."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from megatron.core.config_base import arg
+
+GATED = ("swiglu", "quick_geglu", "geglu", "geglu_tanh")
+# Flags of which one at most says what the MLP computes; none: GELU.
+ACTIVATIONS = (*GATED, "squared_relu", "openai_gelu")
+SQRT_HIDDEN = "sqrt_hidden"
+
+
+def number_or_sqrt_hidden(word: str) -> float | str:
+    """`sqrt_hidden`, else a number. Raises ValueError."""
+    if word == SQRT_HIDDEN:
+        return word
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number == 0:
+        raise ValueError(f"expects a finite number that is not 0, or {SQRT_HIDDEN}, got {word!r}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +58,13 @@ class TransformerConfig:
     use_rope_scaling: bool = arg(False, "frequency scaling of Llama 3.1")
     rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling")
     untie_embeddings_and_output_weights: bool = arg(False, "separate output matrix")
+    embedding_multiplier: float | Literal["sqrt_hidden"] | None = arg(
+        None,
+        "factor of the word embeddings, not of the output layer: a number, or sqrt_hidden (Gemma: the root of the "
+        "hidden size, rounded to the weights' dtype)",
+        parse=number_or_sqrt_hidden,
+        ours=True,
+    )
     make_vocab_size_divisible_by: int = arg(128, "pad the vocabulary to a multiple of this x TP", unit="ids")
     padded_vocab_size: int | None = arg(
         None, "vocabulary after padding, instead of padding by rule", unit="ids"
@@ -50,10 +76,15 @@ class TransformerConfig:
     qk_layernorm: bool = arg(False, "norm over each head of queries and keys")
     swiglu: bool = arg(False, "gated SiLU MLP")
     quick_geglu: bool = arg(False, "gated MLP with x * sigmoid(1.702 x)")
+    geglu: bool = arg(False, "gated MLP with exact (erf) GELU", ours=True)
+    geglu_tanh: bool = arg(False, "gated MLP with the tanh approximation of GELU, as Gemma's", ours=True)
     squared_relu: bool = arg(False, "squared ReLU instead of GELU")
     openai_gelu: bool = arg(False, "tanh approximation of GELU")
     add_bias_linear: bool = arg(True, "no biases in linear layers", flags=("--disable-bias-linear",))
     add_qkv_bias: bool = arg(False, "bias in the QKV projection even without other biases")
+    add_attention_output_bias: bool = arg(
+        False, "bias in the attention's output projection even without other biases", ours=True
+    )
     # Dropout and initial weights
     attention_dropout: float = arg(0.1, "dropout on attention probabilities")
     hidden_dropout: float = arg(0.1, "dropout on residual branches and the embedding")
@@ -103,4 +134,14 @@ class TransformerConfig:
     @property
     def gated_linear_unit(self) -> bool:
         """The MLP's first matrix holds a gate half and an up half."""
-        return self.swiglu or self.quick_geglu
+        return self.activation in GATED
+
+    @property
+    def activation(self) -> str | None:
+        """The flag that says what the MLP computes; None: GELU. Rules let one pass at most."""
+        return next((name for name in ACTIVATIONS if getattr(self, name)), None)
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """The attention's output projection has a bias."""
+        return self.add_bias_linear or self.add_attention_output_bias

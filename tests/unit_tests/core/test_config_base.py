@@ -42,6 +42,7 @@ def test_defaults_are_ordinary_dataclass_defaults():
         (tuple[str, ...], ValueType(str, many=True)),
         (tuple[int, ...] | None, ValueType(int, many=True, optional=True)),
         (Literal["a", "b"], ValueType(str, choices=("a", "b"))),
+        (float | Literal["a"] | None, ValueType(float, choices=("a",), optional=True)),
         (Literal["a", "b"] | None, ValueType(str, choices=("a", "b"), optional=True)),
     ],
 )

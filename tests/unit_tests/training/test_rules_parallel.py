@@ -51,7 +51,6 @@ BAD = [
     (2, f"{PP} 2 --num-layers 4 {PER_CHUNK} 1 --pipeline-schedule 1f1b --global-batch-size 8", "pipeline-schedule"),
     (2, f"{PP} 2 --pipeline-schedule fast", "value"),
     # groups of microbatches
-    (2, f"{PP} 2 {GROUP} 2", "microbatch-group"),
     (2, f"{PP} 2 {GROUP} 0", "range-microbatch-group-size-per-vp-stage"),
     (4, f"{PP} 4 --num-layers 8 {VPP} 2 --global-batch-size 16 {GROUP} 3", "microbatch-group"),
     (2, f"{PP} 2 --num-layers 4 {VPP} 2 --global-batch-size 2", "interleaving-microbatches"),

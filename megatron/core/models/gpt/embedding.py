@@ -9,11 +9,13 @@ from megatron.core.module import ModelContext
 from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.layers import PositionEmbedding, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import SQRT_HIDDEN, TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
     """tokens and position_ids [b, s] -> [s, b, h], in fp32 with `--fp32-residual-connection`.
+
+    Words are multiplied by `--embedding-multiplier`, positions and a tied output layer are not.
 
     Under sequence parallel [s/tp, b, h]. words_only: of a stage that ends the model without beginning it, and keeps
     the matrix as its output layer. two_uses, shared: as in `VocabParallelEmbedding`. Communicates over tp.
@@ -43,6 +45,7 @@ class LanguageModelEmbedding(nn.Module):
             two_uses=two_uses,
             shared=shared,
         )
+        self.factor = _word_factor(config, factory.dtype)
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute" and not words_only:
             self.position_embeddings = PositionEmbedding(
@@ -56,9 +59,20 @@ class LanguageModelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         x = self.word_embeddings(tokens.t())
+        if self.factor is not None:
+            x = x * self.factor
         if self.position_embeddings is not None:
             assert position_ids is not None, "learned positions need position_ids"
             x = x + self.position_embeddings(position_ids.t())
         if self.fp32_residual:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         return dropout(x, self.hidden_dropout, self.site, self.training)
+
+
+def _word_factor(config: TransformerConfig, dtype: torch.dtype) -> float | None:
+    """What word embeddings are multiplied by; Gemma's root of the hidden size has the precision of the weights."""
+    factor = config.embedding_multiplier
+    if isinstance(factor, str):
+        assert factor == SQRT_HIDDEN, factor
+        return torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
+    return factor

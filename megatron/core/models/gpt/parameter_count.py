@@ -77,8 +77,7 @@ def layer_parameters(config: TransformerConfig, tp: int = 1) -> int:
     here = h * qkv + query * h + h * fc1 + ffn * h + 2 * _norm(config, h)
     if config.add_bias_linear or config.add_qkv_bias:
         here += qkv
-    if config.add_bias_linear:
-        here += fc1 + 2 * h
+    here += h * config.attention_output_bias + (fc1 + h) * config.add_bias_linear
     if config.qk_layernorm:
         here += 2 * _norm(config, head)
     return here

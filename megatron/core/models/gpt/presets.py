@@ -1,6 +1,7 @@
 """Published model shapes, by name: values for the fields of `TransformerConfig`.
 
-Sources: GPT-3 (arXiv 2005.14165, table 2.1), Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783, table 3).
+Sources: GPT-3 (arXiv 2005.14165, table 2.1), Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783, table 3),
+Gemma (arXiv 2403.08295, table 1, whose feedforward dimension counts gate and up together).
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ _LLAMA = {
     "untie_embeddings_and_output_weights": True,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
+}
+
+_GEMMA = {
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "apply_layernorm_1p": True,
+    "geglu_tanh": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "embedding_multiplier": "sqrt_hidden",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "kv_channels": 256,
+    "group_query_attention": True,
+    "seq_length": 8192,
+    "max_position_embeddings": 8192,
 }
 
 
@@ -48,6 +65,11 @@ def _llama(
     }
 
 
+def _gemma(layers: int, hidden: int, heads: int, groups: int, ffn: int) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return {**_GEMMA, **sizes, "num_query_groups": groups, "ffn_hidden_size": ffn}
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
@@ -59,6 +81,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(32, 4096, 32, 14336, 8192, groups=8, rotary_base=500000),
     "llama3-70b": _llama(80, 8192, 64, 28672, 8192, groups=8, rotary_base=500000),
     "llama3.1-8b": _llama(32, 4096, 32, 14336, 131072, groups=8, rotary_base=500000, use_rope_scaling=True),
+    "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
+    "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
 }
 
 

@@ -40,8 +40,8 @@ def split_stages(
     """The stages in order, PP x chunks of them. Raises StageLayersError, which names the flags and a fix.
 
     chunks: what the schedule asks for; None: what the flags do, one without any. kind: of placement, where the flags
-    speak of ranks. The embedding is on the first and the loss on the last stage. A stage is without layers only where a
-    layout string says so, or where padding took its one layer.
+    speak of ranks. The embedding is on the first and the loss on the last stage. A stage is without layers where a
+    layout string says so, where padding took its one layer, or where the embedding or the loss counts as that layer.
     """
     for flag, value, most in (
         ("--num-layers", num_layers, MAX_LAYERS),
@@ -191,11 +191,8 @@ def _even(config: ModelParallelConfig, num_layers: int, chunks: int) -> list[int
     counts = [(slots + missing) // stages] * stages
     counts[0] -= counted["--account-for-embedding-in-pipeline-split"]
     counts[-1] -= counted["--account-for-loss-in-pipeline-split"]
-    padded = [stages - 1, *range(stages - 1)][:missing]
-    for stage in padded:
+    for stage in [stage for stage in (stages - 1, *range(stages - 1)) if counts[stage]][:missing]:
         counts[stage] -= 1
-    allowed = {stage for stage in padded if counts[stage] == 0 and (slots + missing) // stages == 1}
-    _refuse_empty(counts, allowed, ", ".join([told, *[_PADDING] * config.allow_padding_num_layers]), ranks)
     return counts
 
 
@@ -228,7 +225,7 @@ def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind
     counts = [
         count for chunk in range(chunks) for count in (once[::-1] if kind == V_SHAPED and chunk % 2 else once)
     ]
-    _refuse_empty(counts, set(), f"--num-layers {num_layers} with {told}", ranks)
+    _refuse_empty(counts, f"--num-layers {num_layers} with {told}", ranks)
     return counts
 
 
@@ -245,8 +242,8 @@ def _stages_text(ranks: int, chunks: int) -> str:
     return f"{ranks} pipeline ranks x {chunks} chunks"
 
 
-def _refuse_empty(counts: list[int], allowed: set[int], told: str, ranks: int) -> None:
-    empty = [stage for stage, count in enumerate(counts) if count < 1 and stage not in allowed]
+def _refuse_empty(counts: list[int], told: str, ranks: int) -> None:
+    empty = [stage for stage, count in enumerate(counts) if count < 1]
     if empty:
         which = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty[:8]))}"
         raise StageLayersError(

@@ -36,6 +36,7 @@ MODELS = {
     "gqa_qkv_bias": {**VARIANTS["gqa"], "add_bias_linear": False, "add_qkv_bias": True},
     "qk_layernorm": {**VARIANTS["qk_layernorm"], **VARIANTS["gqa"]},
     "quick_geglu_kv_channels": {"quick_geglu": True, "kv_channels": 12, "attention_backend": "unfused"},
+    "gemma": {**VARIANTS["gemma"], "add_attention_output_bias": True},
     "layernorm_1p_untied": {"apply_layernorm_1p": True, "untie_embeddings_and_output_weights": True},
     "recompute_full": {**VARIANTS["llama"], **FULL},
     "recompute_selective": {"recompute_granularity": "selective"},

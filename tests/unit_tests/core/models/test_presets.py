@@ -14,6 +14,8 @@ BILLIONS = {  # name: (vocabulary, parameters in the source, relative tolerance)
     "llama3-70b": (128256, 70.554, 0.001),
     "llama3.1-8b": (128256, 8.030, 0.001),
     "gpt3-125m": (50257, 0.125, 0.01),
+    "gemma-2b": (256128, 0.524550144 + 1.981884416, 1e-12),  # embedding and the rest (table 2)
+    "gemma-7b": (256128, 0.786825216 + 7.751248896, 1e-12),
 }
 
 

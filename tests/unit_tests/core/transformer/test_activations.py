@@ -17,6 +17,8 @@ EXPECTED = {
     "openai_gelu": ({"openai_gelu": True}, lambda x: F.gelu(x, approximate="tanh")),
     "squared_relu": ({"squared_relu": True}, lambda x: F.relu(x) ** 2),
     "swiglu": ({"swiglu": True}, gated(F.silu)),
+    "geglu": ({"geglu": True}, gated(F.gelu)),
+    "geglu_tanh": ({"geglu_tanh": True}, gated(lambda g: F.gelu(g, approximate="tanh"))),
     "quick_geglu": ({"quick_geglu": True}, gated(lambda g: g * torch.sigmoid(1.702 * g))),
 }
 

@@ -21,6 +21,7 @@ VARIANTS = [
     {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False},
     {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True},
     {"group_query_attention": True, "num_query_groups": 2, "kv_channels": 24, "quick_geglu": True},
+    {"add_bias_linear": False, "add_attention_output_bias": True, "geglu_tanh": True},
     {
         "position_embedding_type": "none",
         "squared_relu": True,

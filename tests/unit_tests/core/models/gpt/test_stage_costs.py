@@ -14,7 +14,7 @@ DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 UNFUSED = {"attention_backend": "unfused"}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
 CASES = {
-    **{name: VARIANTS[name] for name in ("gpt", "rope", "gqa", "qk_layernorm", "swiglu", "llama")},
+    **{name: VARIANTS[name] for name in ("gpt", "rope", "gqa", "qk_layernorm", "swiglu", "llama", "gemma")},
     "dropout": DROPOUT,
     "unfused": UNFUSED,
     "unfused dropout": {**DROPOUT, **UNFUSED},

@@ -54,6 +54,15 @@ BY_HAND = [
     (7, {"pp": 2, "loss": True}, [4, 3]),
     (14, {"pp": 4, "chunks": 2, "embedding": True, "loss": True}, [1, 2, 2, 2, 2, 2, 2, 1]),
     (14, {"pp": 4, "per_chunk": 2, "embedding": True, "loss": True}, [1, 2, 2, 2, 2, 2, 2, 1]),
+    # ... also as the only layer of a stage
+    (3, {"pp": 4, "loss": True}, [1, 1, 1, 0]),
+    (3, {"pp": 4, "embedding": True}, [0, 1, 1, 1]),
+    (2, {"pp": 4, "embedding": True, "loss": True}, [0, 1, 1, 0]),
+    (6, {"pp": 4, "chunks": 2, "embedding": True, "loss": True}, [0, 1, 1, 1, 1, 1, 1, 0]),
+    # padding then takes from stages that have a layer
+    (2, {"pp": 4, "embedding": True, "pad": True}, [0, 1, 1, 0]),
+    (1, {"pp": 4, "embedding": True, "loss": True, "pad": True}, [0, 0, 1, 0]),
+    (5, {"pp": 4, "embedding": True, "loss": True, "pad": True}, [1, 2, 2, 0]),
     # padding: the last stage first, then 0, 1, 2, ...
     (8, {"pp": 4, "pad": True}, [2, 2, 2, 2]),
     (7, {"pp": 4, "pad": True}, [2, 2, 2, 1]),
@@ -121,9 +130,6 @@ REFUSED = [
     # an unasked-for empty stage
     (2, {"pp": 4, "first": 2}, "leaves stages 1, 2, 3 without layers"),
     (8, {"pp": 2, "first": 0}, "--decoder-first-pipeline-num-layers 0: must be at least 1"),
-    (3, {"pp": 4, "loss": True}, "leaves stage 3 without layers"),
-    (3, {"pp": 4, "embedding": True}, "leaves stage 0 without layers"),
-    (2, {"pp": 4, "embedding": True, "pad": True}, "leaves stage 0 without layers"),
     # layouts
     (14, {"pp": 8, "layout": "Et*2|(tt|)*5t|tmL"}, "m (a block of multi-token prediction)"),
     (13, {"pp": 8, "layout": "Et*2|(tt|)*5t|tL"}, "holds 14 layers, --num-layers asks for 13"),
@@ -194,7 +200,9 @@ def test_every_layer_once_in_order_or_an_error(num_layers, pp, drop, **flags):
     if flags["chunks"] is not None:
         assert num_chunks(config, num_layers) == flags["chunks"]
     sizes = [len(spec.layers) for spec in specs]
-    assert flags["pad"] or min(sizes) > 0
+    may_be_empty = {0: flags["embedding"], len(sizes) - 1: flags["loss"]}
+    for stage, size in enumerate(sizes):
+        assert size > 0 or flags["pad"] or may_be_empty[stage], sizes
     if flags["first"] is not None:
         assert layers_on_ranks(specs, pp)[0] == flags["first"]
     if flags["last"] is not None:
@@ -263,6 +271,7 @@ V_BY_HAND = [
     (12, {"pp": 4, "first": 2, "last": 4}, [1, 1.5, 1.5, 2, 2, 1.5, 1.5, 1]),
     (12, {"pp": 3, "first": 2, "last": 6}, [1, 2, 3, 3, 2, 1]),
     (6, {"pp": 2, "embedding": True, "loss": True}, [1, 2, 2, 1]),
+    (2, {"pp": 2, "embedding": True, "loss": True}, [0, 1, 1, 0]),
     # padding: the last stage first, then 0, 1, ...; any number of layers
     (5, {"pp": 2, "pad": True}, [1, 1, 2, 1]),
     (3, {"pp": 2, "pad": True}, [1, 1, 1, 0]),
