@@ -33,6 +33,7 @@ from megatron.training.state import TrainState
 from megatron.training.step import StepResult, StepRunner, Steps, StepTask
 from megatron.training.step_numbers import StepNumbers
 from megatron.training.validated_step import ValidatedStepRunner
+from megatron.training.weight_check import NonFiniteWeightsError
 
 NO_FLAGS = (0.0, 0.0)  # nobody wants to stop
 
@@ -140,6 +141,9 @@ class TrainingLoop:
             self.checkpoints.finish(blocking=True)
             self._reporter.ended(ending.status, ending.reason)
             return ending
+        except (TrainingExit, NonFiniteWeightsError):  # on all ranks alike
+            self.checkpoints.finish(blocking=True)  # one of before is good, and may still be being written
+            raise
         finally:
             self._reporter.close()
 
@@ -190,9 +194,7 @@ class TrainingLoop:
         except NonFiniteError as error:
             if error.verdict.save_first and self._config.checkpoint.save is not None:
                 self.checkpoints.save()
-            raise TrainingExit(
-                error.status, str(error), iteration=state.iteration, checkpoint=self.checkpoints.last
-            ) from error
+            raise TrainingExit(error.status, str(error)) from error
         interval = self._config.training.manual_gc_interval
         if self._config.training.manual_gc and interval and number % interval == 0:
             gc.collect()

@@ -41,6 +41,7 @@ from megatron.training.session import Session, initialize, record_directory
 from megatron.training.signals import SignalHandler
 from megatron.training.startup_check import StartupMismatchError
 from megatron.training.step_numbers import ForwardStep
+from megatron.training.weight_check import NonFiniteWeightsError
 from megatron.training.writers import OutputPathError
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
@@ -54,6 +55,7 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     CheckpointError: ExitStatus.CHECKPOINT,
     OptimizerStateError: ExitStatus.CHECKPOINT,
     GradScalerStateError: ExitStatus.CHECKPOINT,
+    NonFiniteWeightsError: ExitStatus.NON_FINITE,
     ReplicaMismatchError: ExitStatus.RERUN_INVALID,
     DataError: ExitStatus.DATA,
     TokenizerError: ExitStatus.DATA,
@@ -65,6 +67,7 @@ RAISED_ALIKE = (
     StartupMismatchError,
     CheckpointError,
     ConfigurationError,
+    NonFiniteWeightsError,
     ReplicaMismatchError,
     UnsplittableError,
 )
