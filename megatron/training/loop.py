@@ -14,7 +14,7 @@ from megatron.training.data import (
     DatasetsProvider,
     build_data_iterators,
 )
-from megatron.training.evaluate import Evaluator
+from megatron.training.evaluate import Evaluator, first_validation_sample
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.flops import train_step_flops
 from megatron.training.microbatches import ends_at
@@ -100,6 +100,7 @@ class TrainingLoop:
         report_model(session, self._plans, self.engine, num_microbatches)
         self.checkpoints.load()
         self._begun_at = self.state.consumed_train_samples
+        self.state.consumed_valid_samples = first_validation_sample(self.state, config)
         with session.watchdog.phase("build data"):
             data = build_data_iterators(
                 session,
@@ -107,10 +108,7 @@ class TrainingLoop:
                 train_samples=self.state.train_samples,
                 train_iters=self.state.train_iters,
                 consumed_train_samples=self.state.consumed_train_samples,
-                # An evaluation of its own starts at the beginning: it needs no more samples than it asks for.
-                consumed_valid_samples=0
-                if config.evaluation.skip_train
-                else self.state.consumed_valid_samples,
+                consumed_valid_samples=self.state.consumed_valid_samples,
                 reads=self._plans.reads_data(session.ps.pp_rank),
             )
         if not config.evaluation.skip_train:

@@ -488,7 +488,6 @@ BROKEN = {
     ),
 }
 # Steps that are taken and make weights that are not finite: of finite gradients, on what ranks know; of infinite ones.
-
 BAD_WEIGHTS = {
     "weights": setting("--lr 1e38", policy="skip"),
     "unchecked": setting(
