@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import __version__ as torch_version
 
-from megatron.core.dist_checkpointing.agree import gather_json, step
+from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config, config_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -29,12 +29,11 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Log, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.finite import all_finite
 from megatron.core.parallel_state import ParallelState
 from megatron.training import metrics
 from megatron.training.rng_state import rng_state, set_rng_state
 from megatron.training.training_config import CheckpointConfig
-from megatron.training.weight_check import NonFiniteWeightsError, what_is_wrong
+from megatron.training.weight_check import NonFiniteWeightsError, first_nonfinite
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
 
@@ -104,7 +103,7 @@ class Checkpointer:
         root = self._config.save
         assert root is not None, "save without --save"
         pieces = list(model_pieces) + ([] if self._config.no_save_optim else list(optimizer_pieces))
-        if (wrong := _first_nonfinite(pieces, self._ps)) is not None:
+        if (wrong := first_nonfinite(pieces, self._ps)) is not None:
             raise NonFiniteWeightsError(
                 f"iteration {iteration}: {wrong}: no checkpoint of it is written to {root}. Lower --lr and start again "
                 "from the last checkpoint; if no step was taken, look at --init-method-std and at --load"
@@ -217,20 +216,9 @@ class Checkpointer:
             self._log(line)
 
 
-def _first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> str | None:
-    """The first tensor that is not finite, and on which rank, the same on all ranks. Communicates over control."""
-    mine = None
-    if not all_finite(piece.tensor for piece in pieces):  # sync: before a save, after a load
-        mine = next(
-            (f"{one.name} is {wrong}" for one in pieces if (wrong := what_is_wrong(one.tensor))), None
-        )
-    told = gather_json(mine, ps)
-    return next((f"{one} on rank {rank}" for rank, one in enumerate(told) if one is not None), None)
-
-
 def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:
     """Nothing can come of weights that had gone wrong: `save` refuses them, earlier versions did not."""
-    if (wrong := _first_nonfinite(pieces, ps)) is not None:
+    if (wrong := first_nonfinite(pieces, ps)) is not None:
         more = ", or leave its optimizer with --no-load-optim" if wrong.startswith(OPTIMIZER_PREFIX) else ""
         raise CheckpointError(
             f"{found.directory}: {wrong}: the run that saved it had failed, or this run's precision cannot hold it: "

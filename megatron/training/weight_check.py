@@ -7,11 +7,14 @@ cannot hold. The weights before are gone then, so the run ends, whatever `--nan-
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from megatron.core import collectives, host_data
+from megatron.core.dist_checkpointing.agree import gather_json
+from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.finite import all_finite
 from megatron.core.parallel_state import ParallelState
 from megatron.training.build import Engine
@@ -53,7 +56,7 @@ def _find_weight(engine: Engine, ps: ParallelState) -> str:
     for name in buffer.names:
         main, dtype = buffer.main_weight_part(name), buffer.weight(name).dtype
         if not all_finite([main.to(dtype)]):  # sync: a failed step
-            value = what_is_wrong(main) or f"larger than {dtype} can hold"
+            value = _what_is_wrong(main) or f"larger than {dtype} can hold"
             mine = NonFiniteSite(ps.rank, None, name, bad_weight=True, value=value, pp_rank=ps.pp_rank)
             break
     told = None if mine is None else dataclasses.asdict(mine)
@@ -61,7 +64,17 @@ def _find_weight(engine: Engine, ps: ParallelState) -> str:
     return str(NonFiniteSite(**sites[0])) if sites else "some weight was not finite"
 
 
-def what_is_wrong(tensor: Tensor) -> str | None:
+def first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> str | None:
+    """Of what is about to be saved, or was loaded, the first tensor that is not finite, what is wrong with it, and on
+    which rank: the same on all ranks. Communicates over control."""
+    mine = None
+    if not all_finite(piece.tensor for piece in pieces):  # sync: before a save, after a load
+        mine = next(f"{one.name} is {wrong}" for one in pieces if (wrong := _what_is_wrong(one.tensor)))
+    told = gather_json(mine, ps)
+    return next((f"{one} on rank {rank}" for rank, one in enumerate(told) if one is not None), None)
+
+
+def _what_is_wrong(tensor: Tensor) -> str | None:
     """NaN, infinite, or None where all is finite."""
     if all_finite([tensor]):  # sync: before a save, after a load, or a failed step
         return None
