@@ -6,19 +6,16 @@ cannot hold. The weights before are gone then, so the run ends, whatever `--nan-
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from megatron.core import collectives, host_data
+from megatron.core import collectives
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.finite import all_finite
 from megatron.core.parallel_state import ParallelState
 from megatron.training.build import Engine
-from megatron.training.nan_policy import NonFiniteSite
 
 
 class NonFiniteWeightsError(ArithmeticError):
@@ -56,12 +53,9 @@ def _find_weight(engine: Engine, ps: ParallelState) -> str:
     for name in buffer.names:
         main, dtype = buffer.main_weight_part(name), buffer.weight(name).dtype
         if not all_finite([main.to(dtype)]):  # sync: a failed step
-            value = _what_is_wrong(main) or f"larger than {dtype} can hold"
-            mine = NonFiniteSite(ps.rank, None, name, bad_weight=True, value=value, pp_rank=ps.pp_rank)
+            mine = f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
             break
-    told = None if mine is None else dataclasses.asdict(mine)
-    sites: list[Any] = [one for one in host_data.all_gather_json(told, ps.control_group) if one is not None]
-    return str(NonFiniteSite(**sites[0])) if sites else "some weight was not finite"
+    return _first_told(mine, ps) or "some weight was not finite"
 
 
 def first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> str | None:
@@ -70,6 +64,10 @@ def first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> s
     mine = None
     if not all_finite(piece.tensor for piece in pieces):  # sync: before a save, after a load
         mine = next(f"{one.name} is {wrong}" for one in pieces if (wrong := _what_is_wrong(one.tensor)))
+    return _first_told(mine, ps)
+
+
+def _first_told(mine: str | None, ps: ParallelState | None) -> str | None:
     told = gather_json(mine, ps)
     return next((f"{one} on rank {rank}" for rank, one in enumerate(told) if one is not None), None)
 
