@@ -63,7 +63,9 @@ class NonFiniteError(ArithmeticError):
         self.iteration = iteration
         self.verdict = verdict
         self.status = verdict.status or ExitStatus.NON_FINITE
-        advice = "Lower --lr, look at the batch (tools/inspect_data.py), or go on past it with --nan-policy skip."
+        advice = (
+            "Lower --lr, look at the batch (tools/inspect_data.py), or go on past it with --nan-policy skip."
+        )
         if where.bad_weight:
             advice = "The weights were so before it: look at --init-method-std and at what --load names."
         super().__init__(

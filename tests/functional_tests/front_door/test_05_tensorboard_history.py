@@ -7,6 +7,12 @@ from tests.harness import launch
 FLAGS = [*launch.TINY, *"--save ck --load ck --save-interval 2 --tensorboard-dir tb".split()]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _imported_once():
+    """Here, so that no forked run has to."""
+    pytest.importorskip("torch.utils.tensorboard")
+
+
 def run(tmp_path, words):
     return launch.ok(launch.run_forked([*FLAGS, *words.split()], cwd=tmp_path))
 
