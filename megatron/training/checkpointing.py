@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.training import metrics
 from megatron.training.rng_state import rng_state, set_rng_state
 from megatron.training.training_config import CheckpointConfig
+from megatron.training.weight_check import NonFiniteWeightsError, first_nonfinite
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
 
@@ -109,11 +110,17 @@ class Checkpointer:
 
         common: JSON that all ranks share; `consumed_train_samples` and a hash of `config` also become
         fields of the manifest itself. wait: finish before returning whatever `--async-save` says (the last
-        save of a run). Raises CheckpointError on all ranks together.
+        save of a run). Raises CheckpointError on all ranks together, and NonFiniteWeightsError where a tensor is not
+        finite: a checkpoint of it would be the newest, and of no use.
         """
         root = self._config.save
         assert root is not None, "save without --save"
         pieces = list(model_pieces) + ([] if self._config.no_save_optim else list(optimizer_pieces))
+        if (wrong := first_nonfinite(pieces, self._ps)) is not None:
+            raise NonFiniteWeightsError(
+                f"iteration {iteration}: {wrong}: no checkpoint of it is written to {root}. Lower --lr and start again "
+                "from the last checkpoint; if no step was taken, look at --init-method-std and at --load"
+            )
         per_rank = {} if self._config.no_save_rng else {"rng": rng_state(self._ps.device)}
         self._say(metrics.saving_line(iteration, root, "torch_dist"))
         retain = self._config.save_retain_interval
@@ -154,7 +161,8 @@ class Checkpointer:
         """Load from `--load` into the pieces, and set the random generators; None: start from scratch.
 
         config: this run's flat configuration, compared with the checkpoint's where it decides what the
-        weights mean. Raises CheckpointError on all ranks together, before any tensor is touched.
+        weights mean. Raises CheckpointError on all ranks together, before any tensor is touched, unless what was saved
+        is not finite.
         """
         flags = self._config
         if flags.load is None:
@@ -177,13 +185,15 @@ class Checkpointer:
         if with_rng:
             _check_rng(found, self._ps.world_size)
         self._say(f" loading checkpoint from {flags.load} at iteration {found.iteration}")
+        pieces = list(model_pieces) + (list(optimizer_pieces) if with_optimizer else [])
         load_pieces(
             found,
-            list(model_pieces) + (list(optimizer_pieces) if with_optimizer else []),
+            pieces,
             self._ps,
             prefixes=(MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,),
             convert=not with_optimizer,
         )
+        _refuse_nonfinite(found, pieces, self._ps)
         if with_rng:
             self._load_rng(found)
         self._note_versions(found)
@@ -217,6 +227,16 @@ class Checkpointer:
     def _say(self, line: str) -> None:
         if self._ps.rank == 0:
             self._log(line)
+
+
+def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:
+    """Nothing can come of weights that had gone wrong: `save` refuses them, earlier versions did not."""
+    if (wrong := first_nonfinite(pieces, ps)) is not None:
+        more = ", or leave its optimizer with --no-load-optim" if wrong.startswith(OPTIMIZER_PREFIX) else ""
+        raise CheckpointError(
+            f"{found.directory}: {wrong}: the run that saved it had failed, or this run's precision cannot hold it: "
+            f"load an earlier one with --ckpt-step{more}"
+        )
 
 
 def _check_config(found: Found, config: Mapping[str, Any]) -> None:
@@ -264,5 +284,6 @@ def load_for_inference(
 
     def load(pieces: Sequence[LocalPiece]) -> None:
         load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
+        _refuse_nonfinite(found, pieces)
 
     return config_of(found), load

@@ -6,10 +6,12 @@ import gc
 from collections.abc import Mapping
 
 from megatron.core.parallel_state import ParallelState
+from megatron.training.config import Config
 from megatron.training.data import DataIterators, EvaluationSet
+from megatron.training.microbatches import ends_at
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.plans import Plans
-from megatron.training.reporter import Reporter
+from megatron.training.reporter import Evaluated, Reporter
 from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
 from megatron.training.state import TrainState
@@ -38,6 +40,7 @@ class Evaluator:
         self._state = state
         self._data = data
         self._reads = plans.reads_data(session.ps.pp_rank)
+        self._newest: tuple[int, list[Evaluated]] | None = None  # iteration, of its validation sets
 
     def if_due(self) -> None:
         """After an iteration: on the validation sets, every --eval-interval iterations."""
@@ -49,34 +52,37 @@ class Evaluator:
 
     def is_due(self, iteration: int) -> bool:
         """Whether `if_due` evaluates after an iteration."""
-        interval = self._config.evaluation.eval_interval
-        return interval is not None and interval > 0 and iteration % interval == 0 and bool(self._data.valid)
+        return ends_at(iteration, self._config.evaluation.eval_interval) and bool(self._data.valid)
 
     def _evaluate_here(self, iteration: int) -> None:
         collect = self._config.training.manual_gc and self._config.training.manual_gc_eval
         if collect:
             gc.collect()
-        self._evaluate(self._data.valid, f"iteration {iteration}")
+        self._newest = iteration, self._evaluate(self._data.valid, "validation")
         self._count_validation_samples()
+        self._report(self._newest[1], f"iteration {iteration}")
         if collect:
             gc.collect()
 
     def at_end(self) -> None:
-        """After the last iteration: on the validation sets and on the test sets."""
+        """After the last iteration: on the validation sets and on the test sets. What has just been evaluated is not
+        evaluated again, on other samples: the weights of one iteration have one validation loss."""
         iteration = self._state.iteration
-        self._evaluate(self._data.valid, f"iteration {iteration} on validation set")
-        self._count_validation_samples()
-        self._evaluate(self._data.test, f"iteration {iteration} on test set")
+        if self._newest is None or self._newest[0] != iteration:
+            self._newest = iteration, self._evaluate(self._data.valid, "validation")
+            self._count_validation_samples()
+        self._report(self._newest[1], f"iteration {iteration} on validation set")
+        self._report(self._evaluate(self._data.test, "test"), f"iteration {iteration} on test set")
 
-    def _evaluate(self, sets: list[EvaluationSet], where: str) -> None:
-        evaluation = self._config.evaluation
-        if not evaluation.eval_iters:
-            return
+    def _evaluate(self, sets: list[EvaluationSet], split: str) -> list[Evaluated]:
+        flags, found = self._config.evaluation, []
         per_batch = self._config.training.global_batch_size // (
             self._config.training.micro_batch_size * self._session.ps.dp_size
         )
+        first = self._state.consumed_valid_samples if split == "validation" else 0
+        last = first + _samples_of_one(self._config) - 1
         for held_out in sets:
-            count = len(held_out.batches) if held_out.whole else evaluation.eval_iters * per_batch
+            count = len(held_out.batches) if held_out.whole else flags.eval_iters * per_batch
             with self._session.watchdog.phase("evaluate"):
                 losses = evaluate(
                     self._runner,
@@ -86,13 +92,34 @@ class Evaluator:
                     num_microbatches=count,
                     microbatches_at_a_time=per_batch,
                 )
-            self._reporter.evaluated(where, losses, held_out.name)
+            samples = "all samples" if held_out.whole else f"samples {first} to {last}"
+            samples += f" of the {split} set"
+            found.append(Evaluated(split, held_out.name, losses, samples))
+        return found
+
+    def _report(self, found: list[Evaluated], where: str) -> None:
+        for one in found:
+            self._reporter.evaluated(where, one)
 
     def _count_validation_samples(self) -> None:
         """Where the next evaluation goes on reading; one that reads the whole set starts at its beginning."""
         if not self._config.data.full_validation:
-            evaluated = self._config.evaluation.eval_iters * self._config.training.global_batch_size
-            self._state.consumed_valid_samples += evaluated
+            self._state.consumed_valid_samples += _samples_of_one(self._config)
+
+
+def first_validation_sample(state: TrainState, config: Config) -> int:
+    """Where a run that has loaded its state begins to read. An evaluation of its own (--skip-train) starts at the
+    beginning: it needs no more samples than it asks for. One behind training that was finished before reads again what
+    the evaluation of the last iteration has read, if one was due there."""
+    if config.evaluation.skip_train:
+        return 0
+    again = state.finished and ends_at(state.iteration, config.evaluation.eval_interval)
+    return max(0, state.consumed_valid_samples - (_samples_of_one(config) if again else 0))
+
+
+def _samples_of_one(config: Config) -> int:
+    """Of all ranks, in one evaluation."""
+    return config.evaluation.eval_iters * config.training.global_batch_size
 
 
 def evaluate(

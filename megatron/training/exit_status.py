@@ -48,7 +48,8 @@ DESCRIPTIONS: Mapping[ExitStatus, str] = {
     ExitStatus.CHECKPOINT: "checkpoint: missing, damaged or of another model; or one could not be written; or another"
     " run holds the folder of `--save`",
     ExitStatus.DATA: "data: a corpus, tokenizer or index file is missing or damaged",
-    ExitStatus.NON_FINITE: "a loss or gradient was NaN or infinite and `--nan-policy` says to stop",
+    ExitStatus.NON_FINITE: "a loss or gradient was NaN or infinite and `--nan-policy` says to stop; or weights were"
+    " after an update or before a save, which no policy can go on from: they are never saved",
     ExitStatus.PEER_LOST: "another rank was lost or hangs; the message names it, and in a pipeline the stage, iteration"
     " and operation in which it was missed; or the launcher or the store is gone",
     ExitStatus.RERUN_PERSISTENT: "`--nan-policy rerun-once`: the step gives the same non-finite bits twice;"

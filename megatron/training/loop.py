@@ -14,7 +14,7 @@ from megatron.training.data import (
     DatasetsProvider,
     build_data_iterators,
 )
-from megatron.training.evaluate import Evaluator
+from megatron.training.evaluate import Evaluator, first_validation_sample
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.flops import train_step_flops
 from megatron.training.microbatches import ends_at
@@ -33,6 +33,7 @@ from megatron.training.state import TrainState
 from megatron.training.step import StepResult, StepRunner, Steps, StepTask
 from megatron.training.step_numbers import StepNumbers
 from megatron.training.validated_step import ValidatedStepRunner
+from megatron.training.weight_check import NonFiniteWeightsError
 
 NO_FLAGS = (0.0, 0.0)  # nobody wants to stop
 
@@ -99,6 +100,7 @@ class TrainingLoop:
         report_model(session, self._plans, self.engine, num_microbatches)
         self.checkpoints.load()
         self._begun_at = self.state.consumed_train_samples
+        self.state.consumed_valid_samples = first_validation_sample(self.state, config)
         with session.watchdog.phase("build data"):
             data = build_data_iterators(
                 session,
@@ -106,10 +108,7 @@ class TrainingLoop:
                 train_samples=self.state.train_samples,
                 train_iters=self.state.train_iters,
                 consumed_train_samples=self.state.consumed_train_samples,
-                # An evaluation of its own starts at the beginning: it needs no more samples than it asks for.
-                consumed_valid_samples=0
-                if config.evaluation.skip_train
-                else self.state.consumed_valid_samples,
+                consumed_valid_samples=self.state.consumed_valid_samples,
                 reads=self._plans.reads_data(session.ps.pp_rank),
             )
         if not config.evaluation.skip_train:
@@ -140,6 +139,9 @@ class TrainingLoop:
             self.checkpoints.finish(blocking=True)
             self._reporter.ended(ending.status, ending.reason)
             return ending
+        except (TrainingExit, NonFiniteWeightsError):  # on all ranks alike
+            self.checkpoints.finish(blocking=True)  # one of before is good, and may still be being written
+            raise
         finally:
             self._reporter.close()
 
@@ -190,9 +192,7 @@ class TrainingLoop:
         except NonFiniteError as error:
             if error.verdict.save_first and self._config.checkpoint.save is not None:
                 self.checkpoints.save()
-            raise TrainingExit(
-                error.status, str(error), iteration=state.iteration, checkpoint=self.checkpoints.last
-            ) from error
+            raise TrainingExit(error.status, str(error)) from error
         interval = self._config.training.manual_gc_interval
         if self._config.training.manual_gc and interval and number % interval == 0:
             gc.collect()

@@ -178,27 +178,32 @@ def perplexity(loss: float) -> float:
     return math.exp(min(PERPLEXITY_EXPONENT_LIMIT, loss))
 
 
-def validation_lines(where: str, losses: Mapping[str, float], *, set_name: str = "") -> list[str]:
-    """The validation line between two rules of dashes.
+def validation_lines(
+    where: str, losses: Mapping[str, float], *, set_name: str = "", samples: str = ""
+) -> list[str]:
+    """The validation line between two rules of dashes, and what was read for it above.
 
     where: "iteration 40", "iteration 40 on validation set", "iteration 40 on test set".
-    set_name: "0", "1", "name" when there are several validation sets; becomes the suffix `-name`.
+    set_name: "0", "1", "name" when there are several validation sets; becomes the suffix `-name`. samples: as
+    "samples 0 to 79 of the validation set".
     """
     suffix = f"-{set_name}" if set_name else ""
     text = f" validation{suffix} loss at {where} | "
     for name, loss in losses.items():
         text += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(text) + 1)
-    return [rule, text, rule]
+    return [*([f" > evaluated on {samples}"] if samples else []), rule, text, rule]
 
 
-def validation_scalars(losses: Mapping[str, float], *, set_name: str = "") -> dict[str, float]:
-    """`lm loss validation`, `lm loss validation ppl`; `validation-name` when there are several sets."""
+def validation_scalars(
+    losses: Mapping[str, float], *, set_name: str = "", split: str = "validation"
+) -> dict[str, float]:
+    """`lm loss validation`, `lm loss validation ppl`; `validation-name` when there are several sets; `test`."""
     suffix = f"-{set_name}" if set_name else ""
     scalars: dict[str, float] = {}
     for name, loss in losses.items():
-        scalars[f"{name} validation{suffix}"] = loss
-        scalars[f"{name} validation{suffix} ppl"] = perplexity(loss)
+        scalars[f"{name} {split}{suffix}"] = loss
+        scalars[f"{name} {split}{suffix} ppl"] = perplexity(loss)
     return scalars
 
 

@@ -63,9 +63,13 @@ class NonFiniteError(ArithmeticError):
         self.iteration = iteration
         self.verdict = verdict
         self.status = verdict.status or ExitStatus.NON_FINITE
-        super().__init__(
-            f"iteration {iteration}: {where}. {verdict.reason}. No weight was changed by this iteration. "
+        advice = (
             "Lower --lr, look at the batch (tools/inspect_data.py), or go on past it with --nan-policy skip."
+        )
+        if where.bad_weight:
+            advice = "The weights were so before it: look at --init-method-std and at what --load names."
+        super().__init__(
+            f"iteration {iteration}: {where}. {verdict.reason}. No weight was changed by this iteration. {advice}"
         )
 
 

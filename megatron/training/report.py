@@ -9,6 +9,7 @@ import dataclasses
 import html
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -56,12 +57,15 @@ class RunRecord:
 
     @property
     def validation_losses(self) -> list[str]:
-        """Tags of validation losses, without their perplexities."""
-        return [tag for tag in self.curves if " validation" in tag and not tag.endswith(" ppl")]
+        """Tags of losses on validation and test sets, without their perplexities."""
+        return [tag for tag in self.curves if _HELD_OUT.search(tag) and not tag.endswith(" ppl")]
+
+
+_HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
 
 
 def _is_other(tag: str) -> bool:
-    return " validation" in tag or tag.endswith("-time")
+    return _HELD_OUT.search(tag) is not None or tag.endswith("-time")
 
 
 def read_run(metrics_path: str | Path) -> RunRecord:

@@ -18,6 +18,17 @@ from megatron.training.step import StepResult
 from megatron.training.writers import Writers, append_progress, open_writers
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """Losses on held-out data. split: "validation", "test". set_name: "" where there is one set. samples: which of it,
+    in words."""
+
+    split: str
+    set_name: str
+    losses: Mapping[str, float]
+    samples: str
+
+
 class Reporter:
     """Collects an interval's numbers and prints them at its end. Every rank has one; the last rank speaks."""
 
@@ -176,11 +187,15 @@ class Reporter:
         self._flops = 0.0
         self._interval_started = now
 
-    def evaluated(self, where: str, losses: Mapping[str, float], set_name: str) -> None:
+    def evaluated(self, where: str, found: Evaluated) -> None:
         """Print and record one evaluation."""
-        for line in metrics.validation_lines(where, losses, set_name=set_name):
+        for line in metrics.validation_lines(
+            where, found.losses, set_name=found.set_name, samples=found.samples
+        ):
             self._session.print_rank_last(line)
-        scalars: dict[str, Any] = metrics.validation_scalars(losses, set_name=set_name)
+        scalars: dict[str, Any] = metrics.validation_scalars(
+            found.losses, set_name=found.set_name, split=found.split
+        )
         if not self._log.log_validation_ppl_to_tensorboard:
             scalars = {tag: value for tag, value in scalars.items() if not tag.endswith(" ppl")}
         self.writers.record(scalars, step=self._state.iteration, samples=self._state.consumed_train_samples)

@@ -1,7 +1,8 @@
 """One optimizer step: microbatches, one look at the numbers, one decision that all ranks share, one update.
 
 Nothing changes before the decision: a step that is skipped, repeated or aborted leaves weights and optimizer as they
-were. (`validated_step` steps before it is known, and takes back what proves wrong.)
+were. (`validated_step` steps before it is known, and takes back what proves wrong.) A step that was taken counts once
+the weights that it made are known to be finite on all ranks (`weight_check`).
 
 [Note: where gradients are divided] Backward runs on each microbatch's mean loss (its token sum with
 `--calculate-per-token-loss`) times the loss scale. Gradients are summed over microbatches and data parallel ranks,
@@ -37,6 +38,7 @@ from megatron.training.step_batches import StepBatches
 from megatron.training.step_numbers import StepNumbers, Totals
 from megatron.training.timers import Timers
 from megatron.training.watchdog import Watchdog
+from megatron.training.weight_check import WeightCheck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Steps(Protocol):
 
     def step(self, batches: StepBatches, task: StepTask) -> Iterable[StepResult]:
         """Train on the next microbatches of this rank; gives the steps decided on meanwhile, in order. One that asks
-        for an end (flags) is the last of them: nothing is begun behind it. Raises NonFiniteError, on every rank
-        alike, behind the last that was decided on."""
+        for an end (flags) is the last of them: nothing is begun behind it. Raises NonFiniteError and
+        NonFiniteWeightsError, on every rank alike, behind the last that was decided on."""
 
     def settle(self, batches: StepBatches) -> Iterable[StepResult]:
         """Decide on what is not decided on: before weights are saved or evaluated. Raises as `step`."""
@@ -145,7 +147,7 @@ class StepRunner:
         rolled_back: bool = False,
     ) -> StepResult:
         """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
-        (rolled_back). Raises NonFiniteError."""
+        (rolled_back). Raises NonFiniteError, NonFiniteWeightsError."""
         loss_scale = self._engine.scaler.scale
         if verdict.decision is Decision.RERUN:
             attempt, verdict = self._rerun(attempt, batches, task)
@@ -157,7 +159,9 @@ class StepRunner:
             with self.phase("optimizer"):
                 coefficient = clip_coefficient(attempt.norm, self._config.optimizer.clip_grad)
                 self._engine.optimizer.step(attempt.divisor, coefficient)
+                check = WeightCheck(self._engine, self._ps)
                 self._engine.model.weights_changed()
+                check.passed(task.iteration)
         return self.decided(attempt, verdict, task, loss_scale, rolled_back=rolled_back)
 
     def decided(

@@ -43,6 +43,7 @@ from megatron.training.session import Session, initialize
 from megatron.training.signals import SignalHandler
 from megatron.training.startup_check import StartupMismatchError
 from megatron.training.step_numbers import ForwardStep
+from megatron.training.weight_check import NonFiniteWeightsError
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     ConfigurationError: ExitStatus.CONFIGURATION,
@@ -55,6 +56,7 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     CheckpointError: ExitStatus.CHECKPOINT,
     OptimizerStateError: ExitStatus.CHECKPOINT,
     GradScalerStateError: ExitStatus.CHECKPOINT,
+    NonFiniteWeightsError: ExitStatus.NON_FINITE,
     ReplicaMismatchError: ExitStatus.RERUN_INVALID,
     DataError: ExitStatus.DATA,
     TokenizerError: ExitStatus.DATA,
@@ -67,6 +69,7 @@ RAISED_ALIKE = (
     StartupMismatchError,
     CheckpointError,
     ConfigurationError,
+    NonFiniteWeightsError,
     ReplicaMismatchError,
     UnsplittableError,
 )

@@ -152,7 +152,9 @@ class ReliabilityConfig:
     )
     nan_max_skips: int = arg(10, "skipped steps in a row before the run aborts", unit="iterations", ours=True)
     check_for_nan_in_loss_and_grad: bool = arg(
-        True, "do not stop on non-finite values", flags=("--no-check-for-nan-in-loss-and-grad",)
+        True,
+        "take steps whether loss and gradients are finite or not; weights that are not end the run all the same",
+        flags=("--no-check-for-nan-in-loss-and-grad",),
     )
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = arg(
         "disabled", "validate_results: compute a rejected step again, as --nan-policy rerun-once"

@@ -5,6 +5,10 @@ Until then it has not happened for anybody but the weights: the loop's counters,
 the decision. The loss scale has to go ahead, because forwards multiply with it: it moves as after a clean step, and is
 put right with the rest. Where the decision is to run a step again, or to abort, the step under way is dropped, and what
 it has drawn of the data is kept for when it comes again.
+
+[Note: weights behind the decision] Ranks ask each other for the weights that a step made (`WeightCheck`) right after
+it, and once more where the decision took it back or made it; they hear the answer behind the step that was under way
+then, so that nobody waits inside of a plan. The step is told to the loop after that.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from megatron.training.run_clock import RunClock
 from megatron.training.step import Attempt, StepResult, StepRunner, StepTask
 from megatron.training.step_batches import StepBatches
 from megatron.training.step_numbers import StepNumbers, Totals
+from megatron.training.weight_check import WeightCheck
 
 
 @dataclasses.dataclass
@@ -61,7 +66,8 @@ class ValidatedStepRunner:
         self._running: StepTask | None = None
         self._undecided: _Undecided | None = None
         self._failed: tuple[_Undecided, Outcome, Verdict] | None = None
-        self._results: list[StepResult] = []
+        self._check: WeightCheck | None = None  # of a step that is not decided on
+        self._results: list[tuple[StepResult, WeightCheck]] = []
         self._validator = PostValidator(
             engine.optimizer,
             StateChannel(ps),
@@ -89,6 +95,8 @@ class ValidatedStepRunner:
                 batches, iteration=task.iteration, num_microbatches=task.num_microbatches
             )
         self._running = None
+        if self._validator.pending:
+            self._check = WeightCheck(self._engine, self._ps)
         if not done:
             batches.step_back()
         elif self._undecided is not None:
@@ -103,7 +111,9 @@ class ValidatedStepRunner:
 
     def _decided_on(self, batches: StepBatches) -> Iterator[StepResult]:
         results, self._results = self._results, []
-        yield from results
+        for result, check in results:
+            check.passed(result.task.iteration)
+            yield result
         if self._failed is not None:
             step, outcome, verdict = self._failed
             self._failed = None
@@ -152,6 +162,7 @@ class ValidatedStepRunner:
         step, scaler = self._undecided, self._engine.scaler
         assert step is not None, "a decision on no step"
         self._undecided = None
+        check, self._check = self._check, None
         scaler.load_state(step.scaler)
         verdict = self._nan_policy.decide(
             nonfinite=outcome.nonfinite and self._steps.checks, scale_at_minimum=scaler.at_minimum
@@ -169,5 +180,7 @@ class ValidatedStepRunner:
             ended_at=step.ended_at,
             rolled_back=outcome.rolled_back,
         )
-        self._results.append(result)
+        if check is None or not outcome.clean:
+            check = WeightCheck(self._engine, self._ps)
+        self._results.append((result, check))
         return not any(totals.flags)

@@ -1,8 +1,8 @@
 """Where a run's numbers go: metrics.jsonl always; TensorBoard, wandb and MLflow when a flag asks for them.
 
 Only the last rank has sinks, as it knows the loss; elsewhere every call does nothing. Tags are Megatron's
-(docs/logging.md). metrics.jsonl is the run's own record: a resumed run drops what lies after the iteration it
-resumes from (that is trained again) and goes on in the same file, so it never tells two stories.
+(docs/logging.md). A resumed run drops what metrics.jsonl and TensorBoard's files have after the iteration it resumes
+from (that is trained again), so they never tell two stories; wandb and MLflow get a run of their own at each start.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_file import MetricsFile
 from megatron.training.progress import Progress
 from megatron.training.run_folder import OutputPathError
+from megatron.training.tensorboard_files import VS_SAMPLES, drop_after
 from megatron.training.training_config import LoggingConfig
 
 PROGRESS_FILE = "progress.txt"
@@ -45,14 +46,15 @@ class TensorBoardTracker:
     def __init__(self, directory: str, *, queue_size: int, resumed_iteration: int) -> None:
         optional.require("tensorboard", "tb")
         summary_writer = optional.require("torch.utils.tensorboard", "tb").SummaryWriter
-        # Events after purge_step of an earlier attempt are hidden: those iterations are trained again.
-        purge_step = resumed_iteration + 1 if resumed_iteration else None
-        self.writer = summary_writer(log_dir=directory, max_queue=queue_size, purge_step=purge_step)
+        self.note = f"TensorBoard: {directory}" + (
+            drop_after(directory, resumed_iteration) if resumed_iteration else ""
+        )
+        self.writer = summary_writer(log_dir=directory, max_queue=queue_size)
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
         self.writer.add_scalar(tag, value, step)
         if samples is not None:
-            self.writer.add_scalar(f"{tag} vs samples", value, samples)
+            self.writer.add_scalar(tag + VS_SAMPLES, value, samples)
 
     def flush(self) -> None:
         self.writer.flush()
@@ -290,13 +292,11 @@ def _open(config: Config, folder: Path, resumed_iteration: int) -> Writers:
     values = {**config.flat(), **config.extra}
     trackers: list[Tracker] = []
     if log.tensorboard_dir is not None:
-        trackers.append(
-            TensorBoardTracker(
-                log.tensorboard_dir,
-                queue_size=log.tensorboard_queue_size,
-                resumed_iteration=resumed_iteration,
-            )
+        tensorboard = TensorBoardTracker(
+            log.tensorboard_dir, queue_size=log.tensorboard_queue_size, resumed_iteration=resumed_iteration
         )
+        print(f" > {tensorboard.note}", flush=True)
+        trackers.append(tensorboard)
     if log.wandb_project:
         if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
             folder.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.param_parts import region_slices
 from megatron.core.distributed.sharding import Cut
+from megatron.core.finite import all_finite
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, squared_sums_of_parts, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate
@@ -178,6 +179,12 @@ class MixedPrecisionOptimizer(Stepper):
         self._update.step(self._converted(factor))
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
+
+    def weights_finite(self) -> Tensor:
+        """Whether this rank's part of the model's weights is finite: 0-d bool. Main weights are finite then, too, as
+        they are what is rounded into them. Meant for right after `step`: one reading pass over that part."""
+        trained = (memory.optimizer_weights for memory in self.buffer.buckets if memory.trained)
+        return all_finite(weights for weights in trained if weights is not None)
 
     def snapshot(self) -> None:
         """Keep copies of this rank's part of main weights, moments and step counts; nothing with

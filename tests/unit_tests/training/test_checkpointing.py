@@ -1,15 +1,19 @@
 """The trainer's checkpoints by its flags."""
 
+import math
 import random
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.save import save
 from megatron.core.dist_checkpointing.state import FlatShard, flat_shards, whole_tensors
 from megatron.core.parallel_state import single_process
 from megatron.training.checkpointing import Checkpointer, checkpoint_config, load_for_inference
+from megatron.training.rng_state import rng_state
 from megatron.training.training_config import CheckpointConfig
+from megatron.training.weight_check import NonFiniteWeightsError
 from tests.harness.ranks import run_ranks
 
 CONFIG = {"num_layers": 2, "hidden_size": 8, "lr": 0.1}
@@ -221,3 +225,49 @@ def test_another_number_of_ranks(tmp_path):
     assert [number for _, number, _ in results[:2]] == drawn
     assert any("ranks without one keep fresh seeds" in line for line in results[0][2])
     assert results[1][2] == results[2][2] == []
+
+
+def spoiled(root, name, value):
+    """A checkpoint as versions wrote them that did not look: `name` of a whole one has one bad element."""
+    run = Run(5.0, save=root)
+    pieces = [piece for held in run.pieces for piece in held]
+    next(piece for piece in pieces if piece.name == name).tensor.view(-1)[-1] = value
+    save(root, 10, pieces, COMMON, {"rng": rng_state(single_process().device)})
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_not_finite_is_not_loaded(tmp_path, value):
+    root, what = str(tmp_path), "NaN" if math.isnan(value) else "infinite"
+    spoiled(root, "optimizer.decoder.weight.exp_avg", value)
+    expected = rf"iter_0000010: optimizer\.decoder\.weight\.exp_avg is {what} on rank 0: .*--no-load-optim"
+    with pytest.raises(CheckpointError, match=expected):
+        Run(load=root).load()
+    assert Run(load=root, no_load_optim=True).load().iteration == 10
+    spoiled(root, "model.decoder.weight", value)
+    for flags in ({}, {"finetune": True}):
+        with pytest.raises(
+            CheckpointError, match=rf"model\.decoder\.weight is {what} on rank 0.*with --ckpt-step"
+        ):
+            Run(load=root, **flags).load()
+    with pytest.raises(CheckpointError, match=rf"model\.decoder\.weight is {what}"):
+        load_for_inference(root)[1](whole_tensors(model(), "model."))
+
+
+def save_spoiled(ctx, root):
+    weights = model(2.0)
+    weights["decoder.weight"][0, 0] = math.nan if ctx.rank else 1.0
+    try:
+        Checkpointer(ctx.ps, CheckpointConfig(save=root)).save(
+            3, whole_tensors(weights, "model."), [], COMMON
+        )
+    except NonFiniteWeightsError as error:
+        return str(error)
+
+
+def test_all_ranks_refuse_to_save_what_one_rank_has_broken(tmp_path):
+    first, second = run_ranks(save_spoiled, 2, str(tmp_path))
+    assert first == second
+    assert first.startswith(
+        f"iteration 3: model.decoder.weight is NaN on rank 1: no checkpoint of it is written to {tmp_path}."
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -107,6 +107,10 @@ def test_error_names_rank_parameter_iteration_and_what_to_do():
     )
     assert "--nan-policy skip" in str(error)
     assert error.status == ExitStatus.NON_FINITE
+    before = NonFiniteError(NonFiniteSite(0, parameter="a", bad_weight=True), 1, verdict)
+    assert str(before).endswith(
+        "The weights were so before it: look at --init-method-std and at what --load names."
+    )
     both = NonFiniteSite(0, microbatch=2, parameter="a.weight")
     assert str(both) == "the loss of microbatch 2 and the gradient of a.weight are not finite on rank 0"
     assert str(NonFiniteSite(0, 2, "a", bad_weight=True)).startswith(

@@ -22,6 +22,7 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.training.arguments import parse_config
 from megatron.training.build import build_engine, build_gpt_model
+from megatron.training.exit_status import ExitStatus
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
@@ -31,6 +32,7 @@ from megatron.training.step import StepRunner, StepTask
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 from megatron.training.validated_step import ValidatedStepRunner
+from megatron.training.weight_check import NonFiniteWeightsError
 from tests.harness.gradient_faults import LARGE, Fault, Faults
 from tests.harness.layouts import MODEL
 from tests.harness.ranks import run_ranks
@@ -251,8 +253,8 @@ EVERYTHING = (
 )
 # Where the first rank is clean by itself: it steps, and has to take that back. On a V it has the loss.
 ROLLED_BACK, ON_A_V = {None: [], 0: [0, 2, 5, 7], 2: [5]}, {None: [], 0: [0, 5, 7], 2: [5]}
-# Steps are taken whatever comes: infinity clips to nothing, NaN stays in the weights.
-UNCHECKED = (*EVERYTHING[:2], *EVERYTHING[3:])
+# Steps are taken whatever comes, as long as weights stay finite.
+UNCHECKED = (Fault(1, 0.6, LARGE), Fault(6, 0.6, LARGE), Fault(7, 0.0, LARGE))
 # Overflows of its own besides the faults; doubled every two clean steps.
 FP16 = "--fp16 --initial-loss-scale 131072 --hysteresis 1 --loss-scale-window 2"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -453,10 +455,12 @@ def failed(ctx, settings, after):
             try:
                 trainer.run()
             except NonFiniteError as failure:
-                error = failure
+                error = str(failure), failure.status, failure.iteration, failure.verdict
+            except NonFiniteWeightsError as failure:
+                error = str(failure), ExitStatus.NON_FINITE
             found[name, mode] = (
                 trainer.told(),
-                None if error is None else (str(error), error.status, error.iteration, error.verdict),
+                error,
                 trainer.bits(),
                 trainer.begun,
                 [one.rolled_back for one in trainer.results],
@@ -483,9 +487,20 @@ BROKEN = {
         policy="rerun-once",
     ),
 }
+# Steps that are taken and make weights that are not finite: of finite gradients, on what ranks know; of infinite ones.
+BAD_WEIGHTS = {
+    "weights": setting("--lr 1e38", policy="skip"),
+    "unchecked": setting(
+        "--no-check-for-nan-in-loss-and-grad",
+        policy="abort",
+        faults=(Fault(2, 1.0, LARGE), Fault(5, 0.0, inf)),
+    ),
+}
 
 
-STATUSES = {"abort": 5, "skips": 5, "least scale": 5, "persistent": 16, "other bits": 17}
+STATUSES = {
+    "abort": 5, "skips": 5, "least scale": 5, "persistent": 16, "other bits": 17, "weights": 5, "unchecked": 5
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -506,14 +521,17 @@ STATUSES = {"abort": 5, "skips": 5, "least scale": 5, "persistent": 16, "other b
 def test_failures_are_those_of_synchronous_steps(words, dp, after):
     """What was decided before the failing step is told before its error; nothing is left of the step behind it."""
     broken = {
-        name: dataclasses.replace(one, words=f"{one.words} {words}", dp=dp) for name, one in BROKEN.items()
+        name: dataclasses.replace(one, words=f"{one.words} {words}", dp=dp)
+        for name, one in {**BROKEN, **BAD_WEIGHTS}.items()
     }
     outs = run_ranks(failed, 2 * dp, broken, after, timeout=110)
     for found in outs:
         for name in broken:
             one, other = found[name, None], found[name, after]
             assert other[:2] == one[:2], name
-            assert other[2] == one[2], name
+            assert other[2] == one[2] or name in BAD_WEIGHTS, name
+        assert "iteration 1: the weight of " in found["weights", after][1][0]
+        assert len(found["unchecked", after][0]) == 4
         for name, status in STATUSES.items():
             assert found[name, after][1][1] == status, name
         told, error, _, begun, rolled_back = found["transient", after]
