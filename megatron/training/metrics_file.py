@@ -17,7 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.core import safe_files
+
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+LARGEST_COUNT = 2**53  # of iterations and samples: beyond any run, and exact in a float
+LATEST_TIME = 2**37  # in the year 6325
+LONGEST_LINE_BYTES = 1 << 24
 
 
 class MetricsFile:
@@ -100,7 +105,8 @@ class MetricsFile:
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, with NaN and infinities as floats; a last line cut short is left out.
 
-    Raises ValueError naming file and line for anything else that is no record.
+    Numbers of an iteration are floats, but for "iteration" and "consumed_samples"; "time" is finite. Raises OSError for
+    what is no file, and ValueError naming file and line for anything else that is no record.
     """
     number, broken = 0, 0
     for number, (_, record) in enumerate(_lines(Path(path)), start=1):
@@ -109,24 +115,56 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
         if record is None:
             broken = number
             continue
-        yield {
-            key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "event" else value
-            for key, value in record.items()
-        }
+        try:
+            yield _checked(record)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError, or OverflowError, for a field that does not hold what its name says."""
+    seconds = record.get("time", 0)
+    if not _is_number(seconds) or not 0 <= seconds <= LATEST_TIME:
+        raise ValueError(f"'time' is {_short(seconds)}, not seconds since 1970")
+    samples = record.get("consumed_samples", 0)
+    if type(samples) is not int or not 0 <= samples <= LARGEST_COUNT:
+        raise ValueError(f"'consumed_samples' is {_short(samples)}, not a number of samples")
+    if "event" in record:
+        if not isinstance(record["event"], str) or not isinstance(record.get("config", {}), dict):
+            raise ValueError("an event has a name, and perhaps a configuration by names")
+        return record
+    out = {
+        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in record.items()
+    }
+    for key in out.keys() - {"iteration", "consumed_samples"}:
+        if not _is_number(out[key]):
+            raise ValueError(f"{_short(key)} is {_short(out[key])}, not a number")
+        out[key] = float(out[key])
+    return out
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line with its record, None where it is none."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with safe_files.opened(path, follow=True) as file:
+        while data := file.readline(LONGEST_LINE_BYTES):
+            line = data.decode(errors="replace")
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
-            whole = (
-                line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("iteration"), int)
-            )
-            yield line, record if whole else None
+            iteration = record.get("iteration") if isinstance(record, dict) else None
+            known = type(iteration) is int and 0 <= iteration <= LARGEST_COUNT
+            yield line, record if known and line.endswith("\n") else None
 
 
 def _free_name(path: Path) -> Path:

@@ -159,8 +159,8 @@ def require_checksums(prefix: str) -> Checksums:
     checksums = read_checksums(prefix)
     if checksums is None:
         raise DataError(
-            f"--verify-data: {checksums_path(prefix)}: no such file: while the corpus is known to be good, write it with "
-            f"tools/inspect_data.py --write-checksums {prefix}"
+            f"--verify-data: {checksums_path(prefix)}: no such file: while the corpus is known to be good, write it "
+            f"with tools/inspect_data.py --write-checksums {prefix}"
         )
     return checksums
 
