@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from megatron.core import safe_files
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-LARGEST_COUNT = 2**53  # of iterations and samples: beyond any run, and exact in a float
+LARGEST_COUNT = 2**48  # of iterations and samples: beyond any run, and exact in a float
 LATEST_TIME = 2**37  # in the year 6325
 LONGEST_LINE_BYTES = 1 << 24
 

@@ -106,7 +106,9 @@ def read_run(metrics_path: str | Path) -> RunRecord:
             run.events.append(record)
             continue
         run.consumed_samples = record.get("consumed_samples", run.consumed_samples)
-        for tag in record.keys() - {"iteration", "time", "consumed_samples"}:
+        for tag in record:
+            if tag in ("iteration", "time", "consumed_samples"):
+                continue
             if tag not in run.curves and len(run.curves) == MAX_CURVES:
                 raise ValueError(
                     f"{metrics_path}: more than {MAX_CURVES} names of numbers: are these metrics?"
@@ -179,7 +181,7 @@ def _charts(run: RunRecord) -> list[str]:
         ("params-norm", "Parameter norm", False),
         ("loss-scale", "Loss scale", True),
     ):
-        points = run.curves.get(tag, [])
+        points: Sequence[tuple[int, float]] = run.curves.get(tag, ())
         if points and not (tag == "loss-scale" and len({value for _, value in points}) == 1):
             log_y = log_scale and _wide_range(points)
             from_zero = tag in ("tokens-per-second", "iteration-time", "throughput", "learning-rate")
