@@ -8,12 +8,14 @@ resumes from (that is trained again) and goes on in the same file, so it never t
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core import optional
+from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.config import Config
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_file import MetricsFile
@@ -240,7 +242,7 @@ def append_progress(
     path = Path(save) / PROGRESS_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
+        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
             file.write("\t".join(fields) + "\n")
     except OSError as error:
         _warn(f"{path} is not written: {error}")

@@ -30,6 +30,7 @@ from megatron.core import safe_files
 from megatron.core.datasets.index_checks import Layout
 
 logger = logging.getLogger(__name__)
+ABSENT = "not there yet"
 MAX_DESCRIPTION_BYTES = 1 << 24
 MAGIC = b"\x93NUMPY\x01\x00"
 MAX_HEADER_BYTES = len(MAGIC) + 2 + 0xFFFF
@@ -72,7 +73,8 @@ class IndexCache:
             with safe_files.locked(f"{self.stem}.lock"):
                 arrays, reason = self._load()  # another process may have built it while we waited
                 if arrays is None:
-                    logger.info("building index %s: %s", self.stem, reason)
+                    level = logging.INFO if reason == ABSENT else logging.WARNING
+                    logger.log(level, "building index %s: %s", self.stem, reason)
                     arrays = build()
                     self._store(arrays)
         except OSError as error:
@@ -97,7 +99,7 @@ class IndexCache:
         try:
             description = safe_files.read_json(self.description_path, max_bytes=MAX_DESCRIPTION_BYTES)
         except FileNotFoundError:
-            return None, "not there yet"
+            return None, ABSENT
         except (OSError, ValueError) as error:
             return None, str(error)
         files = description.get("files") if isinstance(description, dict) else None
