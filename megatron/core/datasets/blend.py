@@ -77,7 +77,8 @@ def read_per_split_file(path: str) -> tuple[Blend | None, Blend | None, Blend | 
         if words is not None and not isinstance(words, list):
             raise DataError(f"{flag}: {split}: expected a list of words, found {type(words).__name__}")
         for word in words or ():
-            if isinstance(word, bool) or not isinstance(word, str | int | float):
+            is_text = isinstance(word, str) and not any("\ud800" <= c <= "\udfff" for c in word)
+            if not is_text and (isinstance(word, bool) or not isinstance(word, int | float)):
                 raise DataError(f"{flag}: {split}: expected prefixes and weights, found {word!r:.80}")
         blends.append(parse_blend([str(word) for word in words], f"{flag}: {split}") if words else None)
     return blends[0], blends[1], blends[2]

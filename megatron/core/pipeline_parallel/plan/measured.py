@@ -197,7 +197,7 @@ def _header(content: dict[str, Any]) -> dict[str, Any]:
         _of(_of(content, "placement", dict), name, int)
     pipeline = _of(content, "pipeline", list)
     if any(type(rank) is not int for rank in pipeline) or not 0 <= content["rank"] < len(pipeline):
-        raise PlanError(f"rank {content['rank']} of the pipeline {pipeline!r:.80}")
+        raise PlanError(f"rank {content['rank']!r:.40} of the pipeline {pipeline!r:.80}")
     return content
 
 
