@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from megatron.core.available_memory import available_bytes
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -86,6 +87,26 @@ def load_tokenizer(flags: TokenizerConfig) -> Tokenizer:
     return build_from_config(flags)
 
 
+def check_size(args: argparse.Namespace, config: Config, vocab_size: int, prompt_tokens: int) -> None:
+    """Raises ValueError for a tokenizer that is not the model's, and for more tokens than there is memory for."""
+    model = config.model
+    if vocab_size > (model.padded_vocab_size or 0):
+        raise ValueError(
+            f"the tokenizer has {vocab_size} ids, the model {model.padded_vocab_size}: were the tokenizer's files "
+            "changed?"
+        )
+    if args.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be 0 or more")
+    values = 2 * model.num_layers * model.num_query_groups * model.kv_channels  # keys and values of a token
+    needed = (prompt_tokens + args.max_new_tokens) * values * getattr(torch, config.params_dtype).itemsize
+    available = available_bytes() if torch.device(args.device).type == "cpu" else None
+    if available is not None and needed > available:
+        raise ValueError(
+            f"--max-new-tokens {args.max_new_tokens}: keys and values take {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are left"
+        )
+
+
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and what follows it."""
     sampling = Sampling(
@@ -100,6 +121,7 @@ def run(args: argparse.Namespace) -> None:
     prompt = tokenizer.tokenize(args.prompt)
     if not prompt:
         raise ValueError("--prompt holds no token: give some text to continue")
+    check_size(args, config, tokenizer.vocab_size, len(prompt))
     out = generate(
         model,
         torch.tensor([prompt], device=args.device),

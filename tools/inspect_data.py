@@ -3,10 +3,12 @@
     python tools/inspect_data.py --data-path data/web_text_document --seq-length 1024 --samples 4
     python tools/inspect_data.py --data-path 0.7 data/a 0.3 data/b --seq-length 1024 --sizes 1000,100,10 --json
     python tools/inspect_data.py --data-path data/web_text_document --verify
+    python tools/inspect_data.py --write-checksums data/web_text_document
 
 Samples come from the code that training reads them with. Digests are SHA-256 over little-endian int64 (tokens, labels,
 position ids) and float32 (loss mask), so two machines or two versions can be compared. Nothing is written unless
---data-cache-path is given. Exit status: 0 done, 2 wrong arguments, 4 what is named as data (corpora, blends, splits).
+--data-cache-path or --write-checksums is given. Exit status: 0 done, 2 wrong arguments, 4 what is named as data
+(corpora, blends, splits).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,12 +33,14 @@ from megatron.core.datasets.builder import (
     GPTDatasetSpec,
     build_train_valid_test_datasets,
 )
+from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.corpus_report import CorpusReport, verify_corpus
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
 from megatron.core.datasets.splits import DEFAULT_SPLIT, SPLIT_NAMES, parse_split
 
 EXIT_DATA = 4
+THREADS = min(8, len(os.sched_getaffinity(0)))
 DIGESTED = {"tokens": "<i8", "labels": "<i8", "loss_mask": "<f4", "position_ids": "<i8"}
 
 
@@ -51,6 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--data-args-path", help="file that holds the words of --data-path")
     data.add_argument("--per-split-data-args-path", help="JSON file: train, valid, test to words")
     data.add_argument("--mock-data", action="store_true", help="the counting sequences of training's flag")
+    data.add_argument(
+        "--write-checksums",
+        nargs="+",
+        metavar="PREFIX",
+        help="read these corpora, which are known to be good, and write the checksums that --verify compares",
+    )
     data.add_argument("--split", help="weights of train, valid, test; 969,30,1 by default")
     data.add_argument("--data-cache-path", help="keep indices in this folder; by default none are kept")
     data.add_argument("--mid-level-dataset-surplus", type=float, default=0.005)
@@ -96,10 +107,13 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         "--data-args-path": args.data_args_path,
         "--per-split-data-args-path": args.per_split_data_args_path,
         "--mock-data": args.mock_data,
+        "--write-checksums": args.write_checksums,
     }
     if sum(bool(given) for given in ways.values()) != 1:
         parser.error(f"give exactly one of {', '.join(ways)}")
-    if args.seq_length is None and not args.verify:
+    if args.write_checksums and (args.verify or args.seq_length is not None):
+        parser.error("--write-checksums makes checksums, and nothing else: give it alone")
+    if args.seq_length is None and not args.verify and not args.write_checksums:
         parser.error("--seq-length is needed to cut samples (or give --verify alone)")
     if args.seq_length is not None and args.seq_length < 1:
         parser.error(f"--seq-length {args.seq_length}: must be at least 1")
@@ -146,6 +160,14 @@ def named_corpora(args: argparse.Namespace) -> dict[str, Any]:
             for name, given in zip(SPLIT_NAMES, words, strict=True)
         )
     }
+
+
+def write(prefixes: list[str]) -> int:
+    """Write the checksums of corpora whose index is right. Raises DataError."""
+    for prefix in prefixes:
+        verify_corpus(prefix)
+        print(write_checksums(prefix, THREADS))
+    return 0
 
 
 def build(args: argparse.Namespace, corpora: dict[str, Any]) -> Datasets:
@@ -214,7 +236,9 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if args.verify and not args.mock_data:
         prefixes = {prefix: None for blend in _blends(corpora) for prefix in blend.prefixes}
-        result["corpora"] = [verify_corpus(prefix, args.eod, args.vocab_size) for prefix in prefixes]
+        result["corpora"] = [
+            verify_corpus(prefix, args.eod, args.vocab_size, threads=THREADS) for prefix in prefixes
+        ]
     if args.seq_length is not None:
         result["splits"] = {}
         datasets = build(args, corpora)
@@ -255,6 +279,11 @@ def print_table(result: dict[str, Any]) -> None:
 
 def print_corpus(report: CorpusReport) -> None:
     print(f"{report['prefix']}: good")
+    if report["checksums"] == "absent":
+        print(
+            f"  {checksums_path(report['prefix'])}: no such file: a changed byte that is still a token was not seen "
+            f"(--write-checksums {report['prefix']})"
+        )
     for name, value in report.items():
         if name != "prefix" and value is not None:
             print(f"  {name.replace('_', ' '):16} {value}")
@@ -265,6 +294,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check(parser, args)
     try:
+        if args.write_checksums:
+            return write(args.write_checksums)
         result = inspect(args)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""Text to a tokenized corpus: `<output prefix>_<json key>_document.bin` and `.idx`, which `--data-path` reads.
+"""Text to a tokenized corpus: `<output prefix>_<json key>_document.bin` and `.idx`, which `--data-path` reads, and
+their checksums, which `--verify-data` compares.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/web --tokenizer-type
     ByteTokenizer \
@@ -103,7 +104,8 @@ def check_output(job: Job) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    for path in (f"{job.corpus_prefix(key)}{ending}" for key in job.keys for ending in (".bin", ".idx")):
+    endings = (".bin", ".idx", ".sha256.json")
+    for path in (f"{job.corpus_prefix(key)}{ending}" for key in job.keys for ending in endings):
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
 
@@ -117,7 +119,7 @@ def os_error_text(error: OSError, output_prefix: str) -> str:
 
 def report(job: Job, done: Statistics, seconds: float) -> None:
     for key in job.keys:
-        print(f"{job.corpus_prefix(key)}.bin, .idx")
+        print(f"{job.corpus_prefix(key)}.bin, .idx, .sha256.json")
     print(
         f"{done.documents} documents, {done.tokens} tokens "
         f"from {done.bytes / 2**20:.1f} MiB in {seconds:.1f} s; "

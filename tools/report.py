@@ -16,7 +16,7 @@ from megatron.training.report import write_report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0, or 2 when there is nothing to report on."""
+    """Exit status 0, or 2 when there is nothing to report on, or what there is is damaged."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "run",
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--title", default=None, help="heading; default: the run's folder")
     args = parser.parse_args(argv)
     metrics = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
-    if not metrics.is_file():
+    if not metrics.exists():
         print(
             f"report.py: {metrics} does not exist: give the folder of --save or in runs/, or a metrics.jsonl",
             file=sys.stderr,

@@ -46,6 +46,7 @@ from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
+from megatron.core.safe_files import SHARED_MODE, publish_text
 from tools.schedule_flags import AUTO, chunks_of, costs_of, limits_of, names_of, parser, request_of
 
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
@@ -193,7 +194,7 @@ def write(file: Path, text: str, flag: str) -> Path:
     """Raises PlanError naming the flag."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        publish_text(file, text, mode=SHARED_MODE)
     except OSError as error:
         raise PlanError(f"{flag} {file}: {error}") from None
     return file

@@ -14,11 +14,12 @@ import functools
 import os
 import resource
 import sys
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron.core.available_memory import available_bytes
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -135,7 +136,7 @@ class Device:
             free, _ = torch.cuda.mem_get_info(self.index)
             kept = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
             return int(free) + kept
-        return _available_bytes()
+        return available_bytes()
 
     def reset_peak(self) -> None:
         """Peaks count from now on. On CPU: Linux only, elsewhere peaks stay those of the whole process."""
@@ -293,35 +294,6 @@ def _mallinfo2() -> ctypes._NamedFuncPointer | None:
         return None
     function.restype = _Mallinfo2
     return function
-
-
-def _available_bytes() -> int | None:
-    """What the machine can give to processes without swapping, within the limit of this one's container."""
-    if sys.platform != "linux":
-        return None
-    with open("/proc/meminfo") as file:
-        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
-    found = [sizes.get("MemAvailable"), left_in_container(Path("/sys/fs/cgroup"))]
-    return min((size for size in found if size is not None), default=None)
-
-
-def left_in_container(root: Path) -> int | None:
-    """Bytes below the memory limit of the control group that is mounted there (version 2, else 1), caches that can be
-    dropped included; None without a limit."""
-    for folder, limit, used in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            allowed, in_use = (folder / limit).read_text().strip(), int((folder / used).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:
-            continue
-        if allowed == "max":
-            return None
-        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        return max(0, int(allowed) - in_use + droppable)
-    return None
 
 
 def _resident_bytes() -> tuple[int, int]:

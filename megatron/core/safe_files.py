@@ -1,6 +1,7 @@
 """Files in folders where others may write: opened without following or waiting, published whole (floor 0).
 
     with open_regular(path) as fd: ...                    no link, pipe or device: UnsafeFileError, an OSError
+    with opened(path) as file: file.readline(...)         the same, buffered
     text = read_text(path, max_bytes=1 << 20)             its size is known before a byte is read
     with published(path) as file: file.write(...)         appears under its name when complete and durable
     with locked(path): ...                                one process at a time
@@ -20,6 +21,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ from typing import IO, Any
 
 FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
 PRIVATE_MODE = 0o600
+SHARED_MODE = 0o666  # corpora, indices of them, reports: the umask alone says who may read them
+DEVICES = "/dev"
 StrPath = str | os.PathLike[str]
 
 
@@ -36,6 +40,9 @@ class UnsafeFileError(OSError):
 
     def __init__(self, path: StrPath, why: str) -> None:
         super().__init__(errno.EINVAL, why, os.fspath(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 @contextlib.contextmanager
@@ -49,6 +56,13 @@ def open_regular(path: StrPath, *, follow: bool = False) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def opened(path: StrPath, *, follow: bool = False) -> Iterator[IO[bytes]]:
+    """A regular file for reading, buffered. Raises OSError."""
+    with open_regular(path, follow=follow) as fd, open(fd, "rb", buffering=1 << 20, closefd=False) as file:
+        yield file
 
 
 def read_bytes(path: StrPath, *, max_bytes: int, follow: bool = False) -> bytes:
@@ -88,9 +102,13 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
     """A file that appears under its name only when completely written and durable; after an error it does not.
 
     mode: its permissions, less the umask, once published. replace: False keeps a file that is there already.
-    A link under that name is replaced, not followed. Raises OSError.
+    A link under that name is replaced, not followed. Nothing is made in /dev. Raises OSError.
     """
     target = Path(path)
+    if (
+        os.path.realpath(target.parent) == DEVICES
+    ):  # root would replace /dev/null, or where /dev/stdout leads to
+        raise UnsafeFileError(path, "is the place of a device, where no file is made")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, PRIVATE_MODE)
@@ -107,6 +125,21 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def remove_leftovers(path: StrPath) -> None:
+    """Remove what processes that were killed left of files to be published as `path`.
+
+    Call it where nobody else may be writing that file: while its lock is held. Raises OSError.
+    """
+    target = Path(path)
+    ours = re.compile(
+        rf"\.?{re.escape(target.name)}\.[0-9a-f]+\.tmp"
+    )  # also as they were named before: with a number, no dot
+    for name in os.listdir(target.parent):
+        if ours.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target.with_name(name))
 
 
 def publish_text(path: StrPath, text: str, *, mode: int = FILE_MODE, replace: bool = True) -> None:
@@ -126,12 +159,21 @@ def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
 
     wait: False raises BlockingIOError where another process holds it. Raises OSError.
     """
-    fd = _open_checked(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(fd)
+    while True:
+        fd = _open_checked(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _is_at(fd, path):  # else its last holder removed it, and others lock the next one
+                yield
+                return
+        finally:
+            os.close(fd)
+
+
+def _is_at(fd: int, path: StrPath) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    return False
 
 
 def sync_directory(path: StrPath) -> None:
@@ -145,8 +187,12 @@ def sync_directory(path: StrPath) -> None:
 
 def _open_checked(path: StrPath, flags: int, *, mode: int = FILE_MODE, follow: bool = False) -> int:
     """Open a regular file without waiting: a device is refused before it is opened, a pipe is not waited for."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         _check_regular(path, (os.stat if follow else os.lstat)(path).st_mode)
+    except FileNotFoundError:
+        pass  # the flags say what becomes of that
+    except ValueError as error:  # a NUL, or half a surrogate pair
+        raise UnsafeFileError(path, f"is no file name: {error}") from None
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(path, flags, mode)
     try:

@@ -14,6 +14,8 @@ MAX_GAPS = 100  # with more interruptions by NaN the line is drawn through; the 
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 62, 14, 14, 40
 COLOURS = 6
 
+LARGEST, SMALLEST = 1e200, 1e-200  # beyond these differences and powers of ten leave a float's range
+
 Point = tuple[float, float]
 
 
@@ -95,12 +97,11 @@ def line_chart(
 ) -> str:
     """A `<figure>` with the chart of one or more series over the iteration.
 
-    Values that are not finite (with log_y: not positive) interrupt their line and are counted in the caption.
+    Values that are not finite, above 1e200 (with log_y: not positive) interrupt their line and are counted in the
+    caption.
     """
     width, height = (1080, 340) if wide else (520, 260)
-    drawable = [
-        [(float(x), y) for x, y in s.values if math.isfinite(y) and (y > 0 or not log_y)] for s in series
-    ]
+    drawable = [[(float(x), y) for x, y in s.values if _is_drawable(y, log_y)] for s in series]
     missing = sum(len(s.values) - len(points) for s, points in zip(series, drawable, strict=True))
     name = html.escape(title)
     kind = ' class="wide"' if wide else ""
@@ -117,6 +118,10 @@ def line_chart(
     for index, s in enumerate(series):
         parts += _series(s, index % COLOURS, scale, log_y)
     return f"<figure{kind}>{caption}{''.join(parts)}</svg></figure>"
+
+
+def _is_drawable(value: float, log_y: bool) -> bool:
+    return abs(value) <= LARGEST and (value >= SMALLEST or not log_y)  # NaN is not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +148,7 @@ class _Scale:
             y_ticks = log_ticks(low, high)
             map_y: Callable[[float], float] = math.log10
         else:
-            if high - low <= 1e-12 * max(abs(high), abs(low)):
+            if high - low <= max(1e-12 * max(abs(high), abs(low)), SMALLEST):
                 pad = abs(high) * 0.1 or 1.0
                 low, high = low - pad, high + pad
             y_ticks = nice_ticks(low, high)
@@ -207,7 +212,7 @@ def _marks(marks: Sequence[Mark], scale: _Scale) -> list[str]:
 def _series(series: Series, colour: int, scale: _Scale, log_y: bool) -> list[str]:
     runs: list[list[tuple[int, float]]] = [[]]
     for x, y in series.values:
-        if math.isfinite(y) and (y > 0 or not log_y):
+        if _is_drawable(y, log_y):
             runs[-1].append((x, y))
         elif runs[-1]:
             runs.append([])

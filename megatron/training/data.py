@@ -23,6 +23,7 @@ from megatron.training import metrics
 from megatron.training.config import Config
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
+from megatron.training.verify_data import verify_data
 
 DatasetsProvider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
 
@@ -104,6 +105,13 @@ def _corpora(config: Config) -> dict[str, Any]:
     return {"blend": parse_blend(data.data_path), "split": data.split}
 
 
+def _prefixes(config: Config) -> list[str]:
+    """Of all corpora that the flags name. Raises DataError."""
+    named = _corpora(config)
+    blends = named.get("blend_per_split", (named.get("blend"),))
+    return [prefix for blend in blends if blend is not None for prefix in blend.prefixes]
+
+
 def build_data_iterators(
     session: Session,
     provider: DatasetsProvider,
@@ -122,6 +130,8 @@ def build_data_iterators(
     world. Raises DataError.
     """
     config = session.config
+    if config.data.verify_data:
+        verify_data(session, lambda: _prefixes(config))
     sizes = requested_sizes(
         train_samples=train_samples,
         train_iters=train_iters,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from megatron.core.safe_files import publish_text, read_json
+from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
 
 EXIT_FILE = "exit.json"
 MAX_BYTES = 1 << 20  # of exit.json; a reason may list many problems
@@ -135,7 +135,7 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / EXIT_FILE
     text = json.dumps({**dataclasses.asdict(record), "status": int(record.status)}, indent=2)
-    publish_text(target, text + "\n", replace=record.status != ExitStatus.PEER_LOST)
+    publish_text(target, text + "\n", mode=SHARED_MODE, replace=record.status != ExitStatus.PEER_LOST)
     return target
 
 

@@ -17,9 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron.core.safe_files import open_for_append, open_regular, published
+from megatron.core import safe_files
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+LARGEST_COUNT = 2**48  # of iterations and samples: beyond any run, and exact in a float
+LATEST_TIME = 2**37  # in the year 6325
+LONGEST_LINE_BYTES = 1 << 24
 
 
 class MetricsFile:
@@ -35,13 +38,13 @@ class MetricsFile:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.note = f"metrics: {self.path}" + self._prepare(resumed_iteration)
-        # Open as long as the run.
-        self._file: TextIO = open(open_for_append(self.path), "w", encoding="utf-8")  # noqa: SIM115
+        fd = safe_files.open_for_append(self.path, mode=safe_files.SHARED_MODE)
+        self._file: TextIO = os.fdopen(fd, "a", encoding="utf-8")
         self._pending: dict[str, Any] = {}
 
     def _prepare(self, resumed_iteration: int) -> str:
         try:
-            with open_regular(self.path) as fd:
+            with safe_files.open_regular(self.path) as fd:
                 size = os.fstat(fd).st_size
         except FileNotFoundError:
             return ""
@@ -52,7 +55,7 @@ class MetricsFile:
             self.path.rename(kept)
             return f" (an earlier run's is kept as {kept.name})"
         kept_lines, dropped = 0, 0
-        with published(self.path) as out:
+        with safe_files.published(self.path, mode=safe_files.SHARED_MODE) as out:
             for line, record in _lines(self.path, follow=False):
                 if record is not None and record["iteration"] <= resumed_iteration:
                     out.write(line.encode())
@@ -106,7 +109,8 @@ class MetricsFile:
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, with NaN and infinities as floats; a last line cut short is left out.
 
-    Raises ValueError naming file and line for anything else that is no record.
+    Numbers of an iteration are floats, but for "iteration" and "consumed_samples"; "time" is finite. Raises OSError for
+    what is no file, and ValueError naming file and line for anything else that is no record.
     """
     number, broken = 0, 0
     for number, (_, record) in enumerate(_lines(Path(path)), start=1):
@@ -115,27 +119,56 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
         if record is None:
             broken = number
             continue
-        yield {
-            key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "event" else value
-            for key, value in record.items()
-        }
+        try:
+            yield _checked(record)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError, or OverflowError, for a field that does not hold what its name says."""
+    seconds = record.get("time", 0)
+    if not _is_number(seconds) or not 0 <= seconds <= LATEST_TIME:
+        raise ValueError(f"'time' is {_short(seconds)}, not seconds since 1970")
+    samples = record.get("consumed_samples", 0)
+    if type(samples) is not int or not 0 <= samples <= LARGEST_COUNT:
+        raise ValueError(f"'consumed_samples' is {_short(samples)}, not a number of samples")
+    if "event" in record:
+        if not isinstance(record["event"], str) or not isinstance(record.get("config", {}), dict):
+            raise ValueError("an event has a name, and perhaps a configuration by names")
+        return record
+    out = {
+        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in record.items()
+    }
+    for key in out.keys() - {"iteration", "consumed_samples"}:
+        if not _is_number(out[key]):
+            raise ValueError(f"{_short(key)} is {_short(out[key])}, not a number")
+        out[key] = float(out[key])
+    return out
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _lines(path: Path, *, follow: bool = True) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line with its record, None where it is none."""
-    with (
-        open_regular(path, follow=follow) as fd,
-        open(fd, encoding="utf-8", errors="replace", closefd=False) as file,
-    ):
-        for line in file:
+    with safe_files.opened(path, follow=follow) as file:
+        while data := file.readline(LONGEST_LINE_BYTES):
+            line = data.decode(errors="replace")
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
-            whole = (
-                line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("iteration"), int)
-            )
-            yield line, record if whole else None
+            iteration = record.get("iteration") if isinstance(record, dict) else None
+            known = type(iteration) is int and 0 <= iteration <= LARGEST_COUNT
+            yield line, record if known and line.endswith("\n") else None
 
 
 def _free_name(path: Path) -> Path:

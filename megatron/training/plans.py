@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
+from megatron.core import safe_files
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, B, Kind, Plan, PlanError, W
@@ -30,6 +30,8 @@ from megatron.training.schedule_choice import (
 
 # Sums of activations are compared with this much of tolerance, relative to the limit.
 _TOLERANCE = 1e-9
+
+MAX_PLAN_BYTES = 1 << 28
 
 
 class Plans:
@@ -288,11 +290,11 @@ def _built(schedule: str, request: Request) -> Plan:
 def load_plan(path: str, num_ranks: int) -> Plan:
     """A saved plan in JSON, for a pipeline of these ranks. Raises PlanError naming the file."""
     try:
-        plan = from_json(Path(path).read_text(encoding="utf-8"))
+        plan = from_json(safe_files.read_text(path, max_bytes=MAX_PLAN_BYTES, follow=True))
         verify(plan)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"--pipeline-schedule-file {path} cannot be read: {error}") from None
-    except PlanError as error:
+    except OSError as error:
+        raise PlanError(f"--pipeline-schedule-file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise PlanError(f"--pipeline-schedule-file {path}: {error}") from None
     if plan.forward_only:
         raise PlanError(

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.plan.rank_figures import Figures
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
-from megatron.core.safe_files import publish_text
+from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training import pipeline_lines
 from megatron.training.build import Engine, refuse_unsplittable
 from megatron.training.exit_status import ExitStatus, TrainingExit
@@ -191,7 +191,7 @@ class Replanner:
         if self._session.ps.is_last_rank:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                publish_text(path, to_json(plan))
+                publish_text(path, to_json(plan), mode=SHARED_MODE)
             except OSError as error:
                 self._session.print_rank_last(f"WARNING: the pipeline's plan cannot be saved: {error}")
                 return None

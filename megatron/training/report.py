@@ -9,14 +9,16 @@ import dataclasses
 import html
 import json
 import math
+import os
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.safe_files import publish_text
+from megatron.core import safe_files
 from megatron.training.chart import Mark, Series, line_chart
 from megatron.training.exit_status import DESCRIPTIONS, ExitRecord, ExitStatus, read_exit_json
 from megatron.training.metrics_file import read_metrics
@@ -36,11 +38,35 @@ SUMMARY_SETTINGS = (
 )
 
 
+MAX_CURVES = 1000
+MAX_METRICS_BYTES = 1 << 32
+
+
+class Curve(Sequence[tuple[int, float]]):
+    """(iteration, value), 16 bytes a pair: a long run has millions."""
+
+    def __init__(self) -> None:
+        self._iterations, self._values = array("q"), array("d")
+
+    def append(self, iteration: int, value: float) -> None:
+        self._iterations.append(iteration)
+        self._values.append(value)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._iterations[i], self._values[i]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self._iterations, self._values, strict=True)
+
+
 @dataclasses.dataclass
 class RunRecord:
-    """A metrics file, read: curves by tag as (iteration, value) and what happened."""
+    """A metrics file, read: curves by tag and what happened."""
 
-    curves: dict[str, list[tuple[int, float]]]
+    curves: dict[str, Curve]
     events: list[dict[str, Any]]
     first_time: float = math.nan
     last_time: float = math.nan
@@ -69,20 +95,29 @@ def _is_other(tag: str) -> bool:
 
 
 def read_run(metrics_path: str | Path) -> RunRecord:
-    """Read a metrics file. Raises ValueError for a damaged one, FileNotFoundError."""
+    """Read a metrics file. Raises ValueError for a damaged one, OSError for one that cannot be read."""
     run = RunRecord({}, [])
+    with safe_files.open_regular(metrics_path, follow=True) as fd:
+        if (size := os.fstat(fd).st_size) > MAX_METRICS_BYTES:
+            raise ValueError(
+                f"{metrics_path}: {size} bytes; at most {MAX_METRICS_BYTES} are read: give a part"
+            )
     for record in read_metrics(metrics_path):
-        moment = record.get("time")
-        if isinstance(moment, int | float):
+        if (moment := record.get("time")) is not None:
             run.first_time = moment if math.isnan(run.first_time) else run.first_time
             run.last_time = moment
         if "event" in record:
             run.events.append(record)
             continue
         run.consumed_samples = record.get("consumed_samples", run.consumed_samples)
-        for tag, value in record.items():
-            if tag not in ("iteration", "time", "consumed_samples") and isinstance(value, int | float):
-                run.curves.setdefault(tag, []).append((record["iteration"], float(value)))
+        for tag in record:
+            if tag in ("iteration", "time", "consumed_samples"):
+                continue
+            if tag not in run.curves and len(run.curves) == MAX_CURVES:
+                raise ValueError(
+                    f"{metrics_path}: more than {MAX_CURVES} names of numbers: are these metrics?"
+                )
+            run.curves.setdefault(tag, Curve()).append(record["iteration"], record[tag])
     return run
 
 
@@ -97,13 +132,18 @@ def write_report(
     """Write the page of a run to `out_path` (atomically) and return it.
 
     facts: further rows of the summary, name -> value. exit_record: default, `exit.json` beside the metrics.
+    Raises ValueError for damaged metrics, OSError.
     """
     run = read_run(metrics_path)
     record = exit_record or read_exit_json(Path(metrics_path).parent)
-    page = render(run, title=title, facts=facts or {}, exit_record=record)
+    try:
+        page = render(run, title=title, facts=facts or {}, exit_record=record)
+    except RecursionError:  # JSON may be nested more deeply than it can be written
+        raise ValueError(f"{metrics_path}: an event holds lists in lists without end") from None
     out = Path(out_path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(out, page)
+    with safe_files.published(out, mode=safe_files.SHARED_MODE) as file:
+        file.write(page.encode(errors="backslashreplace"))  # half a surrogate pair, which JSON can spell
     return out
 
 
@@ -145,7 +185,7 @@ def _charts(run: RunRecord) -> list[str]:
         ("params-norm", "Parameter norm", False),
         ("loss-scale", "Loss scale", True),
     ):
-        points = run.curves.get(tag, [])
+        points: Sequence[tuple[int, float]] = run.curves.get(tag, ())
         if points and not (tag == "loss-scale" and len({value for _, value in points}) == 1):
             log_y = log_scale and _wide_range(points)
             from_zero = tag in ("tokens-per-second", "iteration-time", "throughput", "learning-rate")
@@ -208,7 +248,7 @@ def _status(record: ExitRecord | None) -> str:
     kind = "good" if good else "bad"
     return (
         f'<span class="status {kind}" title="{html.escape(meaning, quote=True)}">'
-        f"exit status {int(record.status)}: {html.escape(record.reason)}</span>"
+        f"exit status {int(record.status)}: {html.escape(str(record.reason))}</span>"
     )
 
 
@@ -249,7 +289,7 @@ def _history(run: RunRecord) -> str:
 
 def _event_text(event: Mapping[str, Any]) -> str:
     shown = {k: v for k, v in event.items() if k not in ("event", "iteration", "time", "config")}
-    return ", ".join(f"{key}: {value}" for key, value in shown.items())
+    return ", ".join(f"{key}: {_cut(str(value))}" for key, value in shown.items())
 
 
 def _table(title: str, rows: Mapping[str, Any], *, is_open: bool = False) -> str:
@@ -264,7 +304,10 @@ def _table(title: str, rows: Mapping[str, Any], *, is_open: bool = False) -> str
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return _cut(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 400 else f"{text[:400]}... ({len(text)} characters)"
 
 

@@ -35,6 +35,14 @@ def _data(s: Situation) -> str | None:
     return f"{' and '.join(map(spelled, sources))} exclude each other" if len(sources) > 1 else None
 
 
+@rule("verify-data", "--verify-data", "name corpora with --data-path, or leave --verify-data out")
+def _verify_data(s: Situation) -> str | None:
+    names = "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+    if s.value("verify_data") and not any(s.value(name) for name in names.split()):
+        return "--verify-data: no flag names a corpus whose checksums could be compared"
+    return None
+
+
 @rule("split", "--split --data-path", "give one to three weights such as 969,30,1, with --data-path only")
 def _split(s: Situation) -> str | None:
     split = s.value("split")

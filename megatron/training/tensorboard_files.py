@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import optional
-from megatron.core.safe_files import open_for_append, open_regular
+from megatron.core.safe_files import open_for_append, opened
 
 VS_SAMPLES = " vs samples"
 _LENGTH = struct.Struct("<Q4x")  # of a record, with its checksum
@@ -64,8 +64,8 @@ def _points(path: Path) -> Iterator[tuple[int, str, int]]:
     """(offset of the record, tag, step) of each event; ends at a record that a kill cut short."""
     event: Any = optional.require("tensorboard.compat.proto.event_pb2", "tb").Event
     broken = optional.require("google.protobuf.message", "tb").DecodeError
-    with open_regular(path) as fd, open(fd, "rb", closefd=False) as file:
-        size, place = os.fstat(fd).st_size, 0
+    with opened(path) as file:
+        size, place = os.fstat(file.fileno()).st_size, 0
         while len(header := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(header)
             end = place + _LENGTH.size + length + _TRAILER_BYTES

@@ -8,13 +8,14 @@ from (that is trained again), so they never tell two stories; wandb and MLflow g
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core import optional
-from megatron.core.safe_files import open_for_append
+from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.config import Config
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_file import MetricsFile
@@ -246,7 +247,7 @@ def append_progress(
     path = Path(save) / PROGRESS_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(open_for_append(path), "w", encoding="utf-8") as file:
+        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
             file.write("\t".join(fields) + "\n")
     except OSError as error:
         _warn(f"{path} is not written: {error}")

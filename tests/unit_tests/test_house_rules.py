@@ -89,3 +89,52 @@ def test_packages_import_nothing_eagerly():
         if any(module.split(".")[0] in ("torch", "numpy", "megatron") for module in imports(node))
     }
     assert not eager
+
+
+OPENING = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "write_text",
+    "write_bytes",
+    "from_file",
+    "load",
+    "save",
+    "fromfile",
+    "tofile",
+}
+OPENING_OF = {"tempfile", "shutil", "mmap"}
+OPENERS = {
+    "megatron/core/safe_files.py": "the helper itself",
+    "megatron/core/available_memory.py": "figures of /proc and of the control group",
+    "megatron/core/device.py": "figures of this process in /proc",
+    "megatron/core/host_memory.py": "the machine's number and its ranks' memory in /proc",
+    "megatron/training/lease.py": "a file without a name, for the file system's time",
+    "megatron/training/lease_holder.py": "processes in /proc",
+    "megatron/training/startup_check.py": "the sources of this very program",
+    # Not converted yet; each line goes with its module.
+    "megatron/core/dist_checkpointing/files.py": "files of checkpoints",
+    "megatron/core/dist_checkpointing/save.py": "files of checkpoints",
+    "megatron/training/check_config.py": "the vocabulary's size",
+    "megatron/training/rules_run.py": "the first line of metrics.jsonl",
+    "megatron/training/yaml_config.py": "the configuration",
+}
+
+
+def opens_a_file(node):
+    """Calls that open a file by its path: not those of the helper, nor methods of ours that share a name."""
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "open"
+    name = dotted(node.func)
+    base, _, last = name.rpartition(".")
+    if isinstance(node.func, ast.Attribute) and not name:  # of an expression: Path(...).open()
+        return node.func.attr in OPENING - {"load", "save"}
+    ours = base.split(".")[0] in ("self", "safe_files") or base.endswith(("checkpoints", "checkpointer"))
+    return (base in OPENING_OF and last != "rmtree") or (last in OPENING and not ours)
+
+
+def test_only_safe_files_opens_files():
+    """[Note: planted files] in safe_files says why; who is left out reads what only this machine or program writes."""
+    assert files_where(opens_a_file) == set(OPENERS)

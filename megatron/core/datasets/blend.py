@@ -7,8 +7,11 @@ import json
 import math
 from collections.abc import Sequence
 
+from megatron.core import safe_files
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.splits import SPLIT_NAMES
+
+MAX_FILE_BYTES = 1 << 26  # of files that name corpora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,9 @@ def read_per_split_file(path: str) -> tuple[Blend | None, Blend | None, Blend | 
     flag = f"--per-split-data-args-path {path}"
     try:
         content = json.loads(_read(path, "--per-split-data-args-path"))
-    except ValueError as error:
+    except DataError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{flag}: not JSON: {error}") from error
     if not isinstance(content, dict) or set(content) - set(SPLIT_NAMES):
         raise DataError(f"{flag}: expected an object with the keys {', '.join(SPLIT_NAMES)}")
@@ -71,6 +76,10 @@ def read_per_split_file(path: str) -> tuple[Blend | None, Blend | None, Blend | 
         words = content.get(split)
         if words is not None and not isinstance(words, list):
             raise DataError(f"{flag}: {split}: expected a list of words, found {type(words).__name__}")
+        for word in words or ():
+            is_text = isinstance(word, str) and not any("\ud800" <= c <= "\udfff" for c in word)
+            if not is_text and (isinstance(word, bool) or not isinstance(word, int | float)):
+                raise DataError(f"{flag}: {split}: expected prefixes and weights, found {word!r:.80}")
         blends.append(parse_blend([str(word) for word in words], f"{flag}: {split}") if words else None)
     return blends[0], blends[1], blends[2]
 
@@ -84,7 +93,8 @@ def _number(word: str) -> float | None:
 
 def _read(path: str, flag: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{flag} {path}: {error}") from error
+        return safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
+    except OSError as error:
+        raise DataError(f"{flag} {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{flag} {error}") from error

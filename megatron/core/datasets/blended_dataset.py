@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.core.datasets.blend_indices import build_blending_indices, build_exhaustive_blending_indices
-from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.datasets.gpt_dataset import GPTDataset, Sample
 
 
@@ -22,6 +22,8 @@ class BlendedDataset:
     def __init__(self, members: Sequence[GPTDataset], weights: list[float], size: int | None) -> None:
         self.members = list(members)
         self.weights = list(weights)
+        turns_taken = sum(map(len, members)) if size is None else size
+        require_memory(10 * turns_taken, f"the turns of {turns_taken} samples of a blend (--train-samples)")
         if size is None:
             self.member_index, self.sample_index = build_exhaustive_blending_indices(
                 [len(m) for m in members]

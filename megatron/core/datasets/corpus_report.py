@@ -6,6 +6,7 @@ from typing import TypedDict
 
 import numpy as np
 
+from megatron.core.datasets.checksums import check_corpus, read_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -26,15 +27,21 @@ class CorpusReport(TypedDict):
     smallest_token: int | None
     largest_token: int | None
     eod_tokens: int | None
+    checksums: str
 
 
-def verify_corpus(prefix: str, eod: int | None = None, vocab_size: int | None = None) -> CorpusReport:
-    """Check the index (at open) and every token.
+def verify_corpus(
+    prefix: str, eod: int | None = None, vocab_size: int | None = None, *, threads: int = 1
+) -> CorpusReport:
+    """Check the index (at open), all bytes against their checksums, where there are some, and every token.
 
-    vocab_size: ids must be below it.  eod: id to count.
-    Raises DataError naming the file and the token that is out of range.
+    vocab_size: ids must be below it.  eod: id to count.  threads: that compare checksums.
+    Raises DataError naming the file and the bytes that were changed, or the token that is out of range.
     """
     with IndexedDataset(prefix) as corpus:
+        checksums = read_checksums(prefix)
+        if checksums is not None:
+            check_corpus(prefix, checksums, threads=threads)
         count = corpus.num_tokens
         lows, highs, eods = [], [], 0
         for start in range(0, count, TOKENS_PER_BLOCK):
@@ -64,6 +71,7 @@ def verify_corpus(prefix: str, eod: int | None = None, vocab_size: int | None = 
             smallest_token=int(min(lows)) if lows else None,
             largest_token=int(max(highs)) if highs else None,
             eod_tokens=None if eod is None or not count else eods,
+            checksums="absent" if checksums is None else "good",
         )
 
 

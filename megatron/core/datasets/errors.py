@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from megatron.core.available_memory import available_bytes
+
 
 class DataError(ValueError):
     """A corpus, an index, a split or a blend that cannot be trained on; the message says which and why."""
@@ -18,3 +20,16 @@ def bad_field(
     """
     place = "" if offset is None else f" at byte {offset}"
     return DataError(f"{os.fspath(path)}: {field}{place}: expected {expected}, found {found}")
+
+
+def require_memory(num_bytes: int, of_what: str) -> None:
+    """Raises DataError for more than the machine has: asking the system for it may end the process without a word."""
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise DataError(
+            f"{of_what} takes {_gib(num_bytes)} GiB of memory in every process; this machine has {_gib(available)} left"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"

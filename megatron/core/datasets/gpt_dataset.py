@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.datasets.index_builders import (
     build_document_index,
     build_sample_index,
@@ -16,9 +16,11 @@ from megatron.core.datasets.index_builders import (
     plan_epochs,
 )
 from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.index_checks import index_fault, index_layouts, layout_bytes
 
 Sample = dict[str, NDArray[Any]]
 NO_PAD = -1
+BYTES_PER_TOKEN = 8 + 8 + 8 + 4  # tokens, labels, positions, loss mask
 
 
 class Corpus(Protocol):
@@ -109,6 +111,8 @@ class GPTDataset:
             drop_last_partial=split != "valid" or sample_format.drop_last_partial_validation_sequence,
         )
         self._seed = seed
+        self._layouts = index_layouts(corpus.lengths, sequences, self.plan)
+        self._require_memory()
         arrays = self._indices(requested, identity or {}, cache_folder)
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
@@ -162,8 +166,34 @@ class GPTDataset:
             "sequences": [self.sequences.start, self.sequences.stop],
             **identity,
         }
-        cache = IndexCache(folder, "GPTDataset", self.split, key, self.corpus.fingerprint())
+        fingerprint = self.corpus.fingerprint()
+        cache = IndexCache(
+            folder, "GPTDataset", self.split, key, fingerprint, self._layouts, self._index_fault
+        )
         return cache.load_or_build(self._build)
+
+    def _index_fault(self, arrays: Arrays) -> str | None:
+        return index_fault(
+            arrays,
+            self.corpus.lengths,
+            self.sequences,
+            self.format.sequence_length,
+            self.plan,
+            extra_token=self.format.extra_token,
+        )
+
+    def _require_memory(self) -> None:
+        """Raises DataError for numbers of samples, or lengths of them, that no memory holds."""
+        samples, length = self.plan.num_samples, self.format.sequence_length
+        split = f"{self.corpus.prefix}: split {self.split!r}"
+        require_memory(
+            layout_bytes(self._layouts),
+            f"{split}: the index of {samples} samples (--train-samples, or iterations x --global-batch-size) of "
+            f"--seq-length {length}, which go {self.plan.num_epochs} times through the corpus,",
+        )
+        if samples:
+            masks = length * length if self.format.create_attention_mask else 0
+            require_memory(BYTES_PER_TOKEN * length + masks, f"{split}: one sample of --seq-length {length}")
 
     def _build(self) -> Arrays:
         rng = np.random.RandomState(self._seed)

@@ -19,6 +19,9 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = arg(None, "like --data-path, test only")
     data_args_path: str | None = arg(None, "file that holds the words of --data-path")
     per_split_data_args_path: str | None = arg(None, "JSON file {train, valid, test: words of --data-path}")
+    verify_data: bool = arg(
+        False, "compare all corpora with their checksums before training starts", ours=True
+    )
     data_cache_path: str | None = arg(None, "folder for cached indices", derived="beside the corpus")
     mock_data: bool = arg(False, "counting sequences instead of a corpus")
     full_validation: bool = arg(False, "each evaluation runs over the whole validation set")

@@ -129,9 +129,14 @@ def build_sample_index(
     return rows
 
 
+def shuffle_index_dtype(plan: EpochPlan) -> np.dtype[Any]:
+    """uint32, int64 above 2^32 - 2 samples."""
+    return np.dtype(np.uint32 if plan.num_samples < UINT32_LIMIT else np.int64)
+
+
 def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
-    """Order of the samples: uint32 [N] (int64 above 2^32 - 2)."""
-    dtype = np.uint32 if plan.num_samples < UINT32_LIMIT else np.int64
+    """Order of the samples: [N] of `shuffle_index_dtype`."""
+    dtype = shuffle_index_dtype(plan)
     first = plan.samples_before_last if plan.last_epoch_apart else plan.num_samples
     head = np.arange(first, dtype=dtype)
     rng.shuffle(head)

@@ -5,27 +5,35 @@ Files of one index, in one folder: `<md5>-GPTDataset-<split>-document_index.npy`
 is over it), `corpus` (fingerprint of the corpus) and `files` (SHA-256 of each array). The description is
 written last.
 
-An index is used only if its description equals what this run would write and every array has the digest that
-the description gives; else it is stale or damaged, and is built again. Building happens under a lock file,
-and each file appears by rename, so that several jobs may start at once. Arrays are read into memory, not
-mapped: a file that someone truncates can then not end the run (indexed_dataset.py, [Note: no mmap]).
+An index is used only if its description equals what this run would write, every array has the digest that the
+description gives and the layout that was asked for, and what the arrays say is possible (index_checks.py); else it is
+stale, damaged or planted, and is built again. Building happens under a lock file, and each file appears by rename, so
+that several jobs may start at once. Arrays are read into memory, not mapped: a file that someone truncates can then not
+end the run (indexed_dataset.py, [Note: no mmap]). Files are opened and published by core/safe_files.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
+import io
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core import safe_files
+from megatron.core.datasets.index_checks import Layout
+
 logger = logging.getLogger(__name__)
+ABSENT = "not there yet"
+MAX_DESCRIPTION_BYTES = 1 << 24
+MAGIC = b"\x93NUMPY\x01\x00"
+MAX_HEADER_BYTES = len(MAGIC) + 2 + 0xFFFF
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -33,12 +41,22 @@ class IndexCache:
     """One index in a folder.
 
     kind, split: parts of the file names.  key: what the index depends on.  corpus: fingerprint of its corpus.
+    layouts: of its arrays.  fault: says what is wrong with arrays of these layouts.
     """
 
     def __init__(
-        self, folder: str, kind: str, split: str, key: Mapping[str, object], corpus: Mapping[str, object]
+        self,
+        folder: str,
+        kind: str,
+        split: str,
+        key: Mapping[str, object],
+        corpus: Mapping[str, object],
+        layouts: Mapping[str, Layout],
+        fault: Callable[[Arrays], str | None],
     ) -> None:
         self.folder = folder
+        self._layouts = layouts
+        self._fault = fault
         self.key = dict(key)
         self.corpus = dict(corpus)
         text = json.dumps(self.key, indent=4)
@@ -51,10 +69,12 @@ class IndexCache:
         if arrays is not None:
             return arrays
         try:
-            with self._lock():
+            os.makedirs(self.folder, exist_ok=True)
+            with safe_files.locked(f"{self.stem}.lock"):
                 arrays, reason = self._load()  # another process may have built it while we waited
                 if arrays is None:
-                    logger.info("building index %s: %s", self.stem, reason)
+                    level = logging.INFO if reason == ABSENT else logging.WARNING
+                    logger.log(level, "building index %s: %s", self.stem, reason)
                     arrays = build()
                     self._store(arrays)
         except OSError as error:
@@ -77,71 +97,66 @@ class IndexCache:
     def _load(self) -> tuple[Arrays | None, str]:
         """The arrays, or None and why they cannot be used."""
         try:
-            with open(self.description_path, encoding="utf-8") as file:
-                description = json.load(file)
+            description = safe_files.read_json(self.description_path, max_bytes=MAX_DESCRIPTION_BYTES)
         except FileNotFoundError:
-            return None, "not there yet"
+            return None, ABSENT
         except (OSError, ValueError) as error:
-            return None, f"{self.description_path}: {error}"
-        if not isinstance(description, dict) or not isinstance(description.get("files"), dict):
+            return None, str(error)
+        files = description.get("files") if isinstance(description, dict) else None
+        if not isinstance(files, dict) or files.keys() != self._layouts.keys():
             return None, f"{self.description_path} is not a description"
         if description.get("key") != self.key or description.get("corpus") != self.corpus:
             return None, "the corpus or the settings changed since it was built"
         arrays: Arrays = {}
-        for name, digest in description["files"].items():
-            array, reason = _read_array(self.path(name), digest)
-            if array is None:
-                return None, reason
-            arrays[name] = array
+        for name, layout in self._layouts.items():
+            try:
+                arrays[name] = _read_array(self.path(name), files[name], layout)
+            except (OSError, ValueError, EOFError) as error:
+                return None, str(error)
+        if (fault := self._fault(arrays)) is not None:
+            return None, f"{self.description_path} describes arrays that cannot be used: {fault}"
         return arrays, ""
 
     def _store(self, arrays: Arrays) -> None:
         files = {}
         for name, array in arrays.items():
-            with _published(self.path(name)) as file:
-                np.save(file, array, allow_pickle=False)
-            with open(self.path(name), "rb") as written:
-                files[name] = hashlib.file_digest(written, "sha256").hexdigest()
+            safe_files.remove_leftovers(self.path(name))
+            digest = hashlib.sha256()
+            with safe_files.published(self.path(name), mode=safe_files.SHARED_MODE) as file:
+                for part in (_header(array.dtype, array.shape), np.ascontiguousarray(array).reshape(-1).data):
+                    digest.update(part)
+                    file.write(part)
+            files[name] = digest.hexdigest()
+        safe_files.remove_leftovers(self.description_path)
         description = {"key": self.key, "corpus": self.corpus, "files": files}
-        with _published(self.description_path) as file:
-            file.write((json.dumps(description, indent=4) + "\n").encode())
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """One builder at a time; the system frees the lock of a process that dies."""
-        os.makedirs(self.folder, exist_ok=True)
-        fd = os.open(f"{self.stem}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        text = json.dumps(description, indent=4) + "\n"
+        safe_files.publish_text(self.description_path, text, mode=safe_files.SHARED_MODE)
 
 
-def _read_array(path: str, digest: object) -> tuple[NDArray[Any] | None, str]:
-    """An array whose file has this SHA-256, or None and what is wrong."""
-    try:
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != digest:
-                return None, f"{path}: SHA-256 is {found}, expected {digest}"
-            file.seek(0)
-            array: NDArray[Any] = np.load(file, allow_pickle=False)
-            return array, ""
-    except (OSError, ValueError, EOFError) as error:
-        return None, f"{path}: {error}"
+def _read_array(path: str, digest: object, layout: Layout) -> NDArray[Any]:
+    """The array of a file with this SHA-256; nothing is read, or allocated, but for one of this layout.
+
+    Raises OSError or ValueError.
+    """
+    dtype, shape = layout
+    expected_bytes = dtype.itemsize * math.prod(shape)
+    data = safe_files.read_bytes(path, max_bytes=expected_bytes + MAX_HEADER_BYTES)
+    if (found := hashlib.sha256(data).hexdigest()) != digest:
+        raise ValueError(f"{path}: SHA-256 is {found}, expected {digest!r:.80}")
+    text = len(MAGIC) + 2
+    begin = text + int.from_bytes(data[len(MAGIC) : text], "little")
+    # Only the padding at the end of a header differs between versions of NumPy, so it need not be evaluated.
+    same = data[text:begin].rstrip() == _header(dtype, shape)[text:].rstrip()
+    if not data.startswith(MAGIC) or not same:
+        raise ValueError(f"{path}: no {dtype} of shape {shape} in NumPy's format 1.0")
+    if len(data) != begin + expected_bytes:
+        raise ValueError(f"{path}: expected {begin + expected_bytes} bytes, found {len(data)}")
+    return np.frombuffer(data, dtype=dtype, offset=begin).reshape(shape)
 
 
-@contextlib.contextmanager
-def _published(path: str) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when completely written."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """What an .npy file of such an array begins with."""
+    out = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
+    return out.getvalue()

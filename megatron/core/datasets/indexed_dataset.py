@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.errors import DataError, bad_field
+from megatron.core.datasets.errors import DataError, bad_field, require_memory
+from megatron.core.safe_files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -96,7 +97,7 @@ class IndexedDataset:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         for path in (index_path(prefix), data_path(prefix)):
-            if not os.path.isfile(path):
+            if not os.path.exists(path):
                 raise DataError(_missing(prefix, path))
         self.index = read_index(index_path(prefix))
         path = data_path(prefix)
@@ -173,6 +174,7 @@ def read_index(path: str) -> CorpusIndex:
     try:
         size = os.fstat(fd).st_size
         header = _read_header(path, _pread(fd, HEADER.size, 0), size)
+        require_memory(3 * size, f"{path} of {size} bytes")  # the file, and what is made of it
         dtype, num_sequences, num_boundaries = header
         body = _pread(fd, size - HEADER.size, HEADER.size)
     finally:
@@ -297,7 +299,8 @@ def _missing(prefix: str, path: str) -> str:
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(path, follow=True) as fd:
+            return os.dup(fd)
     except OSError as error:
         raise DataError(f"{path}: cannot be opened: {error.strerror}") from error
 

@@ -1,20 +1,20 @@
 """Writer of a tokenized corpus: the layout is described in indexed_dataset.py.
 
-Files appear under their final names only when complete: they are written beside, synced and renamed, the
-index last, and an index that stands there from before is taken away first; so no moment shows a new `.bin`
-under an old `.idx`.
+Files appear under their final names only when complete, first the data, then the index, then the checksums; what stands
+there from before of the last two is taken away first. So no moment shows a new `.bin` under an old `.idx`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.core.datasets.checksums import BlockHasher, checksums_path, encoded
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import (
     HEADER,
@@ -25,9 +25,15 @@ from megatron.core.datasets.indexed_dataset import (
     dtype_code,
     index_path,
 )
+from megatron.core.safe_files import SHARED_MODE, published, sync_directory
 
 LONGEST_SEQUENCE_TOKENS = 2**31 - 1
-COPY_BLOCK_BYTES = 1 << 24
+BUFFER_BYTES = 1 << 20
+COPIED_TOKENS = 1 << 22
+
+
+class _DiscardedError(Exception):
+    """Ends the files of a writer that is given up."""
 
 
 class IndexedDatasetWriter:
@@ -42,8 +48,14 @@ class IndexedDatasetWriter:
         self.prefix = prefix
         self.dtype = np.dtype(dtype)
         self._code = dtype_code(self.dtype)
-        self._temporary = f"{prefix}.writing-{os.getpid()}"
-        self._bin: IO[bytes] = open(data_path(self._temporary), "wb", buffering=1 << 20)  # noqa: SIM115
+        with contextlib.ExitStack() as files:  # ended in the other order: the data is published first
+            self._sums, self._idx, self._bin = (
+                files.enter_context(published(path(prefix), mode=SHARED_MODE))
+                for path in (checksums_path, index_path, data_path)
+            )
+            self._files = files.pop_all()
+        self._hasher = BlockHasher()
+        self._buffer = bytearray()
         self._lengths: list[NDArray[np.int32]] = []
         self._boundaries: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
         self._pending_lengths: list[int] = []
@@ -68,13 +80,13 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: a sequence of {max(lengths)} tokens; the layout holds "
                 f"{LONGEST_SEQUENCE_TOKENS} at most"
             )
-        self._bin.write(np.ascontiguousarray(array).data)
+        self._write(array)
         self._pending_lengths.extend(lengths)
         self._num_sequences += len(lengths)
         self._pending_boundaries.append(self._num_sequences)
 
     def add_corpus(self, prefix: str) -> None:
-        """Append all documents of another corpus of the same dtype; its `.bin` is copied as it is."""
+        """Append all documents of another corpus of the same dtype; its `.bin` is copied as it is. Raises DataError."""
         with IndexedDataset(prefix) as part:
             if part.index.dtype != self.dtype:
                 raise DataError(f"{prefix}: tokens are {part.index.dtype}, {self.prefix} holds {self.dtype}")
@@ -82,34 +94,31 @@ class IndexedDatasetWriter:
             self._lengths.append(part.index.lengths)
             self._boundaries.append(part.index.boundaries[1:] + self._num_sequences)
             self._num_sequences += len(part)
-        with open(data_path(prefix), "rb") as source:
-            shutil.copyfileobj(source, self._bin, COPY_BLOCK_BYTES)
+            for start in range(0, part.num_tokens, COPIED_TOKENS):
+                self._write(part.read_tokens(start, min(COPIED_TOKENS, part.num_tokens - start)))
 
     def finish(self) -> None:
-        """Write the index and publish both files."""
-        self._flush_pending()
-        _sync_and_close(self._bin)
-        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
-        boundaries = np.concatenate(self._boundaries)
-        pointers = np.zeros(len(lengths), dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        with open(index_path(self._temporary), "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries)))
-            for array, dtype in ((lengths, "<i4"), (pointers, "<i8"), (boundaries, "<i8")):
-                file.write(np.ascontiguousarray(array, dtype=dtype).data)
-            _sync_and_close(file)
-        if os.path.exists(index_path(self.prefix)):
-            os.unlink(index_path(self.prefix))
-        os.replace(data_path(self._temporary), data_path(self.prefix))
-        os.replace(index_path(self._temporary), index_path(self.prefix))
+        """Write index and checksums, and publish all three files."""
+        with self._files:
+            self._flush_pending()
+            self._flush_buffer()
+            idx_sums = BlockHasher()
+            for part in self._index():
+                idx_sums.update(part)
+                self._idx.write(part)
+            self._sums.write(encoded(self._hasher.sums(), idx_sums.sums()))
+            for file in (self._bin, self._idx, self._sums):  # a full disk must leave what was there before
+                file.flush()
+                os.fsync(file.fileno())
+            for path in (index_path(self.prefix), checksums_path(self.prefix)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        sync_directory(os.path.dirname(self.prefix) or ".")
 
     def discard(self) -> None:
         """Drop what was written; nothing appears under the final names."""
-        self._bin.close()
-        for path in (data_path(self._temporary), index_path(self._temporary)):
-            if os.path.exists(path):
-                os.unlink(path)
+        with contextlib.suppress(_DiscardedError), self._files:
+            raise _DiscardedError
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -133,13 +142,27 @@ class IndexedDatasetWriter:
             )
         return array.astype(self.dtype)
 
+    def _index(self) -> Iterator[bytes]:
+        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
+        boundaries = np.concatenate(self._boundaries)
+        pointers = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        yield HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries))
+        for array, dtype in ((lengths, "<i4"), (pointers, "<i8"), (boundaries, "<i8")):
+            yield array.astype(dtype, copy=False).tobytes()
+
+    def _write(self, tokens: NDArray[Any]) -> None:
+        self._buffer += tokens.tobytes()
+        if len(self._buffer) >= BUFFER_BYTES:
+            self._flush_buffer()
+
+    def _flush_buffer(self) -> None:
+        self._hasher.update(self._buffer)
+        self._bin.write(self._buffer)
+        self._buffer = bytearray()
+
     def _flush_pending(self) -> None:
         self._lengths.append(np.array(self._pending_lengths, dtype=np.int32))
         self._boundaries.append(np.array(self._pending_boundaries, dtype=np.int64))
         self._pending_lengths, self._pending_boundaries = [], []
-
-
-def _sync_and_close(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

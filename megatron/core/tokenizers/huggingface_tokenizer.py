@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core import safe_files
 from megatron.core.optional import require
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_digest, require_file
+from megatron.core.tokenizers.tokenizer import (
+    MAX_FILE_BYTES,
+    Tokenizer,
+    TokenizerError,
+    content_digest,
+    read_file,
+    require_file,
+)
 
 END_OF_DOCUMENT_CANDIDATES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -54,15 +62,15 @@ class HuggingFaceTokenizer(_Backend):
     def __init__(self, path: str | None) -> None:
         path = require_file(path, "--tokenizer-model", self.name)
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        require_file(file, "--tokenizer-model", self.name)
+        data = read_file(file, "--tokenizer-model", self.name)
         library = require("tokenizers", "hf")
         try:
-            backend = library.Tokenizer.from_file(file)
+            backend = library.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        super().__init__(backend, file_digest(file))
+        super().__init__(backend, content_digest(data))
         roles = _special_tokens(os.path.join(os.path.dirname(file), "tokenizer_config.json"))
         self.eod = self._end_of_document(file, roles.get("eos_token"))
         ids = (backend.token_to_id(roles[role]) for role in SPECIAL_ROLES if role in roles)
@@ -88,16 +96,16 @@ class GPT2BPETokenizer(_Backend):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
-        vocab_file = require_file(vocab_file, "--vocab-file", self.name)
-        merge_file = require_file(merge_file, "--merge-file", self.name)
+        vocabulary = read_file(vocab_file, "--vocab-file", self.name)
+        merges = read_file(merge_file, "--merge-file", self.name)
         library = require("tokenizers", "hf")
         try:
-            backend = library.Tokenizer(library.models.BPE.from_file(vocab_file, merge_file))
+            backend = library.Tokenizer(library.models.BPE(json.loads(vocabulary), _pairs(merges)))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: {error}") from error
         backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = library.decoders.ByteLevel()
-        super().__init__(backend, file_digest(vocab_file, merge_file))
+        super().__init__(backend, content_digest(vocabulary, merges))
         eod = backend.token_to_id("<|endoftext|>")
         if eod is None:
             raise TokenizerError(f"--vocab-file {vocab_file}: holds no <|endoftext|>, which ends documents")
@@ -105,15 +113,24 @@ class GPT2BPETokenizer(_Backend):
         self.special_ids = frozenset({self.eod})
 
 
+def _pairs(merges: bytes) -> list[tuple[str, ...]]:
+    """The lines of a merges.txt, two tokens each, without its comment."""
+    lines = merges.decode().split("\n")
+    return [
+        tuple(line.rstrip("\r").split(" "))
+        for line in lines
+        if line.strip() and not line.startswith("#version")
+    ]
+
+
 def _special_tokens(path: str) -> dict[str, str]:
     """Role to token text from a tokenizer_config.json; a token is a string or an object with "content"."""
-    if not os.path.exists(path):
-        return {}
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except ValueError as error:
-        raise TokenizerError(f"{path}: not JSON: {error}") from error
+        content = safe_files.read_json(path, max_bytes=MAX_FILE_BYTES, follow=True)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(str(error)) from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path}: expected a JSON object, found {type(content).__name__}")
     found = {}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 
+LONGEST_ID = 19  # digits: a limit for Python's int, which takes its time
+
 
 class NullTokenizer(Tokenizer):
     """`--vocab-size N` gives the ids 0..N-1 and N, which ends a document (Megatron up to 0.16; N+1 ids)."""
@@ -20,12 +22,16 @@ class NullTokenizer(Tokenizer):
         self.special_ids = frozenset({self.eod})
 
     def tokenize(self, text: str) -> list[int]:
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError as error:
-            raise TokenizerError(
-                f"--tokenizer-type NullTokenizer reads numbers separated by blanks: {error}"
-            ) from error
+        """Raises TokenizerError for a word that is no id of the vocabulary."""
+        return [self._id(word) for word in text.split()]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)
+
+    def _id(self, word: str) -> int:
+        if word.isdecimal() and len(word) <= LONGEST_ID and (number := int(word)) < self.vocab_size:
+            return number
+        raise TokenizerError(
+            f"--tokenizer-type NullTokenizer reads numbers from 0 to {self.eod} (--vocab-size), separated by blanks, "
+            f"found {word[:40]!r}"
+        )

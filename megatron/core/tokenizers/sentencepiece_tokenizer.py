@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.optional import require
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_digest, require_file
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest, read_file
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -15,13 +15,13 @@ class GPTSentencePieceTokenizer(Tokenizer):
     name = "GPTSentencePieceTokenizer"
 
     def __init__(self, path: str | None) -> None:
-        path = require_file(path, "--tokenizer-model", self.name)
+        data = read_file(path, "--tokenizer-model", self.name)
         library = require("sentencepiece", "sentencepiece")
         try:
-            self.model: Any = library.SentencePieceProcessor(model_file=path)
+            self.model: Any = library.SentencePieceProcessor(model_proto=data)
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"--tokenizer-model {path}: not a SentencePiece model: {error}") from error
-        self._digest = file_digest(path)
+        self._digest = content_digest(data)
         self.vocab_size = self.num_pieces = int(self.model.vocab_size())
         pad = int(self.model.pad_id())
         self.pad = pad if pad >= 0 else None

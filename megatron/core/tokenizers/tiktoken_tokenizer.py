@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.optional import require
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, file_digest, require_file
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest, read_file
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -47,12 +47,12 @@ class TikTokenizer(Tokenizer):
         num_special_tokens: int = 1000,
         special_tokens: Sequence[str] | None = None,
     ) -> None:
-        path = require_file(path, "--tokenizer-model", self.name)
+        data = read_file(path, "--tokenizer-model", self.name)
         pattern = pattern or "v1"
         if pattern not in PATTERNS:
             raise TokenizerError(f"--tiktoken-pattern {pattern}: choose one of {', '.join(PATTERNS)}")
         names = _special_names(num_special_tokens, tuple(special_tokens or DEFAULT_SPECIAL_TOKENS))
-        ranks = read_ranks(path)
+        ranks = read_ranks(data, f"--tokenizer-model {path}")
         room = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
         if vocab_size is not None and not 256 <= room <= len(ranks):
             raise TokenizerError(
@@ -70,7 +70,7 @@ class TikTokenizer(Tokenizer):
         self.bos, self.eod = names.index("<s>"), names.index("</s>")
         self.pad = names.index("<pad>") if "<pad>" in names else None
         self.special_ids = frozenset(range(num_special_tokens)) - {self.pad}
-        self._identity = f"{pattern}:{','.join(names)}:{file_digest(path)}"
+        self._identity = f"{pattern}:{','.join(names)}:{content_digest(data)}"
 
     def tokenize(self, text: str) -> list[int]:
         return [i + self.num_special_tokens for i in self._encoding.encode_ordinary(text)]
@@ -94,10 +94,11 @@ class TikTokenizer(Tokenizer):
         return f"{super().identity()}:{self._identity}"
 
 
-def read_ranks(path: str) -> dict[bytes, int]:
-    """Token bytes to rank; ranks run from 0 without a gap, the first 256 being single bytes."""
-    with open(path, "rb") as file:
-        data = file.read()
+def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
+    """Token bytes to rank; ranks run from 0 without a gap, the first 256 being single bytes.
+
+    Raises TokenizerError; name: of the file, in messages.
+    """
     try:
         if data.lstrip()[:1] == b"[":
             pairs = [
@@ -106,19 +107,17 @@ def read_ranks(path: str) -> dict[bytes, int]:
         else:
             rows = [line.split() for line in data.splitlines() if line.strip()]
             pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in rows]
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise TokenizerError(
-            f"--tokenizer-model {path}: expected a JSON list of rank and token_bytes, "
-            f"or lines of base64 and rank: {error}"
+            f"{name}: expected a JSON list of rank and token_bytes, or lines of base64 and rank: {error}"
         ) from error
     ranks = dict(pairs)
-    if sorted(ranks.values()) != list(range(len(pairs))):
-        raise TokenizerError(f"--tokenizer-model {path}: ranks are not 0..{len(pairs) - 1}, each once")
+    numbers = [rank for rank in ranks.values() if type(rank) is int]
+    if sorted(numbers) != list(range(len(pairs))):
+        raise TokenizerError(f"{name}: ranks are not 0..{len(pairs) - 1}, each once")
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
-        raise TokenizerError(
-            f"--tokenizer-model {path}: no token for {len(missing)} single bytes, first {missing[0]}"
-        )
+        raise TokenizerError(f"{name}: no token for {len(missing)} single bytes, first {missing[0]}")
     return ranks
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron.core import safe_files
+
+MAX_FILE_BYTES = 1 << 28  # the largest vocabularies take some ten million bytes
 
 
 class TokenizerError(ValueError):
@@ -51,15 +54,25 @@ def require_file(path: str | None, flag: str, tokenizer: str) -> str:
     """The path, or TokenizerError naming the flag that should have given it."""
     if not path:
         raise TokenizerError(f"--tokenizer-type {tokenizer} needs {flag}")
-    if not os.path.exists(path):
-        raise TokenizerError(f"{flag} {path}: no such file; tokenizers are read from local files only")
     return path
 
 
-def file_digest(*paths: str) -> str:
+def read_file(path: str | None, flag: str, tokenizer: str) -> bytes:
+    """The content of a file that a flag names. Raises TokenizerError naming both."""
+    path = require_file(path, flag, tokenizer)
+    try:
+        return safe_files.read_bytes(path, max_bytes=MAX_FILE_BYTES, follow=True)
+    except FileNotFoundError:
+        raise TokenizerError(
+            f"{flag} {path}: no such file; tokenizers are read from local files only"
+        ) from None
+    except OSError as error:
+        raise TokenizerError(f"{flag} {path}: {error.strerror}") from error
+
+
+def content_digest(*contents: bytes) -> str:
     """SHA-256 over the content of files, for identities."""
     digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for content in contents:
+        digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()

@@ -15,7 +15,6 @@ from megatron.core.device import (
     device_in_use,
     elements_at_a_time,
     heap_bytes,
-    left_in_container,
     set_threads,
 )
 from tests.harness.ranks import run_ranks
@@ -123,29 +122,6 @@ def test_the_device_in_use_is_the_process_s_own(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert device_in_use() == found
     assert device_in_use("cuda") == Device("cuda", 3)
-
-
-@pytest.mark.parametrize(
-    ("files", "left"),
-    [
-        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 100"}, 400),
-        ({"memory.max": "max", "memory.current": "700", "memory.stat": "anon 5"}, None),
-        (
-            {
-                "memory/memory.limit_in_bytes": "1000",
-                "memory/memory.usage_in_bytes": "990",
-                "memory/memory.stat": "total_inactive_file 7",
-            },
-            17,
-        ),
-        ({}, None),
-    ],
-)
-def test_what_a_container_leaves(tmp_path, files, left):
-    (tmp_path / "memory").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text + "\n")
-    assert left_in_container(tmp_path) == left
 
 
 def test_free_memory_is_some_of_the_machine():

@@ -11,11 +11,13 @@ from megatron.core.safe_files import (
     locked,
     open_for_append,
     open_regular,
+    opened,
     publish_text,
     published,
     read_bytes,
     read_json,
     read_text,
+    remove_leftovers,
 )
 
 
@@ -140,3 +142,65 @@ def test_one_process_at_a_time(tmp_path):
         assert refused
     with locked(tmp_path / "lock", wait=False):
         pass
+
+
+def test_lines_of_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"one\ntwo")
+    with opened(tmp_path / "file") as file:
+        assert [file.readline(100), file.readline(2), file.readline(100), file.readline(100)] == [
+            b"one\n",
+            b"tw",
+            b"o",
+            b"",
+        ]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_name_that_no_file_has(name):
+    with pytest.raises(UnsafeFileError, match="is no file name"):
+        read_bytes(name, max_bytes=1)
+
+
+def test_an_error_names_the_file_first(tmp_path):
+    with pytest.raises(UnsafeFileError) as error:
+        read_bytes(tmp_path, max_bytes=1)
+    assert str(error.value) == f"{tmp_path}: is a folder, not a regular file"
+
+
+def test_no_file_takes_the_place_of_a_device():
+    for name in ("null", "stdout", "no-such-device"):
+        with pytest.raises(UnsafeFileError, match="place of a device"), published(f"/dev/{name}"):
+            pass
+    assert not os.path.isfile("/dev/null")
+
+
+def test_leftovers_are_those_of_one_file(tmp_path):
+    kept = {"file", "other.tmp", ".file.tmp", ".files.00ff.tmp", ".file.zz.tmp", "a.file.00ff.tmp"}
+    for name in kept | {".file.00ff.tmp", "file.4242.tmp"}:
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path / "file")
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_lock_that_its_holder_removed_is_not_held_by_two(tmp_path):
+    """Who waited for it finds it gone, and takes the next one."""
+    path = tmp_path / "lock"
+    waits, done = threading.Event(), threading.Event()
+
+    def other():
+        waits.set()
+        with locked(path):
+            found.append(path.exists())
+            with pytest.raises(BlockingIOError), locked(path, wait=False):
+                pass
+        done.set()
+
+    found = []
+    thread = threading.Thread(target=other)
+    with locked(path):
+        thread.start()
+        assert waits.wait(10)
+        path.unlink()
+    assert done.wait(10)
+    thread.join()
+    assert found == [True]

@@ -101,3 +101,17 @@ def test_empty_prompt(tool, trained, monkeypatch, capsys):
         run(tool, monkeypatch, "--load", trained[0], "--prompt", "")
     assert left.value.code == 2
     assert "--prompt holds no token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [-1, 10**13])
+def test_numbers_of_new_tokens_that_cannot_be(tool, trained, monkeypatch, capsys, tokens):
+    with pytest.raises(SystemExit, match="2"):
+        run(tool, monkeypatch, "--load", trained[0], "--prompt", "a", "--max-new-tokens", tokens)
+    assert f"--max-new-tokens {tokens}: " in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tool, trained, monkeypatch, capsys):
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 385)
+    with pytest.raises(SystemExit, match="2"):
+        run(tool, monkeypatch, "--load", trained[0], "--prompt", "a", "--max-new-tokens", 1)
+    assert "the tokenizer has 385 ids, the model 384" in capsys.readouterr().err

@@ -125,6 +125,7 @@ def test_verify(corpus):
                 "smallest_token": 0,
                 "largest_token": 50,
                 "eod_tokens": 100,
+                "checksums": "good",
             }
         ]
     }

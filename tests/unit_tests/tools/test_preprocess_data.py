@@ -66,7 +66,7 @@ def test_jsonl(tmp_path):
         assert corpus.index.dtype == np.uint16
     assert "3 documents, 17 tokens" in done.stdout
     assert sorted(os.listdir(tmp_path / "sub")) == sorted(
-        f"o_{key}_document.{ending}" for key in ("text", "title") for ending in ("bin", "idx")
+        f"o_{key}_document.{ending}" for key in ("text", "title") for ending in ("bin", "idx", "sha256.json")
     )
 
 
@@ -228,7 +228,7 @@ def test_output_that_cannot_be_written(tmp_path):
         (good / "deep" / "o", good, "Not a directory"),
         (tmp_path / "bin", tmp_path / "bin_text_document.bin", "Is a directory"),
         (tmp_path / "idx", tmp_path / "idx_text_document.idx", "Is a directory"),
-        (tmp_path / "locked", tmp_path / "locked.lock", "Is a directory"),
+        (tmp_path / "locked", tmp_path / "locked.lock", "is a folder, not a regular file"),
     ):
         done = run("--input", good, "--output-prefix", prefix, *BYTES)
         assert (done.returncode, done.stdout) == (2, "")

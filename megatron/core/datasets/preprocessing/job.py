@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +22,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core import safe_files
+from megatron.core.datasets.checksums import check_corpus, checksums_path, read_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset, token_dtype
+from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.preprocessing.sources import Chunk, Source, plan_chunks, read_documents
 from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BATCH_DOCUMENTS = 1024
 BATCH_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 28  # of job.json, which names every source
+_OF_A_JOB = re.compile(r"\.?(job\.json|\d{8,}[.-]).*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +111,12 @@ def run_job(
 @contextlib.contextmanager
 def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
     """The folder of parts, ours alone, with nothing in it that was made from something else."""
-    os.makedirs(job.parts, exist_ok=True)
-    fd = os.open(f"{job.output_prefix}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-    try:
+    lock = f"{job.output_prefix}.lock"
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(safe_files.locked(lock, wait=False))
         except BlockingIOError:
             raise DataError(f"--output-prefix {job.output_prefix}: another run is writing there") from None
-        os.makedirs(job.parts, exist_ok=True)
         description = json.dumps(
             {
                 "version": FORMAT_VERSION,
@@ -124,15 +126,34 @@ def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
                 "tokenizer": tokenizer.identity(),
             }
         )
-        path = os.path.join(job.parts, "job.json")
-        if not _holds(path, description):
-            for name in os.listdir(job.parts):
-                os.unlink(os.path.join(job.parts, name))
-            _write(path, description)
+        _tidy(job, description)
         yield
-        os.unlink(f"{job.output_prefix}.lock")
-    finally:
-        os.close(fd)
+        os.unlink(lock)
+
+
+def _tidy(job: Job, description: str) -> None:
+    """Leave only what an interrupted run of this very job has finished. Raises OSError where others keep files."""
+    os.makedirs(job.parts, exist_ok=True)
+    if os.path.islink(job.parts):
+        raise safe_files.UnsafeFileError(
+            job.parts, "is a symbolic link, not the folder of an interrupted run"
+        )
+    names = os.listdir(job.parts)
+    foreign = next((name for name in sorted(names) if not _OF_A_JOB.fullmatch(name)), None)
+    if foreign is not None:
+        raise safe_files.UnsafeFileError(
+            job.parts, f"holds {foreign}, which is of no interrupted run: parts are kept, and removed, there"
+        )
+    path = os.path.join(job.parts, "job.json")
+    goes_on = _holds(path, description)
+    for name in names:
+        if name.endswith(".tmp") or not goes_on:
+            os.unlink(os.path.join(job.parts, name))
+    for prefix in map(job.corpus_prefix, job.keys):
+        for of in (data_path, index_path, checksums_path):
+            safe_files.remove_leftovers(of(prefix))
+    if not goes_on:
+        safe_files.publish_text(path, description)
 
 
 def _make_parts(job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, Chunk]]) -> Iterator[Statistics]:
@@ -170,8 +191,14 @@ def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Stat
         for batch in _batches(chunk, job.keys):
             statistics += Statistics(documents=len(batch))
             for key, writer in writers.items():
-                statistics += _write_batch(job, tokenizer, writer, [document[key] for document in batch])
-    _write(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
+                try:
+                    statistics += _write_batch(job, tokenizer, writer, [document[key] for document in batch])
+                except TokenizerError as error:
+                    place = (
+                        f"bytes {chunk.start} to {chunk.stop}" if chunk.stop else f"{len(chunk.files)} files"
+                    )
+                    raise DataError(f"{chunk.files[0]}, {place}, key {key!r}: {error}") from error
+    safe_files.publish_text(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
     return statistics
 
 
@@ -238,10 +265,17 @@ def _done_path(job: Job, index: int) -> str:
 def _finished_part(job: Job, index: int) -> Statistics | None:
     """What an earlier run recorded of a part, None if it is not there or not whole."""
     try:
-        with open(_done_path(job, index), encoding="utf-8") as file:
-            statistics = Statistics(**json.load(file))
+        record = safe_files.read_json(_done_path(job, index), max_bytes=1 << 16)
+        statistics = Statistics(**record)
+        if any(type(number) is not int or number < 0 for number in record.values()):
+            raise ValueError(f"{record}: not numbers of documents, tokens and bytes")
         for key in job.keys:
-            IndexedDataset(_part_prefix(job, index, key)).close()
+            prefix = _part_prefix(job, index, key)
+            checksums = read_checksums(prefix)
+            if checksums is None:
+                return None
+            check_corpus(prefix, checksums)
+            IndexedDataset(prefix).close()
     except (OSError, ValueError, TypeError):
         return None
     return statistics
@@ -249,17 +283,6 @@ def _finished_part(job: Job, index: int) -> Statistics | None:
 
 def _holds(path: str, content: str) -> bool:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read() == content
+        return safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES) == content
     except (OSError, ValueError):
         return False
-
-
-def _write(path: str, content: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

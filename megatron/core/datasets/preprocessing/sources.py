@@ -10,10 +10,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
+from megatron.core import safe_files
 from megatron.core.datasets.errors import DataError
 
 CHUNK_BYTES = 8 << 20
 CHUNK_FILES = 4096
+BLOCK_BYTES = 1 << 20
+LARGEST_DOCUMENT_BYTES = 2**31 - 1  # it is held in memory, and a sequence has no more tokens than that
 FORMATS = ("auto", "jsonl", "text", "lines")
 _FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 
@@ -66,16 +69,28 @@ def find_sources(
             paths = _tree(entry, tuple(suffixes), tuple(excludes))
             kind = "text" if input_format == "auto" else input_format
         else:
-            paths = (
-                [entry] if os.path.isfile(entry) else sorted(p for p in glob.glob(entry) if os.path.isfile(p))
-            )
+            named = [entry] if os.path.exists(entry) else sorted(glob.glob(entry))
+            paths = [path for path in named if not os.path.isdir(path)]
             kind = input_format
         if not paths:
             raise DataError(f"--input {entry}: no such file, and nothing matches it")
-        for path in paths:
-            status = os.stat(path)
-            sources.append(Source(path, _format_of(path, kind), status.st_size, status.st_mtime_ns))
+        sources += [_source(path, kind) for path in paths]
     return sources
+
+
+def _source(path: str, kind: str) -> Source:
+    try:
+        with safe_files.open_regular(path, follow=True) as fd:
+            status = os.fstat(fd)
+    except OSError as error:
+        raise DataError(f"--input {path}: {error.strerror}; text is read from files") from error
+    source = Source(path, _format_of(path, kind), status.st_size, status.st_mtime_ns)
+    if source.format == "text" and source.size > LARGEST_DOCUMENT_BYTES:
+        raise DataError(
+            f"--input {path}: {source.size} bytes; one document has {LARGEST_DOCUMENT_BYTES} at most: cut it, or read "
+            "its lines as documents (--format lines)"
+        )
+    return source
 
 
 def plan_chunks(sources: Sequence[Source]) -> list[Chunk]:
@@ -108,10 +123,10 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document]:
     if chunk.format == "text":
         for path in chunk.files:
             try:
-                with open(path, "rb") as file:
-                    yield {keys[0]: [file.read()]}
+                data = safe_files.read_bytes(path, max_bytes=LARGEST_DOCUMENT_BYTES, follow=True)
             except OSError as error:
                 raise DataError(f"{path}: {error.strerror}") from error
+            yield {keys[0]: [data]}
         return
     for offset, line in _lines(chunk):
         if chunk.format == "lines":
@@ -154,15 +169,23 @@ def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
     """(offset, line) of the lines that start inside the chunk."""
     path = chunk.files[0]
     try:
-        with open(path, "rb", buffering=1 << 20) as file:
+        with safe_files.opened(path, follow=True) as file:
             offset = chunk.start
             if chunk.start > 0:  # the line across the border belongs to the chunk before
                 file.seek(chunk.start - 1)
-                offset = chunk.start - 1 + len(file.readline())
+                offset = chunk.start - 1
+                while part := file.readline(BLOCK_BYTES):
+                    offset += len(part)
+                    if part.endswith(b"\n"):
+                        break
             while offset < chunk.stop:
-                line = file.readline()
+                line = file.readline(LARGEST_DOCUMENT_BYTES + 1)
                 if not line:
                     raise DataError(f"{path}: ended at byte {offset}, expected {chunk.stop}: did it change?")
+                if len(line) > LARGEST_DOCUMENT_BYTES:
+                    raise DataError(
+                        f"{_place(path, offset)}: longer than {LARGEST_DOCUMENT_BYTES} bytes: is this text of lines?"
+                    )
                 yield offset, line
                 offset += len(line)
     except OSError as error:
@@ -197,9 +220,9 @@ def _json_document(path: str, offset: int, line: bytes, keys: Sequence[str]) -> 
 def _place(path: str, offset: int) -> str:
     """`file, line N`: lines are counted only when there is something to report."""
     count = 1
-    with open(path, "rb") as file:
+    with safe_files.opened(path, follow=True) as file:
         while offset > 0:
-            block = file.read(min(offset, 1 << 20))
+            block = file.read(min(offset, BLOCK_BYTES))
             if not block:
                 break
             count += block.count(b"\n")

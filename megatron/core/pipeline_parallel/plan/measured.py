@@ -25,10 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core import safe_files
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.verify import verify
 
 VERSION = 1
+LONGEST_LINE_BYTES = 1 << 20
+LONGEST_S = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +152,14 @@ def _parts(file: Path) -> Iterator[_Part]:
     """The steps of one file; a last line that is not finished is left out."""
     header: dict[str, Any] | None = None
     part: _Part | None = None
-    with file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
+    with safe_files.opened(file) as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE_BYTES), b""), 1):
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
                 break
             try:
                 content = json.loads(line)
                 if "version" in content:
-                    if content["version"] != VERSION:
-                        raise PlanError(f"version {content['version']}; this program reads {VERSION}")
-                    header = content
+                    header = _header(content)
                     continue
                 if header is None:
                     raise PlanError("an operation before the header")
@@ -166,16 +168,51 @@ def _parts(file: Path) -> Iterator[_Part]:
                 if part is None or new or len(part.ops) == header["num_ops"]:
                     if part is not None:
                         yield part
-                    part = _Part(content["iteration"], header, [], [])
+                    part = _Part(_of(content, "iteration", int), header, [], [])
                 clock = header["clock_unix_s"]
-                span = Span(clock + content["start_s"], clock + content["end_s"], content["wait_s"])
+                start, end, wait = (_seconds(content, name) for name in ("start_s", "end_s", "wait_s"))
+                span = Span(clock + start, clock + end, wait)
                 op = parse_op(content["op"])
-            except (ValueError, KeyError, TypeError) as error:
+                op = (*op[:7], _of(content, "pair", int)) if "pair" in content else op
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
-            part.ops.append((*op[:7], content["pair"]) if "pair" in content else op)
+            part.ops.append(op)
             part.spans.append(span)
     if part is not None:
         yield part
+
+
+def _header(content: dict[str, Any]) -> dict[str, Any]:
+    """Raises PlanError, KeyError or TypeError for what `header_line` does not write."""
+    if content["version"] != VERSION:
+        raise PlanError(f"version {content['version']!r:.40}; this program reads {VERSION}")
+    for name in ("plan", "schedule"):
+        _of(content, name, str)
+    for name in ("num_microbatches", "num_ops", "rank"):
+        _of(content, name, int)
+    for name in ("bitwise", "forward_only"):
+        _of(content, name, bool)
+    _seconds(content, "clock_unix_s")
+    for name in ("ranks", "chunks"):
+        _of(_of(content, "placement", dict), name, int)
+    pipeline = _of(content, "pipeline", list)
+    if any(type(rank) is not int for rank in pipeline) or not 0 <= content["rank"] < len(pipeline):
+        raise PlanError(f"rank {content['rank']!r:.40} of the pipeline {pipeline!r:.80}")
+    return content
+
+
+def _of(content: dict[str, Any], name: str, kind: type) -> Any:
+    if type(content[name]) is not kind:
+        raise PlanError(f"{name!r} is {content[name]!r:.40}, not {kind.__name__}")
+    return content[name]
+
+
+def _seconds(content: dict[str, Any], name: str) -> float:
+    value = content[name]
+    # An integer may be too large for a float, and a float no number.
+    if type(value) not in (int, float) or not -LONGEST_S <= value <= LONGEST_S:
+        raise PlanError(f"{name!r} is {value!r:.40}, not seconds")
+    return float(value)
 
 
 def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
@@ -183,9 +220,15 @@ def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
     header = first.header
     if header["plan"] not in plans:
         place = header["placement"]
+        try:
+            placement = Placement(place["kind"], place["ranks"], place["chunks"])
+        except (KeyError, ValueError) as error:
+            raise PlanError(
+                f"iteration {first.iteration}: the header's placement is wrong: {error}"
+            ) from None
         plan = Plan(
             header["schedule"],
-            Placement(place["kind"], place["ranks"], place["chunks"]),
+            placement,
             header["num_microbatches"],
             tuple(tuple(parts[rank].ops) for rank in range(len(parts))),
             header["bitwise"],
@@ -195,6 +238,10 @@ def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
             raise PlanError(
                 f"iteration {first.iteration}: the operations do not have the hash that the header says"
             )
+        try:
+            verify(plan)
+        except PlanError as error:
+            raise PlanError(f"iteration {first.iteration}: no plan that could have run: {error}") from None
         plans[header["plan"]] = plan
     begin = min(part.spans[0].start_s for part in parts.values() if part.spans)
     spans = tuple(

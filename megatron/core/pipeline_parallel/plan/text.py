@@ -103,7 +103,7 @@ def from_json(text: str) -> Plan:
     """The plan that `to_json` wrote. Raises PlanError as `from_csv` does."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"no plan: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("ops"), list):
         raise PlanError("no plan: the JSON has no list of operations, `ops`")

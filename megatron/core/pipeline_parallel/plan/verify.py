@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
+SMALL = 1 << 20  # inputs that are walked even where operations are missing, to say which
 _PRODUCER = {SEND_F: F, SEND_B: B}
 
 
@@ -51,12 +52,17 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     deadlock: False leaves that check to a pass that walks the plan next.
     Raises PlanError naming rank, place and operation.
     """
-    costs = costs or CostModel.of_ranks(plan.placement)
     if plan.num_microbatches < 1:
         raise PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
-    check = _Check(plan)
     if len(plan.rows) != plan.placement.num_ranks:
         raise PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
+    needed, found = plan.placement.num_stages * plan.num_microbatches, sum(map(len, plan.rows))
+    if needed > max(found, SMALL):  # before anything is allocated by numbers that a file may claim
+        raise PlanError(
+            f"{found} operations cannot compute {needed} inputs, one of each stage and microbatch"
+        )
+    costs = costs or CostModel.of_ranks(plan.placement)
+    check = _Check(plan)
     for rank in range(len(plan.rows)):
         check.row(rank)
     check.all_computed()

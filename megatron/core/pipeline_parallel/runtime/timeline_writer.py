@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from megatron.core import host_data
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
-from megatron.core.safe_files import open_for_append
+from megatron.core.safe_files import SHARED_MODE, open_for_append
 
 
 class TimelineWriter:
@@ -30,7 +31,7 @@ class TimelineWriter:
         _set_earlier_aside(directory, ps)
         self._pipeline = ps.pp_group.ranks
         self._device = ps.device
-        self._file = open(open_for_append(directory / file_name(ps.rank)), "w")  # noqa: SIM115 - as long as the run
+        self._file = os.fdopen(open_for_append(directory / file_name(ps.rank), mode=SHARED_MODE), "w")
         # Both clocks at once: what is written counts from here.
         self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
         self._plan: Plan | None = None

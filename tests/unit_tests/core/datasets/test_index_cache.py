@@ -25,8 +25,11 @@ class Build:
         return {"document_index": np.full(4, self.value, dtype=np.int32), "shuffle_index": np.arange(9)}
 
 
+LAYOUTS = {"document_index": (np.dtype(np.int32), (4,)), "shuffle_index": (np.dtype(np.int64), (9,))}
+
+
 def cache(folder, key=KEY, corpus=CORPUS):
-    return IndexCache(str(folder), "GPTDataset", "train", key, corpus)
+    return IndexCache(str(folder), "GPTDataset", "train", key, corpus, LAYOUTS, lambda arrays: None)
 
 
 def values(arrays):
