@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.check_config import build_report, render_json, render_text
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config import Config
+from megatron.training.console import guard_console
 from megatron.training.exit_status import EXIT_FILE, ExitRecord, ExitStatus, write_exit_json
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.problems import ConfigurationError, Problem, render_problems
@@ -48,6 +49,7 @@ def launch_config(
     Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when
     --use-checkpoint-args meets a damaged checkpoint.
     """
+    guard_console()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         env = LaunchEnv.read()

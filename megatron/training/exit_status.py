@@ -6,6 +6,7 @@ script reads to decide whether to requeue (docs/exit_statuses.md is checked agai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -255,7 +256,8 @@ def second_signal_words(
         reason = f"second {name}: stopped at once, without saving"
         status = int(ExitStatus.STOPPED) if kept else 128 + signum
         record = ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
-        os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
         write_exit_json(directory, record)
         return status
 

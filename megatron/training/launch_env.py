@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-MAX_WORLD_SIZE = 1 << 20  # more ranks than any machine has: a mistake, and lists of them would fill the memory
+MAX_WORLD_SIZE = (
+    1 << 20
+)  # more ranks than any machine has: a mistake, and lists of them would fill the memory
 MAX_THREADS = 1024  # as --threads-per-rank
 
 
@@ -80,7 +82,9 @@ class LaunchEnv:
     def _check(self) -> None:
         """Raises LaunchEnvError where numbers do not go together, or name no place to meet."""
         if self.world_size > MAX_WORLD_SIZE:
-            raise LaunchEnvError(f"WORLD_SIZE={self.world_size}: at most {MAX_WORLD_SIZE} ranks are supported")
+            raise LaunchEnvError(
+                f"WORLD_SIZE={self.world_size}: at most {MAX_WORLD_SIZE} ranks are supported"
+            )
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise LaunchEnvError(
                 f"RANK={self.rank} of WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of "
@@ -91,9 +95,9 @@ class LaunchEnv:
         if not self.master_addr:
             raise LaunchEnvError("MASTER_ADDR is empty: it names the host of rank 0, where all ranks meet")
         if self.master_port is None or not 1 <= self.master_port <= 65535:
-            found = "is not set, or empty" if self.master_port is None else f"={self.master_port}"
+            found = " is not set, or empty" if self.master_port is None else f"={self.master_port}"
             raise LaunchEnvError(
-                f"MASTER_PORT {found}: expected a free port of the host of rank 0, 1 to 65535, where all ranks meet"
+                f"MASTER_PORT{found}: expected a free port of the host of rank 0, 1 to 65535, where all ranks meet"
             )
 
     @property

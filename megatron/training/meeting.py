@@ -57,7 +57,9 @@ class Meeting:
             waited_s = time.monotonic() - self._began
             named = ", ".join(map(str, missing[:MAX_NAMED])) + (", ..." if len(missing) > MAX_NAMED else "")
             why = f"rank {named} has not come" if len(missing) == 1 else f"ranks {named} have not come"
-            raise PeerLostError("the comparison at start-up", "default", self._everyone, self.rank, waited_s, why)
+            raise PeerLostError(
+                "the comparison at start-up", "default", self._everyone, self.rank, waited_s, why
+            )
         return str(verdict["unlike"])
 
     @property
@@ -95,7 +97,9 @@ class Meeting:
             if ended is not None:
                 return ended
             told = store.multi_get([f"facts/{rank}" for rank in range(self.world_size)])
-            text = judge([json.loads(facts) for facts in told], lambda name: store.get(f"text/{name}").decode())
+            text = judge(
+                [json.loads(facts) for facts in told], lambda name: store.get(f"text/{name}").decode()
+            )
             return self._post({"unlike": text})
         ended = self._wait_for("verdict")
         return ended if ended is not None else self._read()

@@ -20,7 +20,7 @@ from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training import metrics
+from megatron.training import limits, metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.meeting import Meeting
@@ -81,7 +81,9 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
     started_at = time.monotonic()
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
+    raised = limits.allow_files(limits.files_needed(config, env))
     threads, threads_by = _set_threads(config, env)
+    limits.try_threads(limits.threads_needed(config, env, threads))
     here = device.current_device(
         env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None
     )
@@ -114,6 +116,8 @@ def initialize(config: Config, env: LaunchEnv) -> Session:
         barrier=lambda: collectives.barrier(ps.control_group),
     )
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, started_at)
+    if raised is not None:
+        session.print_rank_0(raised)
     session.print_rank_0(
         metrics.threads_line(threads, device.available_cores(), env.local_world_size, said_by=threads_by)
     )

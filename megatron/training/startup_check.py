@@ -81,7 +81,9 @@ def differences(ranks: Sequence[Mapping[str, str]], config_of: Callable[[str], s
     problems = mismatches(ranks)
     if "configuration" in {field for field, _, _ in problems}:
         # Only now: the digests are small, whole configurations of thousands of ranks are not.
-        whole = {digest: json.loads(config_of(digest)) for digest in {facts["configuration"] for facts in ranks}}
+        whole = {
+            digest: json.loads(config_of(digest)) for digest in {facts["configuration"] for facts in ranks}
+        }
         flags = mismatches([whole[facts["configuration"]] for facts in ranks])
         problems = flags + [problem for problem in problems if problem[0] != "configuration"]
     if not problems:

@@ -19,6 +19,7 @@ from megatron.training import global_vars
 from megatron.training.arguments import launch_config
 from megatron.training.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.config import Config
+from megatron.training.console import guard_console
 from megatron.training.data import DatasetsProvider
 from megatron.training.exit_status import (
     ExitRecord,
@@ -32,6 +33,7 @@ from megatron.training.exit_status import (
     write_exit_json,
 )
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.limits import SystemLimitError, limit_behind
 from megatron.training.loop import Ending, TrainingLoop
 from megatron.training.pipeline import build_runner
 from megatron.training.plans import Plans
@@ -49,6 +51,7 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     StartupMismatchError: ExitStatus.CONFIGURATION,
     MissingPackageError: ExitStatus.CONFIGURATION,
     OutputPathError: ExitStatus.CONFIGURATION,
+    SystemLimitError: ExitStatus.CONFIGURATION,
     ScheduleError: ExitStatus.CONFIGURATION,
     ModelError: ExitStatus.CONFIGURATION,
     CheckpointError: ExitStatus.CHECKPOINT,
@@ -93,6 +96,7 @@ def pretrain(
     Returns when the run is done. Otherwise the process ends with a status of docs/exit_statuses.md.
     """
     assert model_type is ModelType.encoder_or_decoder, f"model type {model_type}"
+    guard_console()
     if process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data_func is not supported: report numbers from the loss function")
     config = config or launch_config(extra_args_provider=extra_args_provider, args_defaults=args_defaults)
@@ -164,6 +168,8 @@ class _Run:
     def fail(self, error: BaseException) -> NoReturn:
         """Say why, leave exit.json, and end without waiting for anybody."""
         watchdog = None if self.session is None else self.session.watchdog
+        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
+            error = limit_behind(error) or error
         if isinstance(error, RAISED_ALIKE) and self.env.local_rank != 0:
             status = status_of(error, STATUS_TABLE)
         else:

@@ -47,7 +47,11 @@ def test_rank_and_field_are_named(field):
 def test_configuration_names_the_flag_and_both_values():
     configurations = {"a": {**CONFIG, "lr": 3e-4}, "b": {**CONFIG, "lr": 3e-4, "seed": 7}}
     with pytest.raises(StartupMismatchError) as caught:
-        run(lambda mine: [{**mine, "configuration": "a"}, {**mine, "configuration": "b"}], CONFIG, configurations)
+        run(
+            lambda mine: [{**mine, "configuration": "a"}, {**mine, "configuration": "b"}],
+            CONFIG,
+            configurations,
+        )
     text = str(caught.value)
     assert "  lr: rank 0 has 0.0001, rank 1 0.0003" in text, "the majority is the reference"
     assert "  seed: rank 2 has 7, rank 0 no value" in text
