@@ -55,10 +55,7 @@ def launch_config(
         env = LaunchEnv.read()
         line = read_command_line(words, extra_args_provider, args_defaults)
     except LaunchEnvError as error:
-        problem = Problem(
-            "launcher", (), str(error), "start the processes with torchrun, or without any launcher"
-        )
-        raise _refuse([problem], LaunchEnv(), words) from None
+        raise _refuse([_launcher_problem(error)], LaunchEnv(), words) from None
     except ConfigurationError as error:
         raise _refuse(error.problems, LaunchEnv.read(), words) from None
     try:
@@ -70,6 +67,10 @@ def launch_config(
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
     if problems:
         raise _refuse(problems, env, words, config)
+    try:
+        env.check_meeting_place()
+    except LaunchEnvError as error:
+        raise _refuse([_launcher_problem(error)], env, words, config) from None
     if env.rank == 0:
         for warning in config.warnings:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -92,6 +93,10 @@ def parse_config(
     if problems:
         raise ConfigurationError(problems)
     return config
+
+
+def _launcher_problem(error: LaunchEnvError) -> Problem:
+    return Problem("launcher", (), str(error), "start the processes with torchrun, or without any launcher")
 
 
 def _refuse(

@@ -5,9 +5,9 @@
 
 [Note: a dead console] A run outlives whoever listens to it: `| head` has seen enough, a terminal hangs up, a disk fills
 up, stdout was closed from the start. Python would raise from whatever prints next, a user's `print` and the
-interpreter's own flush at the end included, which makes a status of 120 out of success. So the bytes below `sys.stdout`
-and `sys.stderr` go through `ConsoleFile`, whose writes do not fail: the first loss is kept for metrics.jsonl, and said on
-the other stream.
+interpreter's own flush at the end included, which makes a status of 120 out of success. So the bytes below
+`sys.stdout` and `sys.stderr` go through `ConsoleFile`, whose writes do not fail: the first loss is kept for
+metrics.jsonl, and said on the other stream.
 """
 
 from __future__ import annotations
@@ -83,19 +83,15 @@ class ConsoleStream(io.TextIOWrapper):
     """`sys.stdout` or `sys.stderr` over a ConsoleFile."""
 
     def __init__(self, file: ConsoleFile, like: TextIO | None) -> None:
-        # What no terminal can show (a file's name of foreign bytes) is escaped, as Python does on stderr.
-        errors = (
-            "backslashreplace"
-            if like is None or like.errors in (None, "strict", "surrogateescape")
-            else like.errors
-        )
-        unbuffered = isinstance(like, io.TextIOWrapper) and like.write_through
-        lines = file.fd == 2 or (isinstance(like, io.TextIOWrapper) and like.line_buffering)
+        of_process = like if isinstance(like, io.TextIOWrapper) else None
+        errors = of_process.errors if of_process is not None else None
+        unbuffered = of_process is not None and of_process.write_through
         super().__init__(
-            file if unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type] # a raw file is enough, as -u shows
-            encoding="utf-8" if like is None else like.encoding,
-            errors=errors,
-            line_buffering=lines,
+            file if unbuffered else io.BufferedWriter(file),
+            encoding="utf-8" if of_process is None else of_process.encoding,
+            # What no terminal can show (a file's name of foreign bytes) is escaped, as Python does on stderr.
+            errors="backslashreplace" if errors in (None, "strict", "surrogateescape") else errors,
+            line_buffering=file.fd == 2 or (of_process is not None and of_process.line_buffering),
             write_through=unbuffered,
         )
 

@@ -7,10 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-
-MAX_WORLD_SIZE = (
-    1 << 20
-)  # more ranks than any machine has: a mistake, and lists of them would fill the memory
+MAX_WORLD_SIZE = 1 << 20  # there are no more; lists of ranks would fill the memory
 MAX_THREADS = 1024  # as --threads-per-rank
 
 
@@ -80,7 +77,7 @@ class LaunchEnv:
         return env
 
     def _check(self) -> None:
-        """Raises LaunchEnvError where numbers do not go together, or name no place to meet."""
+        """Raises LaunchEnvError where numbers do not go together."""
         if self.world_size > MAX_WORLD_SIZE:
             raise LaunchEnvError(
                 f"WORLD_SIZE={self.world_size}: at most {MAX_WORLD_SIZE} ranks are supported"
@@ -90,8 +87,11 @@ class LaunchEnv:
                 f"RANK={self.rank} of WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of "
                 f"LOCAL_WORLD_SIZE={self.local_world_size}: start the processes with torchrun"
             )
+
+    def check_meeting_place(self) -> None:
+        """Raises LaunchEnvError where MASTER_ADDR and MASTER_PORT cannot name one, and there is somebody to meet."""
         if self.world_size == 1:
-            return  # nobody to meet
+            return
         if not self.master_addr:
             raise LaunchEnvError("MASTER_ADDR is empty: it names the host of rank 0, where all ranks meet")
         if self.master_port is None or not 1 <= self.master_port <= 65535:

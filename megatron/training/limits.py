@@ -51,7 +51,9 @@ def files_needed(config: Config, env: LaunchEnv) -> int:
     files += sum(FILES_OF_COMMUNICATOR + size - 1 for size in sizes)
     if sizes:
         files += FILES_OF_STORE + env.local_world_size  # ranks of this host watch each other
-        files += 3 * env.world_size if env.rank == 0 and not env.agent_store else 0  # who comes to the store
+        if env.rank < env.local_world_size and not env.agent_store:
+            # Who comes to the store of rank 0. All of its machine ask for as much: nobody waits for one that is refused.
+            files += 3 * env.world_size
     return files
 
 
@@ -66,8 +68,8 @@ def allow_files(needed: int) -> str | None:
     if allowed < needed:
         raise SystemLimitError(
             f"at most {hard} files may be open at once (ulimit -n), and this rank needs about {needed}: sockets to "
-            f"other ranks, data loaders, checkpoints; run `ulimit -n {wanted}` before the launch (where the system refuses "
-            "that, ask for a higher hard limit), or lower --num-workers"
+            f"other ranks, data loaders, checkpoints; run `ulimit -n {wanted}` before the launch (where the system "
+            "refuses that, ask for a higher hard limit), or lower --num-workers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return f"note: at most {soft} files could be open at once (ulimit -n); raised to {allowed}"
@@ -100,7 +102,8 @@ def _threads_message(what: str) -> str:
     return (
         f"the system gives this process no more than {what}: processes and threads are limited to "
         f"{_shown(resource.RLIMIT_NPROC)} a user (ulimit -u), its address space to {_shown(resource.RLIMIT_AS)} bytes "
-        "(ulimit -v), a container perhaps further (pids.max); raise the limit, or lower --threads-per-rank or --num-workers"
+        "(ulimit -v), a container perhaps further (pids.max); raise the limit, or lower --threads-per-rank or "
+        "--num-workers"
     )
 
 
@@ -131,8 +134,8 @@ def limit_behind(error: BaseException) -> SystemLimitError | None:
             return SystemLimitError(_threads_message("those it has") + _where(cause))
         if _SHARED.search(text):
             return SystemLimitError(
-                f"shared memory is full: /dev/shm has {_shared_bytes()} bytes free; give the container more (docker run "
-                f"--shm-size), or load data with --num-workers 0{_where(cause)}"
+                f"shared memory is full: /dev/shm has {_shared_bytes()} bytes free; give the container more (docker "
+                f"run --shm-size), or load data with --num-workers 0{_where(cause)}"
             )
         if isinstance(cause, MemoryError) or number == errno.ENOMEM or _MEMORY.search(text):
             told = f" ({text.strip().splitlines()[0]})" if text.strip() else ""

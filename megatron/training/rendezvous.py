@@ -34,6 +34,7 @@ def open_store(env: LaunchEnv, timeout: datetime.timedelta) -> dist.Store:
     """
     if env.world_size == 1:
         return dist.HashStore()
+    env.check_meeting_place()
     _resolve(env)
     hosts = hosts_store(env)
     if not hosts:

@@ -1,7 +1,7 @@
 """Before there is any group: do all ranks run the same configuration, code, torch, Python and backend?
 
-A rank with an old checkout or another flag trains silently wrong, or makes other groups than the others and hangs in the
-first; here it is named within a second. Ranks talk through the store (`meeting.Meeting`).
+A rank with an old checkout or another flag trains silently wrong, or makes other groups than the others and hangs in
+the first; here it is named within a second. Ranks talk through the store (`meeting.Meeting`).
 """
 
 from __future__ import annotations

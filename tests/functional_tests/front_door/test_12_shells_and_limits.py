@@ -107,7 +107,7 @@ def test_what_is_let_through_has_enough_files(tmp_path, files):
     """Just above what is asked for: nothing runs out later, loaders and checkpoints included."""
     flags = [*SHORT, "--num-workers", "2", "--save", "ck", "--save-interval", "1"]
     run = launch.run_forked(flags, ranks=2, script=ODD, cwd=tmp_path, env={"FILES": str(files)})
-    assert set(run.statuses) in ({0}, {2}, {2, 6}), run.output
+    assert set(run.statuses) in ({0}, {2}), run.output
     assert "Traceback" not in run.output
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """pretrain_gpt.py under conditions that a user's shell makes, each by a variable of the environment.
 
-MORE_FLAGS: flags of this rank alone. FILES, SOFT_FILES: limits on open files, hard and soft. CLOSED: descriptors that are
-closed from the start. FULL, UNREAD: that are a full disk, or a pipe whose reader has left. TERMINAL: stdout and stderr
+MORE_FLAGS: flags of this rank alone. FILES, SOFT_FILES: limits on open files, hard and soft. CLOSED: descriptors that
+are closed from the start. FULL, UNREAD: that are a full disk, or a pipe whose reader has left. TERMINAL: both
 are a terminal that is gone once this text was seen. NOHUP: SIGHUP is ignored. PORT_OF: what
 listens at MASTER_PORT before rank 0 comes, "silence" (accepts and never answers) or "words" (answers something else).
 WAITS_FOR_PORT: this rank comes once that is there. ANSWER_S: how long an answer of the store is waited for.

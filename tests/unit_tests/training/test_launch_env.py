@@ -55,7 +55,7 @@ def test_nonsense_is_refused_naming_the_variable(bad):
 )
 def test_what_cannot_be_meant_is_told(bad, told):
     with pytest.raises(LaunchEnvError, match=told):
-        LaunchEnv.read(TORCHRUN | bad)
+        LaunchEnv.read(TORCHRUN | bad).check_meeting_place()
 
 
 def test_half_a_launcher_is_none():
@@ -66,7 +66,7 @@ def test_half_a_launcher_is_none():
 
 
 def test_a_world_of_one_meets_nobody():
-    assert LaunchEnv.read({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": ""}).master_port is None
+    LaunchEnv.read({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": ""}).check_meeting_place()
 
 
 def test_who_hosts_the_store():
