@@ -55,7 +55,7 @@ def launch_config(
         env = LaunchEnv.read()
         line = read_command_line(words, extra_args_provider, args_defaults)
     except LaunchEnvError as error:
-        raise _refuse([_launcher_problem(error)], LaunchEnv(), words) from None
+        raise _refuse_launcher(error, words) from None
     except ConfigurationError as error:
         raise _refuse(error.problems, LaunchEnv.read(), words) from None
     try:
@@ -70,7 +70,7 @@ def launch_config(
     try:
         env.check_meeting_place()
     except LaunchEnvError as error:
-        raise _refuse([_launcher_problem(error)], env, words, config) from None
+        raise _refuse_launcher(error, words) from None
     if env.rank == 0:
         for warning in config.warnings:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -95,8 +95,10 @@ def parse_config(
     return config
 
 
-def _launcher_problem(error: LaunchEnvError) -> Problem:
-    return Problem("launcher", (), str(error), "start the processes with torchrun, or without any launcher")
+def _refuse_launcher(error: LaunchEnvError, words: Sequence[str]) -> SystemExit:
+    """Every rank says it: what its variables say of its place cannot be trusted."""
+    fix = "start the processes with torchrun, or without any launcher"
+    return _refuse([Problem("launcher", (), str(error), fix)], LaunchEnv(), words)
 
 
 def _refuse(

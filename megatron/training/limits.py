@@ -52,7 +52,7 @@ def files_needed(config: Config, env: LaunchEnv) -> int:
     if sizes:
         files += FILES_OF_STORE + env.local_world_size  # ranks of this host watch each other
         if env.rank < env.local_world_size and not env.agent_store:
-            # Who comes to the store of rank 0. All of its machine ask for as much: nobody waits for one that is refused.
+            # Who comes to the store of rank 0. Its whole machine asks for as much, so that all are refused together.
             files += 3 * env.world_size
     return files
 
