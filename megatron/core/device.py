@@ -238,7 +238,7 @@ def set_threads(local_world_size: int, cores: int | None = None, *, threads: int
 
     The number decides the bits of sums that threads share out, so runs to be compared need the same one. One rank
     too many threads slows everybody: two ranks of two threads on two cores run 2.6 to 6.4 times slower than of one
-    thread (spinning barriers). What OMP_NUM_THREADS says is replaced: torchrun sets it to 1 unasked.
+    thread (spinning barriers). What OMP_NUM_THREADS says is replaced: the caller knows whether it was asked for.
     """
     if threads is None:
         threads = max(1, (available_cores() if cores is None else cores) // local_world_size)

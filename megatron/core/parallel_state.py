@@ -180,23 +180,22 @@ def init_process_group(
     timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     backend: str | None = None,
     init_method: str = "env://",
-    attempt: int = 0,
+    store: dist.Store | None = None,
 ) -> dist.Store:
     """Meet the other ranks of the world (torch's default process group); the store that they met through.
 
-    A world of one meets nobody: its store is a local one. init_method "env://" is what torchrun sets up.
-    backend: the device's own by default. attempt: the launcher's restarts so far; each meets under a prefix
-    of its own, because the addresses that a dead attempt left in a shared store make the next one hang.
+    A world of one meets nobody: its store is a local one. backend: the device's own by default. init_method "env://" is
+    what torchrun sets up. store: one that all ranks have reached already, instead of an init_method.
 
     Raises PeerLostError when a rank does not come within the timeout or dies meanwhile.
     """
     if world_size == 1:
-        return dist.HashStore()
+        return store or dist.HashStore()
     everyone = tuple(range(world_size))
-    with peer_loss_named("rendezvous", "default", everyone, rank):
-        found, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
-    found.set_timeout(timeout)
-    store = dist.PrefixStore(f"attempt{attempt}", found)
+    if store is None:
+        with peer_loss_named("rendezvous", "default", everyone, rank):
+            store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
+        store.set_timeout(timeout)
     with peer_loss_named("init_process_group", "default", everyone, rank):
         dist.init_process_group(
             backend or device.backend,

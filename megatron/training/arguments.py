@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.check_config import build_report, render_json, render_text
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config import Config
+from megatron.training.console import guard_console
 from megatron.training.exit_status import ExitRecord, ExitStatus, leave_exit_json
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.problems import ConfigurationError, Problem, render_problems
@@ -49,15 +50,13 @@ def launch_config(
     Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when
     --use-checkpoint-args meets a damaged checkpoint.
     """
+    guard_console()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         env = LaunchEnv.read()
         line = read_command_line(words, extra_args_provider, args_defaults)
     except LaunchEnvError as error:
-        problem = Problem(
-            "launcher", (), str(error), "start the processes with torchrun, or without any launcher"
-        )
-        raise _refuse([problem], LaunchEnv(), words) from None
+        raise _refuse_launcher(error, words) from None
     except ConfigurationError as error:
         raise _refuse(error.problems, LaunchEnv.read(), words) from None
     try:
@@ -69,6 +68,10 @@ def launch_config(
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
     if problems:
         raise _refuse(problems, env, words, config)
+    try:
+        env.check_meeting_place()
+    except LaunchEnvError as error:
+        raise _refuse_launcher(error, words) from None
     if env.rank == 0:
         for warning in config.warnings:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -94,6 +97,12 @@ def parse_config(
     if problems:
         raise ConfigurationError(problems)
     return config
+
+
+def _refuse_launcher(error: LaunchEnvError, words: Sequence[str]) -> SystemExit:
+    """Every rank says it: what its variables say of its place cannot be trusted."""
+    fix = "start the processes with torchrun, or without any launcher"
+    return _refuse([Problem("launcher", (), str(error), fix)], LaunchEnv(), words)
 
 
 def _refuse(

@@ -249,7 +249,8 @@ def second_signal_words(
         reason = f"second {name}: stopped at once, without saving"
         status = int(ExitStatus.STOPPED) if kept else 128 + signum
         record = ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
-        os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
         leave_exit_json(directory, record)
         return status
 

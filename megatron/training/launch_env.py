@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+MAX_WORLD_SIZE = 1 << 20  # there are no more; lists of ranks would fill the memory
+MAX_THREADS = 1024  # as --threads-per-rank
+
 
 class LaunchEnvError(ValueError):
     """A launcher's variable that is missing or makes no sense."""
@@ -17,7 +20,8 @@ class LaunchEnv:
     """What the launcher (torchrun) says about this process, and the few variables that change what we do.
 
     launched: a launcher set RANK and WORLD_SIZE; otherwise this is a world of one.
-    restart_count: torchrun's in-place restarts so far (0 on the first attempt).
+    restart_count: torchrun's in-place restarts so far (0 on the first attempt). agent_store: torchrun hosts the store
+    at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does.
     """
 
     launched: bool = False
@@ -30,6 +34,8 @@ class LaunchEnv:
     master_port: int | None = None
     restart_count: int = 0
     max_restarts: int = 0
+    agent_store: bool = False
+    use_libuv: bool = True
     run_id: str | None = None
     shutdown_timeout_s: int = 30
     cuda_visible_devices: str | None = None
@@ -37,24 +43,27 @@ class LaunchEnv:
     cublas_workspace_config: str | None = None
     nccl_algo: str | None = None
     slurm_job_id: str | None = None
+    omp_num_threads: int | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
         """From `environ`, by default the process's. Raises LaunchEnvError naming the variable."""
         source = os.environ if environ is None else environ
-        launched = "RANK" in source and "WORLD_SIZE" in source
-        world_size = _integer(source, "WORLD_SIZE", 1) if launched else 1
+        launched = "RANK" in source or "WORLD_SIZE" in source
+        world_size = _required(source, "WORLD_SIZE") if launched else 1
         env = cls(
             launched=launched,
-            rank=_integer(source, "RANK", 0) if launched else 0,
+            rank=_required(source, "RANK") if launched else 0,
             world_size=world_size,
             local_rank=_integer(source, "LOCAL_RANK", 0) if launched else 0,
             local_world_size=_integer(source, "LOCAL_WORLD_SIZE", world_size) if launched else 1,
             node_rank=_integer(source, "GROUP_RANK", 0) if launched else 0,
-            master_addr=source.get("MASTER_ADDR", "localhost"),
+            master_addr=source.get("MASTER_ADDR", "localhost").strip(),
             master_port=_optional_integer(source, "MASTER_PORT"),
             restart_count=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
             max_restarts=_integer(source, "TORCHELASTIC_MAX_RESTARTS", 0),
+            agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            use_libuv=source.get("USE_LIBUV", "1") == "1",
             run_id=source.get("TORCHELASTIC_RUN_ID"),
             shutdown_timeout_s=_integer(source, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30),
             cuda_visible_devices=source.get("CUDA_VISIBLE_DEVICES"),
@@ -62,19 +71,69 @@ class LaunchEnv:
             cublas_workspace_config=source.get("CUBLAS_WORKSPACE_CONFIG"),
             nccl_algo=source.get("NCCL_ALGO"),
             slurm_job_id=source.get("SLURM_JOB_ID"),
+            omp_num_threads=_omp_num_threads(source),
         )
-        if not 0 <= env.rank < env.world_size or not 0 <= env.local_rank < env.local_world_size:
-            raise LaunchEnvError(
-                f"RANK={env.rank} of WORLD_SIZE={env.world_size}, LOCAL_RANK={env.local_rank} of "
-                f"LOCAL_WORLD_SIZE={env.local_world_size}: start the processes with torchrun"
-            )
+        env._check()
         return env
+
+    def _check(self) -> None:
+        """Raises LaunchEnvError where numbers do not go together."""
+        if self.world_size > MAX_WORLD_SIZE:
+            raise LaunchEnvError(
+                f"WORLD_SIZE={self.world_size}: at most {MAX_WORLD_SIZE} ranks are supported"
+            )
+        if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise LaunchEnvError(
+                f"RANK={self.rank} of WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of "
+                f"LOCAL_WORLD_SIZE={self.local_world_size}: start the processes with torchrun"
+            )
+
+    def check_meeting_place(self) -> None:
+        """Raises LaunchEnvError where MASTER_ADDR and MASTER_PORT cannot name one, and there is somebody to meet."""
+        if self.world_size == 1:
+            return
+        if not self.master_addr:
+            raise LaunchEnvError("MASTER_ADDR is empty: it names the host of rank 0, where all ranks meet")
+        if self.master_port is None or not 1 <= self.master_port <= 65535:
+            found = " is not set, or empty" if self.master_port is None else f"={self.master_port}"
+            raise LaunchEnvError(
+                f"MASTER_PORT{found}: expected a free port of the host of rank 0, 1 to 65535, where all ranks meet"
+            )
+
+    @property
+    def threads_of_user(self) -> int | None:
+        """What the user says in OMP_NUM_THREADS. None where nothing is said, and where torchrun says 1: it does so
+        unasked for more than one rank a machine, and a user's 1 cannot be told from that."""
+        if self.run_id is not None and self.local_world_size > 1 and self.omp_num_threads == 1:
+            return None
+        return self.omp_num_threads
 
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""
         if self.cuda_visible_devices is not None and self.cuda_visible_devices.strip() in ("", "-1"):
             return False
         return any(path.name[6:].isdigit() for path in dev.glob("nvidia*")) or (dev / "dxg").exists()
+
+
+def _required(source: Mapping[str, str], name: str) -> int:
+    value = _optional_integer(source, name)
+    if value is None:
+        raise LaunchEnvError(
+            f"{name} is not set, or empty: a launcher sets RANK and WORLD_SIZE together; start the processes with "
+            "torchrun, or unset both for a single process"
+        )
+    return value
+
+
+def _omp_num_threads(source: Mapping[str, str]) -> int | None:
+    """OpenMP's variable may be a list, a number for each level of nesting: the first one counts."""
+    text = source.get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return None
+    first = text.partition(",")[0].strip()
+    if not first.isdecimal() or len(first) > 4 or not 1 <= int(first) <= MAX_THREADS:
+        raise LaunchEnvError(f"OMP_NUM_THREADS={text!r}: expected a number of threads, 1 to {MAX_THREADS}")
+    return int(first)
 
 
 def _integer(source: Mapping[str, str], name: str, default: int) -> int:

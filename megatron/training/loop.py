@@ -9,6 +9,7 @@ import time
 
 from megatron.training import global_vars, metrics
 from megatron.training.build import Engine
+from megatron.training.console import lost_output
 from megatron.training.data import (
     DataIterators,
     DatasetsProvider,
@@ -137,7 +138,7 @@ class TrainingLoop:
                     ExitStatus.DONE, "evaluated" if config.evaluation.skip_train else "trained to the end"
                 )
             self.checkpoints.finish(blocking=True)
-            self._reporter.ended(ending.status, ending.reason)
+            self._reporter.ended(ending.status, ending.reason, lost=session.gather(lost_output()))
             return ending
         except (TrainingExit, NonFiniteWeightsError):  # on all ranks alike
             self.checkpoints.finish(blocking=True)  # one of before is good, and may still be being written

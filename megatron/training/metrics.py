@@ -240,9 +240,10 @@ def padded_vocab_line(size: int, padded_size: int) -> str:
     return f" > padded vocab (size: {size}) with {padded_size - size} dummy tokens (new size: {padded_size})"
 
 
-def threads_line(threads: int, cores: int, local_world_size: int) -> str:
-    """How many threads each rank computes with."""
-    return f" > threads per rank: {threads} ({cores} cores, {local_world_size} local ranks)"
+def threads_line(threads: int, cores: int, local_world_size: int, *, said_by: str | None = None) -> str:
+    """How many threads each rank computes with. said_by: the flag or variable that says so, else cores are shared."""
+    origin = "" if said_by is None else f"; {said_by}"
+    return f" > threads per rank: {threads} ({cores} cores, {local_world_size} local ranks{origin})"
 
 
 def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.training import metrics, pipeline_lines
 from megatron.training.build import Engine
+from megatron.training.console import lost_output
 from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
 from megatron.training.run_clock import RunClock
@@ -44,6 +45,7 @@ class Reporter:
         self._interval_started = clock.now()
         self._flops = 0.0
         self._memory_told = False
+        self._lost_told: set[tuple[int, str]] = set()  # rank, stream
         self._bubbles: pipeline_lines.Bubbles | None = None  # that no record has had yet
         assert session.folder.path is not None, "a run without a folder"
         self.writers: Writers = open_writers(
@@ -81,6 +83,7 @@ class Reporter:
             self._report_memory()
             self._start_interval(result.ended_at)
         self.writers.iteration_done(state.iteration)
+        self._tell_lost(self._session.ps.rank, lost_output())
 
     def is_due(self, iteration: int) -> bool:
         """Whether an iteration has a line or a record."""
@@ -211,8 +214,17 @@ class Reporter:
         fields = dataclasses.asdict(plan)
         self.writers.event("plan", fields.pop("iteration"), **fields)
 
-    def ended(self, status: ExitStatus, reason: str) -> None:
-        """The run is over, in good order."""
+    def _tell_lost(self, rank: int, lost: Sequence[str]) -> None:
+        """What could not be printed, once: nobody reads it on the console."""
+        for stream in lost:
+            if (rank, stream) not in self._lost_told:
+                self._lost_told.add((rank, stream))
+                self.writers.event("console", self._state.iteration, rank=rank, lost=stream)
+
+    def ended(self, status: ExitStatus, reason: str, *, lost: Sequence[Sequence[str]]) -> None:
+        """The run is over, in good order. lost: of each rank, `console.lost_output`."""
+        for rank, streams in enumerate(lost):
+            self._tell_lost(rank, streams)
         self.writers.event("exit", self._state.iteration, status=int(status), reason=reason)
 
     def _progress_line(self, event: str) -> None:

@@ -19,9 +19,11 @@ from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training import metrics
+from megatron.training import limits, metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
+from megatron.training.meeting import Meeting
+from megatron.training.rendezvous import hosts_store, open_store
 from megatron.training.run_folder import RunFolder
 from megatron.training.saved_vocabulary import (
     check_holds_tokenizer,
@@ -73,7 +75,8 @@ def say(text: str) -> None:
 
 
 def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
-    """Threads, device, ranks, the comparison between ranks, seeds, tokenizer, the run's folder: all before the model.
+    """Threads, device, the comparison between ranks, their groups, seeds, tokenizer, the run's folder: all before the
+    model.
 
     Raises ValueError for the user's mistakes, StartupMismatchError on every rank when ranks were started differently,
     LeaseError on every rank when another run holds --save, PeerLostError. Communicates over the world.
@@ -81,7 +84,9 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     started_at = time.monotonic()
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
-    threads = device.set_threads(env.local_world_size, threads=config.training.threads_per_rank)
+    raised = limits.allow_files(limits.files_needed(config, env))
+    threads, threads_by = _set_threads(config, env)
+    limits.try_threads(limits.threads_needed(config, env, threads))
     here = device.current_device(
         env.local_rank, kind="cpu" if config.parallel.distributed_backend == "gloo" else None
     )
@@ -90,8 +95,9 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
         torch.use_deterministic_algorithms(True)
     timeout = datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
     grid = config.grid()
-    store = parallel_state.init_process_group(
-        here, rank=env.rank, world_size=env.world_size, timeout=timeout, attempt=env.restart_count
+    store = _store_of_equals(config, env, here, timeout)
+    parallel_state.init_process_group(
+        here, rank=env.rank, world_size=env.world_size, timeout=timeout, store=store
     )
     watchdog = Watchdog(
         store,
@@ -105,11 +111,6 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
         timeout,
         observer=watchdog.collective,
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
-    )
-    compare_across_ranks(
-        lambda value: host_data.all_gather_json(value, ps.control_group),
-        {**config.flat(), **config.extra},
-        torch_version=torch.__version__,
     )
     _seed(config.training.seed, ps)
     tokenizer = _tokenizer(config)
@@ -125,9 +126,35 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     claimed = folder.claim(env, say) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
-    session.print_rank_0(metrics.threads_line(threads, device.available_cores(), env.local_world_size))
+    if raised is not None:
+        session.print_rank_0(raised)
+    session.print_rank_0(
+        metrics.threads_line(threads, device.available_cores(), env.local_world_size, said_by=threads_by)
+    )
     session.print_rank_0(metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0))
     return session
+
+
+def _set_threads(config: Config, env: LaunchEnv) -> tuple[int, str | None]:
+    """The threads that this rank computes with, and who has said so: None where ranks share the cores."""
+    asked, said_by = config.training.threads_per_rank, "--threads-per-rank"
+    if asked is None:
+        asked, said_by = env.threads_of_user, "OMP_NUM_THREADS"
+    threads = device.set_threads(env.local_world_size, threads=asked)
+    return threads, said_by if asked is not None else None
+
+
+def _store_of_equals(
+    config: Config, env: LaunchEnv, here: Device, timeout: datetime.timedelta
+) -> torch.distributed.Store:
+    """The store, once all ranks have come there and were started alike: different flags make different groups, and
+    ranks would wait for each other in them."""
+    store = open_store(env, timeout)
+    if env.world_size > 1:
+        meeting = Meeting(store, env.rank, env.world_size, timeout, hosts=hosts_store(env))
+        flags = {**config.flat(), **config.extra}
+        compare_across_ranks(meeting, flags, backend=here.backend, torch_version=torch.__version__)
+    return store
 
 
 def _seed(seed: int, ps: ParallelState) -> None:

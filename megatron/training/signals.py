@@ -1,4 +1,4 @@
-"""Stop on SIGTERM and SIGINT: the first asks the loop to save and leave, the second stops at once.
+"""Stop on SIGTERM, SIGINT and SIGHUP: the first asks the loop to save and leave, the second stops at once.
 
     with SignalHandler(on_second=last_words) as signals:
         ...
@@ -11,6 +11,8 @@ at once, is read by a small thread, and that thread can end the process while th
 
 [Note: echo] Slurm signals the launcher and the ranks, and the launcher forwards the signal: the same request
 arrives twice within milliseconds. A repetition within ECHO_S of the first is therefore the same request.
+
+A SIGHUP that is ignored when we come stays ignored: whoever started us with `nohup` means to hang up.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 0.25
 
 
@@ -70,7 +72,8 @@ class SignalHandler:
         )
         self._thread.start()
         for number in self._signals:
-            self._old[number] = signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._old[number] = signal.signal(number, self._handle)
         _installed.add(self)
         return self
 

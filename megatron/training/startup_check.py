@@ -1,8 +1,7 @@
-"""Before anything is built: do all ranks run the same configuration, code, torch and Python?
+"""Before there is any group: do all ranks run the same configuration, code, torch, Python and backend?
 
-A rank with an old checkout or another flag trains silently wrong or hangs in the first collective; here it
-is named within a second. Communicates through the gather that is passed in (`host_data.all_gather_json`
-over the world).
+A rank with an old checkout or another flag trains silently wrong, or makes other groups than the others and hangs in
+the first; here it is named within a second. Ranks talk through the store (`meeting.Meeting`).
 """
 
 from __future__ import annotations
@@ -13,22 +12,30 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
+from typing import Any, Protocol
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 MAX_NAMED = 8  # ranks, and configuration values, named in one message
+
+
+class Decider(Protocol):
+    """One rank's judgement of what all say, told to all: a `Meeting`."""
+
+    def decide(
+        self,
+        mine: Mapping[str, str],
+        texts: Mapping[str, str],
+        judge: Callable[[Sequence[Mapping[str, str]], Callable[[str], str]], str],
+    ) -> str: ...
 
 
 class StartupMismatchError(ValueError):
     """Ranks disagree on configuration, code or versions (exit status 2)."""
 
 
-def config_digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 over the resolved flat configuration."""
-    text = json.dumps(_plain(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def config_text(config: Mapping[str, Any]) -> str:
+    """The resolved flat configuration, each value as it is shown."""
+    return json.dumps({name: repr(value) for name, value in _plain(config).items()}, sort_keys=True)
 
 
 def code_digest(package_dir: Path = PACKAGE_DIR) -> str:
@@ -41,47 +48,53 @@ def code_digest(package_dir: Path = PACKAGE_DIR) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(
-    config: Mapping[str, Any], torch_version: str, package_dir: Path = PACKAGE_DIR
-) -> dict[str, str]:
-    """What is compared, under the names that the message uses."""
-    return {
-        "configuration": config_digest(config),
-        "code": code_digest(package_dir),
-        "torch version": torch_version,
-        "Python version": platform.python_version(),
-    }
-
-
 def compare_across_ranks(
-    gather: Gather,
+    meeting: Decider,
     config: Mapping[str, Any],
     *,
+    backend: str,
     torch_version: str,
     ignore: Collection[str] = (),
     package_dir: Path = PACKAGE_DIR,
 ) -> dict[str, str]:
-    """Compare all ranks; returns the common fingerprint. Every rank calls it and every rank raises alike.
+    """Compare all ranks; returns what they have in common. Every rank calls it and every rank raises alike.
 
     config: `Config.flat()`. ignore: configuration names that may differ between ranks.
-    Raises StartupMismatchError naming rank and field; for the configuration also the values.
+    Raises StartupMismatchError naming rank and field (for the configuration also the values), and what `decide` raises.
     """
-    compared = {name: value for name, value in config.items() if name not in ignore}
-    mine = fingerprint(compared, torch_version, package_dir)
-    problems = mismatches(gather(mine))
-    if "configuration" in {field for field, _, _ in problems}:
-        # A second round only now: the digests are small, whole configurations of thousands of ranks are not.
-        values = gather({name: repr(value) for name, value in _plain(compared).items()})
-        problems = mismatches(values) + [problem for problem in problems if problem[0] != "configuration"]
-    if problems:
-        lines = [f"  {field}: {_ranks(ranks)} {text}" for field, ranks, text in problems[:MAX_NAMED]]
-        more = len(problems) - MAX_NAMED
-        lines += [f"  and {more} more differences"] if more > 0 else []
-        raise StartupMismatchError(
-            "the ranks were not started alike:\n" + "\n".join(lines) + "\n"
-            "Start every rank with the same flags, code and environment."
-        )
+    text = config_text({name: value for name, value in config.items() if name not in ignore})
+    mine = {
+        "configuration": hashlib.sha256(text.encode()).hexdigest(),
+        "code": code_digest(package_dir),
+        "backend": backend,
+        "torch version": torch_version,
+        "Python version": platform.python_version(),
+    }
+    if unlike := meeting.decide(mine, {mine["configuration"]: text}, differences):
+        raise StartupMismatchError(unlike)
     return mine
+
+
+def differences(ranks: Sequence[Mapping[str, str]], config_of: Callable[[str], str]) -> str:
+    """What to tell of ranks that were not started alike; empty where all were. config_of: from a digest to
+    `config_text`."""
+    problems = mismatches(ranks)
+    if "configuration" in {field for field, _, _ in problems}:
+        # Only now: the digests are small, whole configurations of thousands of ranks are not.
+        whole = {
+            digest: json.loads(config_of(digest)) for digest in {facts["configuration"] for facts in ranks}
+        }
+        flags = mismatches([whole[facts["configuration"]] for facts in ranks])
+        problems = flags + [problem for problem in problems if problem[0] != "configuration"]
+    if not problems:
+        return ""
+    lines = [f"  {field}: {_ranks(who)} {text}" for field, who, text in problems[:MAX_NAMED]]
+    more = len(problems) - MAX_NAMED
+    lines += [f"  and {more} more differences"] if more > 0 else []
+    return (
+        "the ranks were not started alike:\n" + "\n".join(lines) + "\n"
+        "Start every rank with the same flags, code and environment."
+    )
 
 
 def mismatches(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int], str]]:

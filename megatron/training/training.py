@@ -20,6 +20,7 @@ from megatron.training import global_vars
 from megatron.training.arguments import launch_config
 from megatron.training.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.config import Config
+from megatron.training.console import guard_console
 from megatron.training.data import DatasetsProvider
 from megatron.training.exit_status import (
     ExitRecord,
@@ -32,6 +33,7 @@ from megatron.training.exit_status import (
     status_of,
 )
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.limits import SystemLimitError, limit_behind
 from megatron.training.loop import Ending, TrainingLoop
 from megatron.training.orphans import OrphanedError, OrphanGuard
 from megatron.training.pipeline import build_runner
@@ -51,6 +53,7 @@ STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     StartupMismatchError: ExitStatus.CONFIGURATION,
     MissingPackageError: ExitStatus.CONFIGURATION,
     OutputPathError: ExitStatus.CONFIGURATION,
+    SystemLimitError: ExitStatus.CONFIGURATION,
     ScheduleError: ExitStatus.CONFIGURATION,
     ModelError: ExitStatus.CONFIGURATION,
     CheckpointError: ExitStatus.CHECKPOINT,
@@ -99,6 +102,7 @@ def pretrain(
     Returns when the run is done. Otherwise the process ends with a status of docs/exit_statuses.md.
     """
     assert model_type is ModelType.encoder_or_decoder, f"model type {model_type}"
+    guard_console()
     if process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data_func is not supported: report numbers from the loss function")
     # Whatever makes the data sets is the caller's: flags need not name any.
@@ -171,6 +175,8 @@ class _Run:
         """Say why, leave exit.json, and end without waiting for anybody."""
         self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
+        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
+            error = limit_behind(error) or error
         status = status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             self._report(error, status, diagnose=None if watchdog is None else watchdog.diagnose)

@@ -33,7 +33,7 @@ class TrainingConfig:
         None,
         "threads that one rank computes with; the same number gives the same bits",
         unit="threads",
-        derived="cores of the machine // its ranks",
+        derived="OMP_NUM_THREADS, else cores of the machine // its ranks",
         ours=True,
     )
     manual_gc: bool = arg(False, "Python's garbage collection only at fixed steps")

@@ -124,7 +124,14 @@ def test_a_check_leaves_no_record_and_an_unwritable_place_hides_no_reason(tmp_pa
 def test_warnings_are_told_once_by_rank_0():
     words = [*SMALL, "--sequence-parallel", "--use-mcore-models"]
     assert run(words).stderr.count("WARNING") == 2
-    assert run(words, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").stderr == ""
+    launched = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "29500",
+    }
+    assert run(words, **launched).stderr == ""
 
 
 def test_the_checkpoint_format_named_as_megatrons_is_noted_once():

@@ -207,6 +207,8 @@ def test_start_memory_checkpoint_and_exit_lines():
     assert metrics.exit_duration_line(2.5, WHEN).startswith("[exiting program after 2.5 minutes] datetime:")
     assert metrics.exit_signal_line("SIGTERM", WHEN).startswith("[exiting program after receiving SIGTERM.]")
     assert metrics.threads_line(1, 2, 2) == " > threads per rank: 1 (2 cores, 2 local ranks)"
+    told = metrics.threads_line(3, 2, 2, said_by="OMP_NUM_THREADS")
+    assert told == " > threads per rank: 3 (2 cores, 2 local ranks; OMP_NUM_THREADS)"
     lines = metrics.dataset_lines("GPT", {"train": 80, "validation": 8, "test": 0})
     assert lines[0] == "> building train, validation, and test datasets for GPT ..."
     assert lines[1] == " > datasets target sizes (minimum size):"

@@ -3,51 +3,55 @@ import platform
 import pytest
 
 from megatron.training import startup_check
-from megatron.training.startup_check import StartupMismatchError, compare_across_ranks
+from megatron.training.startup_check import StartupMismatchError, compare_across_ranks, config_text
 
 CONFIG = {"num_layers": 4, "lr": 1e-4, "data_path": ("a", "b"), "save": None}
 
 
-def gather_with(others):
-    """A gather whose other ranks answer each round with `others(mine, round)`."""
-    rounds = []
+class Told:
+    """A meeting whose other ranks say what `others` makes of this rank's facts; configurations by their digest."""
 
-    def gather(mine):
-        rounds.append(mine)
-        return [mine, *others(mine, len(rounds) - 1)]
+    def __init__(self, others, configurations=None):
+        self.others = others
+        self.configurations = configurations or {}
+        self.said = []
 
-    return gather, rounds
-
-
-def run(others, **kw):
-    gather, rounds = gather_with(others)
-    return compare_across_ranks(gather, CONFIG, torch_version="2.13.0", **kw), rounds
+    def decide(self, mine, texts, judge):
+        self.said.append(mine)
+        texts = {**texts, **{name: config_text(config) for name, config in self.configurations.items()}}
+        return judge([mine, *self.others(mine)], texts.__getitem__)
 
 
-def test_equal_ranks_pass_in_one_round():
-    common, rounds = run(lambda mine, _: [dict(mine)] * 3)
-    assert len(rounds) == 1
+def run(others, config=CONFIG, configurations=None, **kw):
+    meeting = Told(others, configurations)
+    return compare_across_ranks(meeting, config, backend="gloo", torch_version="2.13.0", **kw), meeting.said
+
+
+def test_equal_ranks_pass():
+    common, said = run(lambda mine: [dict(mine)] * 3)
+    assert said == [common]
     assert common["torch version"] == "2.13.0"
     assert common["Python version"] == platform.python_version()
+    assert common["backend"] == "gloo"
     assert len(common["code"]) == len(common["configuration"]) == 64
 
 
-@pytest.mark.parametrize("field", ["torch version", "Python version", "code"])
+@pytest.mark.parametrize("field", ["torch version", "Python version", "code", "backend"])
 def test_rank_and_field_are_named(field):
     with pytest.raises(StartupMismatchError) as caught:
-        run(lambda mine, _: [mine, {**mine, field: "2.12.0"}, mine])
+        run(lambda mine: [mine, {**mine, field: "2.12.0"}, mine])
     assert f"  {field}: rank 2 has 2.12.0, rank 0 " in str(caught.value)
     assert str(caught.value).count("\n") == 2
 
 
 def test_configuration_names_the_flag_and_both_values():
-    def others(mine, number):
-        if number == 0:
-            return [{**mine, "configuration": "0" * 64}] * 2
-        return [{**mine, "lr": "0.0003"}, {**mine, "lr": "0.0003", "seed": "7"}]
-
+    configurations = {"a": {**CONFIG, "lr": 3e-4}, "b": {**CONFIG, "lr": 3e-4, "seed": 7}}
     with pytest.raises(StartupMismatchError) as caught:
-        run(others)
+        run(
+            lambda mine: [{**mine, "configuration": "a"}, {**mine, "configuration": "b"}],
+            CONFIG,
+            configurations,
+        )
     text = str(caught.value)
     assert "  lr: rank 0 has 0.0001, rank 1 0.0003" in text, "the majority is the reference"
     assert "  seed: rank 2 has 7, rank 0 no value" in text
@@ -56,24 +60,19 @@ def test_configuration_names_the_flag_and_both_values():
 
 def test_two_ranks_rank_0_is_the_reference():
     with pytest.raises(StartupMismatchError, match=r"torch version: rank 1 has 2\.9, rank 0 2\.13\.0"):
-        run(lambda mine, _: [{**mine, "torch version": "2.9"}])
+        run(lambda mine: [{**mine, "torch version": "2.9"}])
 
 
 def test_many_ranks_are_abridged():
     with pytest.raises(StartupMismatchError, match=r"ranks 11, 12, 13, 14, 15, 16, 17, 18, \.\.\. have 2\.9"):
-        run(lambda mine, _: [mine] * 10 + [{**mine, "torch version": "2.9"}] * 9)
+        run(lambda mine: [mine] * 10 + [{**mine, "torch version": "2.9"}] * 9)
 
 
 def test_ignored_names_may_differ():
     digests = []
-
-    def gather(mine):
-        digests.append(mine["configuration"])
-        return [mine]
-
-    for node in ("a", "b"):
-        compare_across_ranks(gather, {**CONFIG, "scratch": node}, torch_version="2", ignore={"scratch"})
-    compare_across_ranks(gather, {**CONFIG, "lr": 1.0}, torch_version="2", ignore={"scratch"})
+    for config in ({**CONFIG, "scratch": "a"}, {**CONFIG, "scratch": "b"}, {**CONFIG, "lr": 1.0}):
+        common, _ = run(lambda mine: [mine], config, ignore={"scratch"})
+        digests.append(common["configuration"])
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -93,5 +92,4 @@ def test_code_digest_sees_names_and_contents(tmp_path):
 
 
 def test_unusual_values_do_not_stop_the_comparison():
-    gather, _ = gather_with(lambda mine, _: [mine])
-    compare_across_ranks(gather, {"path": platform, "inf": float("inf")}, torch_version="2")
+    run(lambda mine: [mine], {"path": platform, "inf": float("inf")})
