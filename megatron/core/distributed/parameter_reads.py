@@ -1,4 +1,4 @@
-"""A module's own parameters: who reads them as attributes, and what who walks over them finds.
+"""A module's own parameters: who reads them as attributes, and what others find in their place.
 
 `nn.MultiheadAttention` reads the weights of its `out_proj` without calling it, and anybody reads an `nn.ParameterList`.
 While a unit's module has not been called, it and what is below it keep their parameters in a dict that tells of reads.
@@ -15,10 +15,14 @@ from torch import nn
 from megatron.core.distributed.units import Unit
 
 
-class Walked(Protocol):
-    """What a module's parameters are to who walks over them (`parameters`, `state_dict`, `to`)."""
+class Shown(Protocol):
+    """What a module's parameters are to others."""
 
-    def found(self, own: OwnParameters) -> dict[str, nn.Parameter | None]: ...
+    def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
+        """As an attribute."""
+
+    def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
+        """To who walks over them (`parameters`, `state_dict`, `to`)."""
 
     def put(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
         """Somebody registers a parameter, or None."""
@@ -28,21 +32,24 @@ class Walked(Protocol):
 
 
 class OwnParameters(dict[str, "nn.Parameter | None"]):
-    """In the place of a module's `_parameters`: its attributes are what is in here, walks find what `walked` says."""
+    """In the place of a module's `_parameters`: what is in here, or what `shown` says."""
 
-    walked: Walked | None = None
+    shown: Shown | None = None
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        return super().__getitem__(name) if self.shown is None else self.shown.read(self, name)
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        return super().items() if self.walked is None else self.walked.found(self).items()
+        return super().items() if self.shown is None else self.shown.walked(self).items()
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
-        return super().values() if self.walked is None else self.walked.found(self).values()
+        return super().values() if self.shown is None else self.shown.walked(self).values()
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        if self.walked is None:
+        if self.shown is None:
             super().__setitem__(name, value)
         else:
-            self.walked.put(self, name, value)
+            self.shown.put(self, name, value)
 
     def __delitem__(self, name: str) -> None:
         self[name] = None
@@ -50,10 +57,10 @@ class OwnParameters(dict[str, "nn.Parameter | None"]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are plain dicts."""
-        return (dict, (self.plain(),)) if self.walked is None else self.walked.copied()
+        return (dict, (self.plain(),)) if self.shown is None else self.shown.copied()
 
     def plain(self) -> dict[str, nn.Parameter | None]:
-        """The module's own ones, heard and walked over as they are."""
+        """The module's own ones."""
         return dict(super().items())
 
 
@@ -94,10 +101,10 @@ class _Heard(OwnParameters):
         return super().__getitem__(name)
 
     def unheard(self) -> dict[str, nn.Parameter | None]:
-        if self.walked is None:
+        if self.shown is None:
             return self.plain()
         own = OwnParameters(self.plain())
-        own.walked = self.walked
+        own.shown = self.shown
         return own
 
 

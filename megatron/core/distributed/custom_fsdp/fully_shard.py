@@ -9,8 +9,8 @@
 
 The model stays what it is: its class is a subclass of the one it had, attributes and methods are where they were.
 `model.parameters()` are this rank's shards under the names of the parameters: 1-D, one a parameter (empty where the
-rank has no part of it, so that every rank builds the same optimizer), fp32 for 16-bit models. Inside a forward, and as
-attributes, parameters are what they were, whole while they are in use.
+rank has no part of it, so that every rank builds the same optimizer), fp32 for 16-bit models. Inside a forward they are
+what they were, whole while they are in use.
 """
 
 from __future__ import annotations
@@ -141,15 +141,19 @@ class FullyShardedModule(nn.Module):
         driver.sync = requires_gradient_sync
 
     def unshard(self) -> None:
-        """Until `reshard`, weights are whole where the module's attributes are read outside of its forward.
-        Communicates over dp_gather."""
+        """Until `reshard` or the next forward, parameters that are read as attributes are whole. Communicates over
+        dp_gather."""
         driver = driver_of(self)
         driver.write_back()
+        driver.engine.settle_weights()
         driver.engine.wait(0)
+        driver.unsharded = True
 
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
-        driver_of(self).engine.reshard(0)
+        driver = driver_of(self)
+        driver.unsharded = False
+        driver.engine.reshard(0)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most max_norm; the norm before.

@@ -51,7 +51,7 @@ class InnerCalls:
         known = {id(driver.shards) for driver in self._drivers}
         for one in module.modules():
             own = one.__dict__["_parameters"]
-            if isinstance(own, OwnParameters) and own.walked is not None and id(own.walked) not in known:
+            if isinstance(own, OwnParameters) and own.shown is not None and id(own.shown) not in known:
                 raise ModelError(
                     f"fully_shard({name}): a module around it is sharded already, and its parameters with it; call "
                     "fully_shard from the inside out: each layer, then the model"

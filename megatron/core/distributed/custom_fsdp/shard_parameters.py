@@ -32,15 +32,20 @@ BUILD_IT_AFTERWARDS = (
 class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones.
 
-    names: of those that are trained. module: where they take the place of its parameters, for as long as these are not
-    `in_use`; none where they are not to be found anywhere.
+    names: of those that are trained. module: where they take the place of its parameters; none by default. in_use:
+    while that says so the module's own ones are found there. readable: while that does, they are read as attributes.
     """
 
     def __init__(
-        self, buffer: FlatBuffer, module: nn.Module | None = None, in_use: Callable[[], bool] = lambda: False
+        self,
+        buffer: FlatBuffer,
+        module: nn.Module | None = None,
+        *,
+        in_use: Callable[[], bool] = lambda: False,
+        readable: Callable[[], bool] = lambda: False,
     ) -> None:
         self.names = buffer.names
-        self._in_use = in_use
+        self._in_use, self._readable = in_use, readable
         parts = {name: buffer.main_weight_part(name) for name in buffer.names}
         parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
         self._parts = list(parts.values())
@@ -109,20 +114,29 @@ class ShardParameters:
             handle.remove()
         _LIVE.discard(self)
 
-    # In the place of a module's parameters (`Walked`) ----------------------------------------------------
+    # In the place of a module's parameters (`Shown`) -----------------------------------------------------
 
-    def found(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
-        """Inside a forward, and a backward, the module's own ones, as they are in use."""
+    def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
+        parameter = dict.__getitem__(own, name)
+        if parameter is None or self._in_use() or self._readable():
+            return parameter
+        return self.registered[self._first[id(parameter)]]
+
+    def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
         if self._in_use():
             return own.plain()
         return {name: self.registered[first] if first else None for name, first in self._names_in(own)}
 
     def put(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
         first = dict(self._names_in(own)).get(name)
-        if first is None or value is None:
+        if (
+            first is None
+            or value is None
+            or any(value is other and known != first for known, other in self.registered.items())
+        ):
             raise ModelError(
-                f"parameter {name!r} is registered or removed after fully_shard, which has cut what there was: do "
-                "it before"
+                f"parameter {name!r} is registered, tied or removed after fully_shard, which has cut what there was: "
+                "do it before"
             )
         self.registered[first] = value
 
@@ -137,7 +151,7 @@ class ShardParameters:
             own = owner.__dict__["_parameters"]
             if not isinstance(own, OwnParameters):
                 own = owner.__dict__["_parameters"] = OwnParameters(own)
-            own.walked = self
+            own.shown = self
             self._handles += [
                 owner.register_state_dict_post_hook(_give_pieces),
                 owner.register_load_state_dict_pre_hook(_take_pieces),
@@ -209,8 +223,8 @@ def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
     own = module.__dict__["_parameters"]
-    assert isinstance(own.walked, ShardParameters), f"{type(module).__name__}: {type(own.walked).__name__}"
-    return own.walked.pieces(own)
+    assert isinstance(own.shown, ShardParameters), f"{type(module).__name__}: {type(own.shown).__name__}"
+    return own.shown.pieces(own)
 
 
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
 # What of a piece is said of the whole tensor.
-_OF_THE_WHOLE = frozenset({Tensor.size, Tensor.shape.__get__, Tensor.dim, Tensor.ndim.__get__, Tensor.numel})
+_OF_THE_WHOLE = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "ndim")),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +52,7 @@ class StatePiece(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, place: Place) -> StatePiece:
         shape = tuple(local.shape) if place.foreign else place.meta.global_shape
-        piece: StatePiece = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=local.dtype, device=local.device
-        )
+        piece: StatePiece = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         piece.local, piece.place = local, place
         return piece
 

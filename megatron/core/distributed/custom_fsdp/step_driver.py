@@ -23,7 +23,7 @@ class StepDriver:
     module's parameters.
 
     sync: whether the backward that comes next reduces. Each one that does adds to what `zero_grad` has left. used: a
-    forward has run. words: what the engine's units were made of.
+    forward has run. unsharded: all weights are gathered to be read. words: what the engine's units were made of.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StepDriver:
         engine.weights_changed()
         engine.on_gradient, engine.on_backward = self._contribution, self._arm
         self.sync = True
-        self.used = False
+        self.used = self.unsharded = False
         self._armed = False  # a backward is under way
         self._is_last = False  # that backward ends the step
         self._contributed = False  # a gradient has come in this step
@@ -42,8 +42,12 @@ class StepDriver:
         self._running: nn.Module | None = None  # the outermost of ours whose forward is under way
         # The module's own parameters and whether they were trained when it was sharded.
         self._trained = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
+        whole = engine.sharding.weights is Cut.WHOLE
         self.shards = ShardParameters(
-            engine.buffer, module, in_use=lambda: self._running is not None or in_backward()
+            engine.buffer,
+            module,
+            in_use=lambda: self._running is not None or in_backward(),
+            readable=lambda: whole or self.unsharded,
         )
         engine.release_gradients()
         parts = (part for unit in engine.units for part in unit.modules)  # may be called without the whole
@@ -90,6 +94,7 @@ class StepDriver:
         if training:
             self._check_trained()
         self.used = True
+        self.unsharded = False
         self._running = None  # an interrupt may have left it
         self.write_back()
         if self._armed:
