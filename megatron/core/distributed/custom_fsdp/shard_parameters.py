@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -239,14 +239,19 @@ def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, A
 def _repacked(
     optimizer: torch.optim.Optimizer, packed: dict[str, Any], change: Callable[[Any, Place], Any]
 ) -> dict[str, Any]:
-    """Packed state (`Optimizer.state_dict()`) with what belongs to shards changed; keys are numbers of parameters."""
-    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+    """Packed state (`Optimizer.state_dict()`) with what belongs to shards changed. Keys are what groups list in the
+    place of the parameters."""
     place_of = _places()
-    places = {number: place_of[id(shard)] for number, shard in enumerate(shards) if id(shard) in place_of}
+    pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ
+    places = {key: place_of[id(shard)] for key, shard in pairs if id(shard) in place_of}
     state = {
         key: change(kept, places[key]) if key in places else kept for key, kept in packed["state"].items()
     }
     return {**packed, "state": state}
+
+
+def _listed(state: Mapping[str, Any]) -> list[Any]:
+    return [one for group in state["param_groups"] for one in group["params"]]
 
 
 def _loaded(kept: Any, place: Place) -> Any:
