@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
+from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
 from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.custom_fsdp.whole_state import load_whole_state, whole_state
@@ -94,6 +95,9 @@ class FullyShardedModule(nn.Module):
     def engine(self) -> FullyShardedDataParallel:
         """What shards it."""
         return driver_of(self).engine
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(UNCOPIED)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedModule:
         for name, shard in self.named_parameters():

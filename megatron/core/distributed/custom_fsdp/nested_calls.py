@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import sys
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -142,6 +143,8 @@ class InnerCalls:
 
 def refuse_optimizers(module: nn.Module) -> None:
     """Raises ModelError where an optimizer has parameters of a module that is about to be sharded."""
+    if max(_references(module), default=0) <= _references(nn.Linear(1, 1, bias=False))[0]:
+        return  # nobody has any of them but the module
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     if not _optimizers_over(names.keys()):
         return
@@ -151,6 +154,10 @@ def refuse_optimizers(module: nn.Module) -> None:
             f"fully_shard({type(module).__name__}): {type(optimizer).__name__} was built before it over "
             f"{names[found]!r} and would train nothing: {BUILD_IT_AFTERWARDS}"
         )
+
+
+def _references(module: nn.Module) -> list[int]:
+    return [sys.getrefcount(parameter) for parameter in module.parameters()]
 
 
 def _optimizers_over(parameters: Collection[int]) -> list[tuple[torch.optim.Optimizer, int]]:

@@ -18,12 +18,10 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
-# What of a piece is said of the whole tensor.
+# What of a piece is said of the whole tensor, which has no memory.
 _OF_THE_WHOLE = frozenset(
     {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.data_ptr),
         *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "ndim")),
     }
 )
@@ -75,9 +73,20 @@ class StatePiece(Tensor):
                 found.append(tensor)
             return as_local(tensor)
 
-        result = func(*mapped(args, local), **mapped(kwargs, local))
-        if isinstance(result, Tensor) and result.shape == found[0].local.shape:
-            return StatePiece(result, found[0].place)
+        plain = mapped(args, local), mapped(kwargs, local)
+        first = found[0]
+        if func is Tensor.new_empty and tuple(args[1]) == tuple(first.size()):  # as async_save makes copies
+            return StatePiece(first.local.new_empty(first.local.shape, **plain[1]), first.place)
+        for other in (*plain[0], *plain[1].values()):
+            if isinstance(other, Tensor) and other.dim() and other.shape != first.local.shape:
+                raise ModelError(
+                    f"{func.__name__} of a tensor of shape {tuple(other.shape)} and this rank's part of "
+                    f"{first.place.meta.name!r}, {first.local.numel()} elements: state_dict() of a sharded module is "
+                    "for torch.distributed.checkpoint; full_state_dict() has the whole weights"
+                )
+        result = func(*plain[0], **plain[1])
+        if isinstance(result, Tensor) and result.shape == first.local.shape:
+            return StatePiece(result, first.place)
         return result
 
     @classmethod
