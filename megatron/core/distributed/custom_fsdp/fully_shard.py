@@ -151,12 +151,12 @@ class FullyShardedModule(nn.Module):
         driver.write_back()
         driver.engine.settle_weights()
         driver.engine.wait(0)
-        driver.unsharded = True
+        driver.shards.read_whole(True)
 
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
         driver = driver_of(self)
-        driver.unsharded = False
+        driver.shards.read_whole(False)
         driver.engine.reshard(0)
 
     def clip_grad_norm_(self, max_norm: float) -> float:

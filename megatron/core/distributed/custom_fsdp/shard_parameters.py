@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.custom_fsdp.state_pieces import Place, StatePiece, as_pieces, mapped, taken
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.hooks import in_backward
 from megatron.core.distributed.parameter_reads import OwnParameters
+from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
 
 BUILD_IT_AFTERWARDS = (
@@ -32,20 +34,14 @@ BUILD_IT_AFTERWARDS = (
 class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones.
 
-    names: of those that are trained. module: where they take the place of its parameters; none by default. in_use:
-    while that says so the module's own ones are found there. readable: while that does, they are read as attributes.
+    names: of those that are trained. module: where they take the place of its parameters; none by default. in_forward:
+    the module's own ones are found there, as in a backward. readable: they are read there as attributes.
     """
 
-    def __init__(
-        self,
-        buffer: FlatBuffer,
-        module: nn.Module | None = None,
-        *,
-        in_use: Callable[[], bool] = lambda: False,
-        readable: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
         self.names = buffer.names
-        self._in_use, self._readable = in_use, readable
+        self.in_forward = False
+        self._whole = self.readable = buffer.sharding.weights is Cut.WHOLE
         parts = {name: buffer.main_weight_part(name) for name in buffer.names}
         parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
         self._parts = list(parts.values())
@@ -106,6 +102,10 @@ class ShardParameters:
         self._versions, self.stepped, self.may_have_changed = versions, False, False
         return changed
 
+    def read_whole(self, whole: bool) -> None:
+        """As attributes, whether weights are gathered to be read outside of a forward."""
+        self.readable = whole or self._whole
+
     def release(self) -> None:
         """Give the module its own parameters back."""
         for owner in self._owners:
@@ -118,12 +118,12 @@ class ShardParameters:
 
     def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
         parameter = dict.__getitem__(own, name)
-        if parameter is None or self._in_use() or self._readable():
+        if self.in_forward or self.readable or parameter is None or in_backward():
             return parameter
         return self.registered[self._first[id(parameter)]]
 
     def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
-        if self._in_use():
+        if self.in_forward or in_backward():
             return own.plain()
         return {name: self.registered[first] if first else None for name, first in self._names_in(own)}
 

@@ -23,7 +23,7 @@ class StepDriver:
     module's parameters.
 
     sync: whether the backward that comes next reduces. Each one that does adds to what `zero_grad` has left. used: a
-    forward has run. unsharded: all weights are gathered to be read. words: what the engine's units were made of.
+    forward has run. words: what the engine's units were made of.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StepDriver:
         engine.weights_changed()
         engine.on_gradient, engine.on_backward = self._contribution, self._arm
         self.sync = True
-        self.used = self.unsharded = False
+        self.used = False
         self._armed = False  # a backward is under way
         self._is_last = False  # that backward ends the step
         self._contributed = False  # a gradient has come in this step
@@ -42,13 +42,7 @@ class StepDriver:
         self._running: nn.Module | None = None  # the outermost of ours whose forward is under way
         # The module's own parameters and whether they were trained when it was sharded.
         self._trained = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
-        whole = engine.sharding.weights is Cut.WHOLE
-        self.shards = ShardParameters(
-            engine.buffer,
-            module,
-            in_use=lambda: self._running is not None or in_backward(),
-            readable=lambda: whole or self.unsharded,
-        )
+        self.shards = ShardParameters(engine.buffer, module)
         engine.release_gradients()
         parts = (part for unit in engine.units for part in unit.modules)  # may be called without the whole
         self._handles = []
@@ -79,12 +73,16 @@ class StepDriver:
     def _before(self, module: nn.Module, args: Any) -> None:
         if not in_backward() and (self._running is None or module is self.module):
             self._prepare()
-            self._running = module
+            self._runs(module)
+
+    def _runs(self, module: nn.Module | None) -> None:
+        self._running = module
+        self.shards.in_forward = module is not None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self._running or in_backward():
             return
-        self._running = None
+        self._runs(None)
         if module is not self.module or torch.is_grad_enabled() or output is None:  # None: it has failed
             self.engine.weights_were_read()  # its backward may never run, and weights be written next
 
@@ -94,8 +92,8 @@ class StepDriver:
         if training:
             self._check_trained()
         self.used = True
-        self.unsharded = False
-        self._running = None  # an interrupt may have left it
+        self.shards.read_whole(False)
+        self._runs(None)  # an interrupt may have left it
         self.write_back()
         if self._armed:
             self._abandon_step()
