@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -28,7 +29,7 @@ def test_chunks_of_all_ranks_make_up_the_tensor(dims, data):
     numel = math.prod(shape)
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=3))})
     found = torch.full(shape, -1.0)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         part = piece(shape, start, end)
         for item in part.__create_write_items__("w", part):
             assert item.tensor_data.size == torch.Size(shape)
