@@ -101,9 +101,9 @@ class OurPlainLoop(PlainLoop):
         model = plain_model(work)
         if work.dtype != torch.float32:
             model.to(work.dtype)
-        sharded = fully_shard(model, work.ps, config, fsdp_unit_modules=[Block])
-        super().__init__(work, sharded, work.mine, autocast=False)
-        self.optimizer = plain_adam(sharded)
+        fully_shard(model, work.ps, config, fsdp_unit_modules=[Block])
+        super().__init__(work, model, work.mine, autocast=False)
+        self.optimizer = plain_adam(model)
 
 
 def strategy(name: str, **changes: object) -> Callable[[Work], Trainer]:

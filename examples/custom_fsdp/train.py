@@ -62,7 +62,7 @@ def train(model, clip, hold_back, rank=0, world=1):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     alone = Model().double()
-    model = fully_shard(copy.deepcopy(alone), fsdp_unit_modules=[Block])
+    fully_shard(model := copy.deepcopy(alone), fsdp_unit_modules=[Block])  # in place
     losses = train(model, model.clip_grad_norm_, model.no_sync, dist.get_rank(), dist.get_world_size())
     dist.all_reduce(losses)
     weights = model.full_state_dict()  # communicates: all ranks call it

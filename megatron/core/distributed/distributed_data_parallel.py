@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.bucket_memory import NewFull, own_storage
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.drive import Drive
 from megatron.core.distributed.engine_parts import Reduction, Weights
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.hooks import UnitHooks
 from megatron.core.distributed.ledger import Ledger
@@ -107,7 +108,10 @@ class DistributedDataParallel(GradSync):
         self._scale = 1.0
         if config.ddp_average_in_collective:
             self._scale = 1.0 / self.place.dp_size
-        self._reduction.bind(connect(self._chunks, self.buffer, sinks, self, scale=self._scale))
+        self._hooks: list[RemovableHandle] = []
+        self._reduction.bind(
+            connect(self._chunks, self.buffer, sinks, self, scale=self._scale, hooks=self._hooks)
+        )
         self._install_hooks()
         self._book_persistent()
 
@@ -129,6 +133,7 @@ class DistributedDataParallel(GradSync):
         *,
         unit_of: Mapping[str, str] | None = None,
         new_full: NewFull = own_storage,
+        reading: Reading = as_they_are,
     ) -> FlatBuffer:
         return FlatBuffer(
             self._chunks.parameters,
@@ -140,6 +145,7 @@ class DistributedDataParallel(GradSync):
             stages=self._chunks.stage_of,
             units=unit_of,
             new_full=new_full,
+            reading=reading,
             new_shared=lambda numel, dtype: shared_zeros(numel, dtype, self.ps.dp_gather_group),
         )
 
@@ -170,7 +176,8 @@ class DistributedDataParallel(GradSync):
 
     def _install_hooks(self) -> None:
         if self.units:
-            UnitHooks(self.chunks, self.units, Drive(self, self._reduction, self._weights), backward=False)
+            drive = Drive(self, self._reduction, self._weights)
+            self._hooks += UnitHooks(self.chunks, self.units, drive, backward=False).handles
 
     def _book_persistent(self) -> None:
         """What lasts for the whole run; cut gradients, which do not, are booked unit by unit."""
@@ -207,6 +214,11 @@ class DistributedDataParallel(GradSync):
         self.buffer.grads_divided_by = round(1.0 / self._scale)
         left = None if num_microbatches is None else [num_microbatches] * len(self.chunks)
         self._step = _Step(num_microbatches, reduce_gradients, new_weights, left)
+
+    def let_go(self) -> None:
+        """Take all hooks off the model, which another engine is to have: this one's weights can still be read."""
+        for handle in self._hooks:
+            handle.remove()
 
     def release_gradients(self) -> None:
         """What gradients there are means nothing: cut ones have no memory until their unit's next reduction, unless

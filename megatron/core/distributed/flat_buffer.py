@@ -19,8 +19,9 @@ keep a storage of their own: nothing is ever reduced or updated there.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,14 @@ from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
+# Makes parameters' values readable inside, where they lie in memory that comes and goes.
+Reading = Callable[[Sequence[nn.Parameter]], contextlib.AbstractContextManager[None]]
+
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_they_are(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class FlatBuffer:
@@ -53,7 +61,8 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
     (config's sizes of buckets have no effect); None: buckets by size.
-    new_full: makes transient tensors. new_shared: makes weights at rest that other ranks gather from, without messages.
+    new_full: makes transient tensors. reading: a bucket's parameters are read inside it. new_shared: makes weights at
+    rest that other ranks gather from, without messages.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device get memory here and no value: the caller fills them (`write_weight`).
@@ -71,6 +80,7 @@ class FlatBuffer:
         stages: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
         new_full: NewFull = own_storage,
+        reading: Reading = as_they_are,
         new_shared: NewShared | None = None,
         placement: Placement = "flat",
     ) -> None:
@@ -80,7 +90,7 @@ class FlatBuffer:
         self._stages = dict(stages or {})
         self.frozen = tuple(name for name, p in parameters.items() if not p.requires_grad)
         self.names = tuple(name for name, p in parameters.items() if p.requires_grad)
-        self._device, self._new_full = device, new_full
+        self._device, self._new_full, self._reading = device, new_full, reading
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._param_of_key = {key: name for name in self.names for key in param_meta[name].grad_keys}
 
@@ -277,7 +287,8 @@ class FlatBuffer:
             wire = grad_comm_dtype(dtype, self.config)
             grads = self._new_full("grads", name, bucket.numel, wire, self._device)
         memory = maker.bucket(arena, bucket.index, full, grads)
-        with with_memory(memory.full_weights) as whole:
+        values = [parameters[param] for param in bucket.names]
+        with with_memory(memory.full_weights) as whole, self._reading(values):
             if cut:
                 whole.zero_()
             for param in bucket.names:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.model_chunks import ModelChunks
@@ -22,11 +23,18 @@ Sinks = Sequence[WeightGradAccumulator | None] | WeightGradAccumulator | None
 
 
 def connect(
-    chunks: ModelChunks, buffer: FlatBuffer, sinks: Sinks, listener: GradListener, *, scale: float = 1.0
+    chunks: ModelChunks,
+    buffer: FlatBuffer,
+    sinks: Sinks,
+    listener: GradListener,
+    *,
+    scale: float = 1.0,
+    hooks: list[RemovableHandle] | None = None,
 ) -> dict[str, int]:
     """Bind every sink to the accumulators of its chunks' parameters, and hook what autograd accumulates.
 
-    scale: of every contribution. Returns how often each key is reported in a microbatch.
+    scale: of every contribution. hooks: takes up what removes those of parameters. Returns how often each key is
+    reported in a microbatch.
     """
     sink_of = _sink_of_each_chunk(chunks, sinks)
     reports: dict[str, int] = {}
@@ -42,7 +50,9 @@ def connect(
         if not here or meta.route is GradRoute.AUTOGRAD:
             reports[name] = len(holders)  # each chunk's backward reports what it has accumulated
             hook = _autograd_hook(name, buffer.main_grad(name), listener, scale)
-            chunks.parameters[name].register_post_accumulate_grad_hook(hook)
+            handle = chunks.parameters[name].register_post_accumulate_grad_hook(hook)
+            if hooks is not None:
+                hooks.append(handle)
     for sink, grads in keys_of.values():
         sink.bind(grads, listener, scale=scale)
     return reports

@@ -72,7 +72,7 @@ class _Run:
 
 
 class UnitHooks:
-    """Installs the hooks. backward: also those of the graph."""
+    """Installs the hooks. backward: also those of the graph. handles: remove those of modules."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], units: Sequence[Unit], driver: UnitDriver, *, backward: bool
@@ -90,15 +90,18 @@ class UnitHooks:
         self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
         # Forwards that have read a unit so, as calls.
         self._readers: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
-        for chunk in chunks:
-            chunk.register_forward_pre_hook(self._begin_forward)
+        self.handles = [chunk.register_forward_pre_hook(self._begin_forward) for chunk in chunks]
         for unit in units:
             for module in unit.modules:
-                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True)
-                module.register_forward_hook(self._leave(unit), with_kwargs=True)
+                self.handles += [
+                    module.register_forward_pre_hook(self._enter(unit), with_kwargs=True),
+                    module.register_forward_hook(self._leave(unit), with_kwargs=True),
+                ]
         for chunk in chunks:
-            chunk.register_forward_hook(self._end_forward)
-            chunk.register_forward_hook(self._forward_over, always_call=True)
+            self.handles += [
+                chunk.register_forward_hook(self._end_forward),
+                chunk.register_forward_hook(self._forward_over, always_call=True),
+            ]
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():

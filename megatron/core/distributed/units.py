@@ -153,6 +153,11 @@ def _matched(
     return found
 
 
+def matched_units(module: nn.Module, unit_modules: Sequence[UnitModule]) -> list[tuple[nn.Module, ...]]:
+    """The modules of each unit that the words make of a module."""
+    return list(dict.fromkeys(modules for _, modules in _matched(module, unit_modules).values()))
+
+
 def _has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 

@@ -25,7 +25,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.drive import Drive
 from megatron.core.distributed.engine_parts import Reduction, Weights
 from megatron.core.distributed.finalize_model_grads import PartialSums
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
 from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.hooks import UnitHooks
 from megatron.core.distributed.outer_sums import OuterSums
@@ -46,6 +46,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
     units: declared by the model (of all chunks); without, a `MegatronModule` says them itself. fsdp_unit_modules: for
     other models, the classes of their modules that are one unit each, or tuples of names of modules that are one
     together; those of the config if not given. What is in none of them forms units of its own (`units.py`).
+    reading: a unit's parameters are read inside it, where another engine has cut them.
 
     A step is that of `DistributedDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
     in forward and backward, over dp_reduce in backward, over dp_outer once a step.
@@ -65,7 +66,9 @@ class FullyShardedDataParallel(DistributedDataParallel):
         *,
         units: Sequence[ModelUnit] | None = None,
         fsdp_unit_modules: Sequence[UnitModule] | None = None,
+        reading: Reading = as_they_are,
     ) -> None:
+        self._reading = reading
         self._unit_modules = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
         chunks = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
         if param_meta is None:
@@ -107,7 +110,9 @@ class FullyShardedDataParallel(DistributedDataParallel):
 
     def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
         unit_of = {name: unit.name for unit in self.units for name in unit.names}
-        return self._flat_buffer(param_meta, unit_of=unit_of, new_full=self._memory.new)
+        return self._flat_buffer(
+            param_meta, unit_of=unit_of, new_full=self._memory.new, reading=self._reading
+        )
 
     def _new_reduction(self, outer: OuterSums) -> Reduction:
         if self.sharding.main_grads is Cut.WHOLE:
@@ -168,7 +173,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         cut = self.sharding.main_grads is not Cut.WHOLE
         if cut or self.config.overlap_param_gather:
             drive = Drive(self, self._reduction, self._weights)
-            UnitHooks(self.chunks, self.units, drive, backward=cut)
+            self._hooks += UnitHooks(self.chunks, self.units, drive, backward=cut).handles
 
     # Plans ----------------------------------------------------------------------------------------------
 

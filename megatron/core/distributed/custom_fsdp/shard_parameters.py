@@ -1,4 +1,5 @@
-"""A rank's shards as parameters of a module: their names, the gradients beside them, and whether they have changed.
+"""A rank's shards as parameters of a module: in the place of its own ones for who walks over them, the gradients beside
+them, and whether they have changed.
 
 [Note: who may have changed them] Gathers are collective, so every rank has to answer alike, whether its own part of the
 model changed or not. In-place changes count up autograd's versions, also of an empty shard; optimizers are heard of;
@@ -10,67 +11,88 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from megatron.core.distributed.custom_fsdp.state_pieces import Place, StatePiece, as_pieces, mapped, taken
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.hooks import in_backward
+from megatron.core.distributed.parameter_reads import OwnParameters
+from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
+
+BUILD_IT_AFTERWARDS = (
+    "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"
+)
 
 
 class ShardParameters:
-    """The shards that this rank updates. taken: names that none of them may have.
+    """The shards that this rank holds: those that it trains, and frozen ones.
 
-    made: to be registered with a module; names: registered name -> the parameter's, with `/` for `.`, and a `/` behind
-    it where it is taken.
+    names: of those that are trained. module: where they take the place of its parameters; none by default. in_forward:
+    the module's own ones are found there, as in a backward. readable: they are read there as attributes.
     """
 
-    def __init__(self, buffer: FlatBuffer, taken: Collection[str]) -> None:
-        self.names: dict[str, str] = {}
-        for name in buffer.names:
-            registered = name.replace(".", "/")
-            self.names[registered + "/" * (registered in taken)] = name
-        self._parts = [buffer.main_weight_part(name) for name in self.names.values()]
+    def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
+        self.names = buffer.names
+        self.in_forward = False
+        self._whole = self.readable = buffer.sharding.weights is Cut.WHOLE
+        parts = {name: buffer.main_weight_part(name) for name in buffer.names}
+        parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
+        self._parts = list(parts.values())
         # Made before the first step begins, so that these views do not keep gradients at rest from being released.
-        self.grads = [buffer.main_grad_part(name) for name in self.names.values()]
-        self.made = {name: nn.Parameter(part) for name, part in zip(self.names, self._parts, strict=True)}
+        self.grads = [buffer.main_grad_part(name) for name in self.names]
+        # The parameters that are registered now: code that loads may put others there.
+        self.registered = {n: nn.Parameter(p, requires_grad=n in self.names) for n, p in parts.items()}
+        self.places = {
+            name: Place(
+                buffer.param_meta[name],
+                *buffer.part(
+                    name, buffer.sharding.optimizer if name in self.names else buffer.sharding.weights
+                ),
+            )
+            for name in parts
+        }
         self.stepped = False  # an optimizer has
         self.may_have_changed = False  # a backward has ended, so that anybody may have stepped
-        self._places = [_place(part) for part in self._parts]
-        self.watch(self.made)
+        self._storages = [_storage(part) for part in self._parts]
+        self._versions = self._current_versions()
+        self._first: dict[int, str] = {}  # id of a parameter of the module's own -> its first name
+        self._owners: list[nn.Module] = []
+        self._handles: list[RemovableHandle] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        if module is not None:
+            self._take_places(module)
         _LIVE.add(self)
         _hear_of_optimizers()
 
-    def watch(self, registered: Mapping[str, nn.Parameter | None]) -> None:
-        """Where the shards are registered: code that loads may put others there."""
-        self._registered = registered
-        self._versions = self._current_versions()
-
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Those that are trained, and their gradients."""
         return iter(zip(self.current(), self.grads, strict=True))
 
     def current(self) -> list[nn.Parameter]:
-        """The parameters that are registered now."""
-        found = [shard for shard in self._registered.values() if shard is not None]
-        assert len(found) == len(self.names), f"{len(found)} shards of {len(self.names)} are registered"
-        return found
+        """Those that are trained, as they are registered now."""
+        return [self.registered[name] for name in self.names]
 
     def take_changes(self) -> bool:
         """Whether the shards are to be taken for changed; values with memory of their own are copied to where the
-        engine reads them. See [Note: who may have changed them]. Raises ModelError where a shape changed."""
+        engine reads them. See [Note: who may have changed them]. Raises ModelError where a shape or type changed."""
         changed = self.stepped or self.may_have_changed
-        for shard, part, place, name in zip(
-            self.current(), self._parts, self._places, self.names.values(), strict=True
+        for (name, shard), part, storage in zip(
+            self.registered.items(), self._parts, self._storages, strict=True
         ):
-            if _place(shard) == place:
+            if _storage(shard) == storage:
                 continue
-            if shard.shape != part.shape:
+            found, expected = (_kind(shard), _kind(part))
+            if found != expected:
                 raise ModelError(
-                    f"the shard of {name!r} has shape {tuple(shard.shape)} now, its part of the parameter "
-                    f"{tuple(part.shape)}: write values of this rank's part, or whole ones with load_full_state_dict()"
+                    f"the shard of {name!r} has shape {found} now, its part of the parameter {expected}: write values "
+                    "of this rank's part, or whole ones with load_full_state_dict()"
                 )
             part.copy_(shard.detach())
             shard.data = part
@@ -80,12 +102,165 @@ class ShardParameters:
         self._versions, self.stepped, self.may_have_changed = versions, False, False
         return changed
 
+    def read_whole(self, whole: bool) -> None:
+        """As attributes, whether weights are gathered to be read outside of a forward."""
+        self.readable = whole or self._whole
+
+    def release(self) -> None:
+        """Give the module its own parameters back."""
+        for owner in self._owners:
+            owner.__dict__["_parameters"] = owner.__dict__["_parameters"].plain()
+        for handle in self._handles:
+            handle.remove()
+        _LIVE.discard(self)
+
+    # In the place of a module's parameters (`Shown`) -----------------------------------------------------
+
+    def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
+        parameter = dict.__getitem__(own, name)
+        if self.in_forward or self.readable or parameter is None or in_backward():
+            return parameter
+        return self.registered[self._first[id(parameter)]]
+
+    def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
+        if self.in_forward or in_backward():
+            return own.plain()
+        return {name: self.registered[first] if first else None for name, first in self._names_in(own)}
+
+    def put(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
+        first = dict(self._names_in(own)).get(name)
+        if (
+            first is None
+            or value is None
+            or any(value is other and known != first for known, other in self.registered.items())
+        ):
+            raise ModelError(
+                f"parameter {name!r} is registered, tied or removed after fully_shard, which has cut what there was: "
+                "do it before"
+            )
+        self.registered[first] = value
+
+    def copied(self) -> tuple[Any, ...]:
+        raise ModelError(UNCOPIED)
+
+    def _take_places(self, module: nn.Module) -> None:
+        self._first = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._own = list(module.parameters())  # so that no other gets one of these ids
+        self._owners = [one for one in module.modules() if one is module or one._parameters]
+        for owner in self._owners:
+            own = owner.__dict__["_parameters"]
+            if not isinstance(own, OwnParameters):
+                own = owner.__dict__["_parameters"] = OwnParameters(own)
+            own.shown = self
+            self._handles += [
+                owner.register_state_dict_post_hook(_give_pieces),
+                owner.register_load_state_dict_pre_hook(_take_pieces),
+            ]
+
+    def _names_in(self, own: OwnParameters) -> Iterator[tuple[str, str | None]]:
+        for name, parameter in own.plain().items():
+            yield name, None if parameter is None else self._first[id(parameter)]
+
+    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, Place]]:
+        """Names of a module, their shards and what they are of."""
+        for name, first in self._names_in(own):
+            if first is not None:
+                yield name, self.registered[first].detach(), self.places[first]
+
+    # Optimizers -------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, updated: set[int]) -> None:
+        """Raises ModelError where it has parameters of the module's own, whose gradients never come."""
+        if not self._first.keys().isdisjoint(updated):
+            names = [self._first[one] for one in updated if one in self._first]
+            raise ModelError(
+                f"{type(optimizer).__name__} has parameters that fully_shard has cut, {sorted(names)[:3]} for one, and "
+                f"would train nothing: {BUILD_IT_AFTERWARDS}"
+            )
+        if not any(id(shard) in updated for shard in self.registered.values()):
+            return
+        self.stepped = True
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            optimizer.register_state_dict_post_hook(_give_optimizer_pieces)
+            optimizer.register_load_state_dict_pre_hook(_take_optimizer_pieces)
+            places = _places()
+            for shard, state in optimizer.state.items():  # that was loaded before its first step
+                optimizer.state[shard] = _loaded(state, places[id(shard)]) if id(shard) in places else state
+
     def _current_versions(self) -> list[int]:
-        return [shard._version for shard in self.current()]
+        return [shard._version for shard in self.registered.values()]
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+UNCOPIED = (
+    "a sharded module cannot be copied or pickled: its memory and groups are its own; copy the module before "
+    "fully_shard, or load full_state_dict() into another one"
+)
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+# States out and in -------------------------------------------------------------------------------------
+
+
+def _give_pieces(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, shard, place in _pieces_of(module):
+        if not isinstance(state.get(prefix + name), nn.Parameter | None):  # keep_vars=True
+            state[prefix + name] = StatePiece(shard, place)
+
+
+def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, _shard, place in _pieces_of(module):
+        if prefix + name in state:
+            state[prefix + name] = taken(state[prefix + name], place)
+
+
+def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+    own = module.__dict__["_parameters"]
+    assert isinstance(own.shown, ShardParameters), f"{type(module).__name__}: {type(own.shown).__name__}"
+    return own.shown.pieces(own)
+
+
+def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    word = type(optimizer).__name__
+    return _repacked(optimizer, packed, lambda kept, place: as_pieces(kept, place, word))
+
+
+def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    return _repacked(optimizer, packed, _loaded)
+
+
+def _repacked(
+    optimizer: torch.optim.Optimizer, packed: dict[str, Any], change: Callable[[Any, Place], Any]
+) -> dict[str, Any]:
+    """Packed state (`Optimizer.state_dict()`) with what belongs to shards changed. Keys are what groups list in the
+    place of the parameters."""
+    place_of = _places()
+    pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ
+    places = {key: place_of[id(shard)] for key, shard in pairs if id(shard) in place_of}
+    state = {
+        key: change(kept, places[key]) if key in places else kept for key, kept in packed["state"].items()
+    }
+    return {**packed, "state": state}
+
+
+def _listed(state: Mapping[str, Any]) -> list[Any]:
+    return [one for group in state["param_groups"] for one in group["params"]]
+
+
+def _loaded(kept: Any, place: Place) -> Any:
+    return mapped(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+
+
+def _places() -> dict[int, Place]:
+    """Id of a shard -> what it is of."""
+    return {id(shard): shards.places[name] for shards in _LIVE for name, shard in shards.registered.items()}
 
 
 _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()
@@ -95,10 +270,10 @@ _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()
 def _hear_of_optimizers() -> None:
     """Fused optimizers write weights without a word to autograd. One hook for all: torch goes through its hooks while
     they run, so none may go when what it is for is collected."""
-    register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for shards in _LIVE:
-        shards.stepped = shards.stepped or any(id(shard) in updated for shard in shards.current())
+        shards.before_step(optimizer, updated)

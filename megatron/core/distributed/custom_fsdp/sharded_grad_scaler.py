@@ -9,12 +9,15 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule
+from megatron.core.distributed.custom_fsdp.step_driver import driver_of
 
 
 def sharded_grad_scaler(model: FullyShardedModule, **kwargs: Any) -> ShardedGradScaler:
     """A `torch.amp.GradScaler` for optimizers of `model.parameters()`. kwargs: of GradScaler; `device` is the model's
     if not given."""
-    return ShardedGradScaler(model, **{"device": model.engine.ps.device.torch_device.type, **kwargs})
+    return ShardedGradScaler(
+        model, **{"device": driver_of(model).engine.ps.device.torch_device.type, **kwargs}
+    )
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -25,7 +28,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     def __init__(self, model: FullyShardedModule, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        ps = model.engine.ps
+        ps = driver_of(model).engine.ps
         self._groups = ps.dp_reduce_group, ps.dp_outer_group, ps.tp_group
 
     def _unscale_grads_(

@@ -39,7 +39,10 @@ def load_whole_state(module: nn.Module, engine: FullyShardedDataParallel, state:
     wrong = {name for name in here if name not in state and own.get(name) not in given} | (
         state.keys() - here.keys()
     )
-    wrong |= {name for name in here.keys() & state.keys() if _shape(here[name]) != _shape(state[name])}
+    shapes = {
+        name: buffer.param_meta[own[name]].local_shape if name in own else _shape(here[name]) for name in here
+    }
+    wrong |= {name for name in here.keys() & state.keys() if shapes[name] != _shape(state[name])}
     if wrong:
         raise ModelError(f"weights that are missing, unknown or of another shape: {sorted(wrong)}")
     taken: dict[str, str] = {}  # parameter -> the first of its names in `state`

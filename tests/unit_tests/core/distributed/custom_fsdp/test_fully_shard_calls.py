@@ -69,8 +69,7 @@ class WithPrefix(nn.Module):
 
 def forward_and_backward_of_a_submodule(ctx) -> None:
     def half_loss(model, sample):
-        part = model.module if hasattr(model, "engine") else model
-        return part.first(vectors(sample, WIDTH)).square().mean()
+        return model.first(vectors(sample, WIDTH)).square().mean()
 
     def mixed_loss(model, sample):
         return half_loss(model, sample) if sample >= 1000 else square_loss(WIDTH)(model, sample)

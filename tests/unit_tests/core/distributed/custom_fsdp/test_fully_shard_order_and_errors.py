@@ -166,7 +166,7 @@ def an_order_that_changes_is_recorded_again(ctx) -> None:
         )
     model = sharded(ctx, lambda: Ordered().double())
     for step, order in enumerate(orders):
-        model.module.order = order
+        model.order = order
         square_loss(WIDTH)(model, step).backward()
         model.zero_grad()
     square_loss(WIDTH)(model, 0).backward()
@@ -244,11 +244,11 @@ def training_goes_on_after_an_exception(ctx) -> None:
                 for fails in ((), (("forward", 1), ("backward", 1)), (("backward", 2), ("forward", 0)))[
                     step % 3
                 ]:
-                    model.module.fails = fails
+                    model.fails = fails
                     with pytest.raises(RuntimeError, match="on purpose"):
                         token_loss(model, 5).backward()
                     updates.zero_grad()
-                model.module.fails = None
+                model.fails = None
                 token_loss(model, 1000 * step + ctx.rank).backward()
                 updates.step()
             assert_same_weights(model.full_state_dict(), expected.weights)
@@ -264,13 +264,13 @@ def ranks_fail_at_different_places(ctx) -> None:
         for step in range(3):
             updates.zero_grad()
             if strategy != "no_shard" or ctx.rank == 1:
-                model.module.fails = ("backward", 1 + ctx.rank)
+                model.fails = ("backward", 1 + ctx.rank)
                 with pytest.raises(RuntimeError, match="on purpose"):
                     token_loss(model, 5).backward()
             else:
                 token_loss(model, 5).backward()
             updates.zero_grad()
-            model.module.fails = None
+            model.fails = None
             token_loss(model, 1000 * step + ctx.rank).backward()
             updates.step()
         assert_same_weights(model.full_state_dict(), expected.weights)
@@ -290,17 +290,17 @@ def writes_wait_for_readers(ctx) -> None:
         model.zero_grad()
         before = {name: value.clone() for name, value in model.full_state_dict().items()}
         seen: dict[str, list[torch.Tensor]] = {}
-        for name, block in model.module.blocks.named_children():
+        for name, block in model.blocks.named_children():
             block.register_forward_pre_hook(late, prepend=True)
             block.register_forward_pre_hook(functools.partial(note_weights, seen, f"blocks.{name}."))
         if reading == "an error":
-            model.module.fails = ("forward", 2)
+            model.fails = ("forward", 2)
             with torch.no_grad(), pytest.raises(RuntimeError, match="on purpose"):
                 token_loss(model, 0)
         else:
             x = torch.zeros(2, WIDTH, dtype=torch.float64)
             with torch.set_grad_enabled("gradients" in reading):
-                for block in model.module.blocks:
+                for block in model.blocks:
                     x = block(x)
         with torch.no_grad():
             for shard in model.parameters():

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.reshard_plan import ReshardPlanError
+from megatron.core.distributed.custom_fsdp.step_driver import driver_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
@@ -93,13 +94,12 @@ def an_exception_inside_no_sync(ctx) -> None:
     plain(vectors(1, WIDTH)).square().mean().backward()
     for strategy in STRATEGIES:
         model = sharded(ctx, layers, data_parallel_sharding_strategy=strategy)
-        handle = model.module[1].register_forward_hook(lambda *a: a[-1].register_hook(fail) and None)
+        handle = model[1].register_forward_hook(lambda *a: a[-1].register_hook(fail) and None)
         with model.no_sync(), pytest.raises(RuntimeError, match="on purpose"):
             model(vectors(0, WIDTH)).square().mean().backward()
         handle.remove()
         model(vectors(1, WIDTH)).square().mean().backward()
-        for registered, shard in model.named_parameters():
-            name = registered.replace("/", ".")
+        for name, shard in model.named_parameters():
             start, end = model.engine.buffer.part(name, model.engine.sharding.optimizer)
             expected = plain.get_parameter(name).grad.view(-1)[start:end]
             torch.testing.assert_close(shard.grad, expected, rtol=1e-12, atol=1e-12)
@@ -159,7 +159,7 @@ def updates_that_autograd_does_not_count(ctx) -> None:
 
 def trained_or_frozen_later_is_refused(ctx) -> None:
     model = sharded(ctx, layers)
-    for who in (model.module[1].up.weight, next(model.parameters())):
+    for who in (model[1].up.weight, next(model.parameters())):
         who.requires_grad_(False)
         with pytest.raises(ModelError, match=r"requires_grad of \['(1.up|0).weight'\] was changed after"):
             model(vectors(0, WIDTH))
@@ -171,7 +171,7 @@ def trained_or_frozen_later_is_refused(ctx) -> None:
 
 def shards_are_looked_at_once_a_forward(ctx) -> None:
     model = sharded(ctx, net)
-    looks, shards = [0], model._shards
+    looks, shards = [0], driver_of(model).shards
     look = shards.take_changes
 
     def counting() -> bool:
@@ -182,7 +182,7 @@ def shards_are_looked_at_once_a_forward(ctx) -> None:
     for step in range(2):
         token_loss(model, step).backward()
     assert looks[0] == 2
-    block = model.module.blocks[0]
+    block = model.blocks[0]
     block(block(vectors(0, WIDTH)))  # units by themselves: each may be the first after an update
     assert looks[0] == 4
 
@@ -239,7 +239,7 @@ def the_engine_takes_a_mesh_and_our_models_by_themselves(ctx) -> None:
 
 
 class Named(nn.Module):
-    """Parameters named like attributes of the wrapper."""
+    """Parameters named like what fully_shard adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def parameters_named_like_attributes(ctx) -> None:
     plain(vectors(0, WIDTH)).square().mean().backward()
     for strategy in STRATEGIES:
         model = sharded(ctx, Named, (), data_parallel_sharding_strategy=strategy)
-        assert "engine/" in dict(model.named_parameters())
+        assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
         model(vectors(0, WIDTH)).square().mean().backward()
         by_data(model)
         model.load_state_dict(

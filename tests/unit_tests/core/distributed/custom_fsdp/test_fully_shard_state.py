@@ -77,7 +77,7 @@ def sixteen_bit_weights_round_trip(ctx) -> None:
             assert weight.dtype == torch.bfloat16
             assert torch.equal(weight, source.weights[name])
         for name, shard in model.named_parameters():
-            whole = source.weights[name.replace("/", ".")].float().view(-1)
+            whole = source.weights[name].float().view(-1)
             assert shard.dtype == torch.float32  # main weights
             assert shard.numel() == 0 or any(
                 torch.equal(shard, whole[start : start + shard.numel()])

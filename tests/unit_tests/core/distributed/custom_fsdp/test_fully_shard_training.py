@@ -76,7 +76,7 @@ def parity_with_fewer_elements_than_ranks(ctx) -> None:
                 clip=0.01,
             )
         names = [name for name, _ in found.model.named_parameters()]
-        assert names == ["0/weight", "0/bias", "2/weight", "4/weight", "4/bias"], names  # on every rank
+        assert names == ["0.weight", "0.bias", "2.weight", "4.weight", "4.bias"], names  # on every rank
     held = sum(parameter.numel() for parameter in found.model.parameters())
     assert held == (7 if ctx.rank == 0 else 0), held  # zero3: padding is everybody else's
 
@@ -158,16 +158,18 @@ def parameters_keep_identity_and_storage(ctx) -> None:
     model = seeded(net)
     before = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
     found = train_sharded(ctx, lambda: model, token_loss, steps=1)
-    assert found.model.module is model
-    wrapped = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
+    assert found.model is model
+    wrapped = {name: p.untyped_storage()._cdata for name, (p, _) in before.items()}
+    inside: dict[str, nn.Parameter] = {}
+    model.register_forward_pre_hook(lambda *_: inside.update(model.named_parameters()))
     updates = torch.optim.SGD(found.model.parameters(), lr=0.1)
     for step in range(2):
         token_loss(found.model, step).backward()
         updates.step()
         updates.zero_grad()
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name][0], name
-        assert parameter.untyped_storage()._cdata == wrapped[name][1], name
+    for name, (parameter, _) in before.items():
+        assert parameter is inside[name], name
+        assert parameter.untyped_storage()._cdata == wrapped[name], name
         assert parameter.untyped_storage().nbytes() == 0, name  # sharded: without memory
         assert parameter.grad is None, name
 
@@ -242,7 +244,7 @@ def evaluation_between_steps(ctx) -> None:
         for step in range(4):
             with torch.no_grad() if step % 2 else torch.inference_mode():
                 model.eval()
-                assert not model.module.training
+                assert not model.training
                 seen = token_loss(model, 77).item()
                 assert_at_rest(model)
             whole.load_state_dict(model.full_state_dict())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.distributed.parameter_reads import _Heard
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
@@ -101,7 +102,7 @@ def gathered_where_they_are_read_and_ahead_in_later_steps(ctx) -> None:
     model.engine._gatherer.begin(training=True, repeats=False)
     assert order.recorded.count(unit.index) >= 1, (unit, order.recorded)
     # of units that are called nothing is listened to any more
-    kinds = {name: type(module._parameters) is dict for name, module in model.module.named_modules()}
+    kinds = {name: type(module._parameters) is not _Heard for name, module in model.named_modules()}
     found = [kinds[name] for name in ("head", "blocks.0.up", "attention.out_proj")]
     assert found == [True, True, False], kinds
 
@@ -219,7 +220,7 @@ def blocks_used_twice_under_reentrant_checkpoints(ctx) -> None:
         ):
             square_loss(WIDTH)(model, 7).backward()
         model.zero_grad()
-        model.module.reentrant = False
+        model.reentrant = False
         for step in range(2):
             updates.zero_grad()
             square_loss(WIDTH)(model, 1000 * step + ctx.rank).backward()

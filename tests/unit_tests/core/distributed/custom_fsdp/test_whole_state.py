@@ -43,11 +43,11 @@ def whole_state_is_that_of_the_plain_module(ctx) -> None:
         plain = seeded(TiedWithBuffers, 1)
         plain.load_state_dict(state)
         assert list(state) == list(plain.state_dict())
-        assert torch.equal(plain.norm.running_mean, model.module.norm.running_mean)
+        assert torch.equal(plain.norm.running_mean, model.norm.running_mean)
         model.load_full_state_dict(other.state_dict())
         for name, value in model.full_state_dict().items():
             assert torch.equal(value, other.state_dict()[name]), name
-        assert torch.equal(model.module.norm.running_var, other.norm.running_var)
+        assert torch.equal(model.norm.running_var, other.norm.running_var)
         one_name = {name: value for name, value in state.items() if name != "head.weight"}
         model.load_full_state_dict(one_name)
         assert torch.equal(model.full_state_dict()["head.weight"], state["embed.weight"])
@@ -65,7 +65,7 @@ def other_ranks_take_part_and_hold_nothing_afterwards(ctx) -> None:
     """Unit by unit: no more than one is whole at a time, and memory is given back."""
     model = sharded(ctx, Net)
     model.engine.ledger.reset_peaks()
-    state = whole_state(model.module, model.engine)
+    state = whole_state(model, model.engine)
     largest = max(size.weight_bytes for size in model.engine.plan.sizes)
     assert model.engine.ledger.peak("gathered") == largest
     assert_at_rest(model)

@@ -1,0 +1,191 @@
+"""What `state_dict()` of a sharded module and of its optimizer holds: this rank's pieces, which know of what.
+
+`torch.distributed.checkpoint` asks them for rectangles of the whole tensor (its `_Checkpointable` protocol), so that it
+saves whole tensors and reads them into any other number of ranks, or into a plain module. For everything else a piece
+is the rank's 1-D tensor: what is computed from it elementwise is a piece again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
+from megatron.core.module import ModelError
+from megatron.core.param_meta import ParamMeta
+
+# What of a piece is said of the whole tensor, which has no memory.
+_OF_THE_WHOLE = frozenset(
+    {
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.data_ptr),
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "ndim")),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Elements [start, end) of a parameter's flattened local tensor. foreign: what of that parameter is no such slice
+    though an optimizer keeps it, in its words."""
+
+    meta: ParamMeta
+    start: int
+    end: int
+    foreign: str = ""
+
+    def pieces(self, local: Tensor) -> list[LocalPiece]:
+        return part_pieces("", self.meta, local, self.start, self.end)
+
+
+class StatePiece(Tensor):
+    """A rank's 1-D part of a tensor; size and shape are the whole tensor's."""
+
+    local: Tensor
+    place: Place
+
+    @staticmethod
+    def __new__(cls, local: Tensor, place: Place) -> StatePiece:
+        shape = tuple(local.shape) if place.foreign else place.meta.global_shape
+        piece: StatePiece = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        piece.local, piece.place = local, place
+        return piece
+
+    def to_local(self) -> Tensor:
+        """This rank's part, 1-D."""
+        return self.local
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _OF_THE_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found: list[StatePiece] = []
+
+        def local(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, StatePiece):
+                found.append(tensor)
+            return as_local(tensor)
+
+        plain = mapped(args, local), mapped(kwargs, local)
+        first = found[0]
+        if func is Tensor.new_empty and tuple(args[1]) == tuple(first.size()):  # as async_save makes copies
+            return StatePiece(first.local.new_empty(first.local.shape, **plain[1]), first.place)
+        for other in (*plain[0], *plain[1].values()):
+            if isinstance(other, Tensor) and other.dim() and other.shape != first.local.shape:
+                raise ModelError(
+                    f"{func.__name__} of a tensor of shape {tuple(other.shape)} and this rank's part of "
+                    f"{first.place.meta.name!r}, {first.local.numel()} elements: state_dict() of a sharded module is "
+                    "for torch.distributed.checkpoint; full_state_dict() has the whole weights"
+                )
+        result = func(*plain[0], **plain[1])
+        if isinstance(result, Tensor) and result.shape == first.local.shape:
+            return StatePiece(result, first.place)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise ModelError(
+            f"{func}: a piece of a sharded module's state is asked for memory of the whole tensor, which no rank has: "
+            "use to_local(), or full_state_dict() of the module"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            f"{self.place.meta.name!r} is pickled (torch.save), and this rank holds a part of it only: all ranks call "
+            "torch.distributed.checkpoint.save(), which any number of ranks can load, or full_state_dict(), which has "
+            "the whole weights; to_local() of a piece is the rank's own part"
+        )
+
+    # torch.distributed.checkpoint ------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # slow to import
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
+        if not self.local.numel():
+            self.local.zero_()
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        offset = tuple(index.offset)
+        return next(piece.tensor for piece in self.place.pieces(self.local) if piece.offset == offset)
+
+    def _chunks(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # slow to import
+
+        if self.place.foreign:
+            raise ModelError(self.place.foreign)
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
+            for piece in self.place.pieces(self.local)
+        ]
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Nested tuples, lists and dicts with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def as_local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, StatePiece) else tensor
+
+
+def taken(value: Any, place: Place) -> Any:
+    """What is loaded into a place: a piece of just this place, or of a whole tensor this rank's part. Raises ModelError
+    for a piece of another place."""
+    if isinstance(value, StatePiece):
+        if (value.place.start, value.place.end) != (place.start, place.end):
+            raise ModelError(
+                f"{place.meta.name!r}: elements [{value.place.start}, {value.place.end}) are loaded where this rank "
+                f"has [{place.start}, {place.end}): of other ranks' pieces use torch.distributed.checkpoint.load(), "
+                "which cuts them anew, or load_full_state_dict() of whole weights"
+            )
+        return value.local
+    if isinstance(value, Tensor) and tuple(value.shape) == place.meta.local_shape:
+        return value.reshape(-1)[place.start : place.end]
+    return value
+
+
+def as_pieces(value: Any, place: Place, optimizer: str) -> Any:
+    """What an optimizer keeps of a shard: single numbers stay, what has the shard's shape is cut as it is, and the rest
+    is refused where torch.distributed.checkpoint is to save it."""
+
+    def piece(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, StatePiece) or tensor.dim() == 0:
+            return tensor
+        if tuple(tensor.shape) == (place.end - place.start,):
+            return StatePiece(tensor, place)
+        foreign = (
+            f"torch.distributed.checkpoint: {optimizer} keeps a tensor of shape {tuple(tensor.shape)} for "
+            f"{place.meta.name!r}, of which this rank has {place.end - place.start} elements: not cut like the weight, "
+            "it cannot be cut anew for other ranks; save full_state_dict() of the module, and begin with a new "
+            "optimizer"
+        )
+        return StatePiece(tensor, dataclasses.replace(place, foreign=foreign))
+
+    return mapped(value, piece)
