@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.schema import Schema, fields_of, integer, one_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
@@ -52,6 +55,22 @@ class Schedule:
                 f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
                 f"{self.end_weight_decay} differ: set --weight-decay-incr-style linear or cosine"
             )
+
+
+def _style(flag: str) -> Schema:
+    return one_of(*typing.get_args(OptimizerConfig.__annotations__[flag]))
+
+
+# `OptimizerParamScheduler.state`.
+SCHEDULER_SCHEMA: Schema = {
+    "samples": integer(),
+    "schedule": fields_of(
+        Schedule,
+        decay_style=_style("lr_decay_style"),
+        wsd_style=_style("lr_wsd_decay_style"),
+        weight_decay_style=_style("weight_decay_incr_style"),
+    ),
+}
 
 
 def learning_rate(schedule: Schedule, samples: int, max_lr: float, min_lr: float) -> float:
@@ -157,8 +176,14 @@ class OptimizerParamScheduler:
         return {"samples": self.samples, "schedule": dataclasses.asdict(self.schedule)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Raises ScheduleError if schedules differ and no flag says which to take; it names all that do."""
-        saved = Schedule(**state["schedule"])
+        """Raises ScheduleError if schedules differ and no flag says which to take; it names all that do.
+
+        CheckpointError for one that no flags make.
+        """
+        try:
+            saved = Schedule(**state["schedule"])
+        except ScheduleError as error:
+            raise CheckpointError(f"no schedule: {error}") from None
         if self.use_checkpoint:
             self._take(saved)
         elif not self.override and saved != self.schedule:
