@@ -253,8 +253,8 @@ class Checkpointer:
         if others:
             shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
             self._say(
-                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they are "
-                "never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
+                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they "
+                "are never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
             )
 
     def _saved(self, iteration: int) -> None:

@@ -6,6 +6,7 @@ import base64
 import random
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron.core.dist_checkpointing.schema import (
 )
 
 _WAY_ON = "--no-load-rng goes on without it"
+_UNNAMED = Place(Path("the checkpoint"), "rng")
 
 
 def _base64(num_bytes: int | None = None) -> Check:
@@ -86,7 +88,7 @@ def check_rng_state(state: Any, place: Place) -> None:
         raise CheckpointError(f"{error}; {_WAY_ON}") from None
 
 
-def set_rng_state(state: Mapping[str, Any], device: Device, place: Place) -> None:
+def set_rng_state(state: Mapping[str, Any], device: Device, place: Place = _UNNAMED) -> None:
     """Put `rng_state` back. Raises CheckpointError when it is not one."""
     check_rng_state(state, place)
     python, numpy_state = state["python"], state["numpy"]

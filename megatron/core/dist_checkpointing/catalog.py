@@ -227,8 +227,8 @@ def _one_checkpoint(root: Path) -> str:
     if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
         return f"one checkpoint and not the folder of them: --load {root.parent} --ckpt-step {int(match[1])} loads it"
     return (
-        f"one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the number being field "
-        f"'iteration' of its {MANIFEST_NAME}, and give --load DIR"
+        f"one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the number being "
+        f"field 'iteration' of its {MANIFEST_NAME}, and give --load DIR"
     )
 
 
@@ -294,8 +294,8 @@ def checkpoint_config(
 ) -> dict[str, Any] | None:
     """The flat configuration that a checkpoint was saved with, from its manifest alone; None when there is none.
 
-    For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as `choose` and as
-    `check_config`.
+    For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as `choose` and
+    as `check_config`.
     """
     choice = choose(Path(load_dir), ckpt_step)
     return None if choice.found is None else config_of(choice.found, check_config)

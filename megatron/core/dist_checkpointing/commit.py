@@ -6,11 +6,11 @@ one is renamed to `iter_N`; fsync of the folder; the tracker is replaced by a te
 now anything old is removed. Whatever instant the process is killed at, the folder holds the old checkpoint or
 the new one, whole.
 
-[Note: what a save may replace] A save of an iteration that exists replaces it only if the run owns it: it wrote it, goes
-on from it or a later one, or was told to go back with --ckpt-step. The replaced directory is removed last, and until
-then `catalog` loads it if the new one has not taken its place. Any other whole checkpoint in the way is renamed to
-`iter_N.kept-<tag>`, a damaged one to `iter_N.damaged-<tag>`, and neither is ever removed. `--save-retain-interval` gives
-up checkpoints that the run owns, no others.
+[Note: what a save may replace] A save of an iteration that exists replaces it only if the run owns it: it wrote it,
+goes on from it or a later one, or was told to go back with --ckpt-step. The replaced directory is removed last, and
+until then `catalog` loads it if the new one has not taken its place. Any other whole checkpoint in the way is renamed
+to `iter_N.kept-<tag>`, a damaged one to `iter_N.damaged-<tag>`, and neither is ever removed. A manifest of the same
+bytes is the same checkpoint, and may go. `--save-retain-interval` gives up checkpoints that the run owns, no others.
 """
 
 from __future__ import annotations
