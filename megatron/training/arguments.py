@@ -203,7 +203,7 @@ def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
             config_of(found, check_config)
     except CheckpointError as error:
         fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
-        return [Problem("load", ("--load",), str(error), fix)]
+        return [Problem("load", ("--load",), f"--load: {error}", fix)]
     return []
 
 

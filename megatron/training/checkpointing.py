@@ -286,8 +286,8 @@ def _check_config(found: Found, config: Mapping[str, Any]) -> None:
 def _check_optimizer(found: Found) -> None:
     if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
         raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: no optimizer state (saved with --no-save-optim?): load with "
-            f"--no-load-optim or --finetune"
+            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
+            f"load with --no-load-optim or --finetune"
         )
 
 
@@ -295,8 +295,8 @@ def _check_rng(found: Found, world_size: int) -> None:
     for rank, own in enumerate(found.manifest.per_rank[:world_size]):
         if not isinstance(own, dict) or "rng" not in own:
             raise CheckpointError(
-                f"{found.directory / MANIFEST_NAME}: no random generator state of rank {rank} "
-                f"(saved with --no-save-rng?): load with --no-load-rng"
+                f"{found.directory / MANIFEST_NAME}: field 'per_rank[{rank}]': no random generator state of rank "
+                f"{rank} (saved with --no-save-rng?): load with --no-load-rng"
             )
 
 

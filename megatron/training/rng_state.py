@@ -46,14 +46,15 @@ def _base64(num_bytes: int | None = None) -> Check:
 
 # Of the Mersenne twister, which Python and NumPy share: 624 words, and the place of the next one.
 _WORDS = 624
+_GAUSS = number(-100.0, 100.0)  # the second of two normal numbers: further out lies none
 SCHEMA: Schema = {
-    "python": {"version": one_of(3), "words": _base64(4 * _WORDS + 4), "gauss": or_null(number())},
+    "python": {"version": one_of(3), "words": _base64(4 * _WORDS + 4), "gauss": or_null(_GAUSS)},
     "numpy": {
         "bit_generator": one_of("MT19937"),
         "key": _base64(4 * _WORDS),
         "pos": integer(high=_WORDS),
         "has_gauss": one_of(0, 1),
-        "gauss": number(),
+        "gauss": _GAUSS,
     },
     "torch": {"cpu": _base64(), "cuda": optional(_base64())},
 }

@@ -20,9 +20,9 @@ from megatron.training.microbatches import ends_at
 from megatron.training.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
 from megatron.training.reporter import Reporter
 from megatron.training.session import Session
-from megatron.training.state import TrainState
+from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
 
-SECTIONS: Mapping[str, Schema] = {"train_state": TrainState.schema(), "nan_policy": NAN_POLICY_SCHEMA}
+SECTIONS: Mapping[str, Schema] = {"train_state": TRAIN_STATE_SCHEMA, "nan_policy": NAN_POLICY_SCHEMA}
 OPTIMIZER_SECTIONS: Mapping[str, Schema] = {
     "optimizer": OPTIMIZER_SCHEMA,
     "scheduler": SCHEDULER_SCHEMA,
@@ -46,9 +46,7 @@ def check_state(found: Found, with_optimizer: bool) -> None:
         check(schema, manifest.common.get(name), place.at(name))
     for name in ("iteration", "consumed_train_samples"):
         stated = getattr(manifest, name)
-        check(
-            one_of(stated), manifest.common["train_state"].get(name, stated), place.at(f"train_state.{name}")
-        )
+        check(one_of(stated), manifest.common["train_state"][name], place.at(f"train_state.{name}"))
     for (section, name), limit in _AT_MOST.items():
         if section in sections and (value := manifest.common[section].get(name)) is not None:
             check(integer(high=getattr(manifest, limit)), value, place.at(f"{section}.{name}"))

@@ -6,10 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing.schema import Schema, fields_of, number
+from megatron.core.dist_checkpointing.schema import Schema, integer, number
 from megatron.training.config import Config
 
 _LENGTHS = ("train_iters", "train_samples")  # flags, and no state
+TRAIN_STATE_SCHEMA: Schema = {  # `TrainState.state`
+    "iteration": integer(),
+    "consumed_train_samples": integer(),
+    "consumed_valid_samples": integer(),
+    "skipped_train_samples": integer(),
+    "num_floating_point_operations_so_far": number(low=0.0),
+}
 
 
 @dataclasses.dataclass
@@ -45,12 +52,6 @@ class TrainState:
         """What a checkpoint keeps."""
         kept = dataclasses.asdict(self)
         return {name: kept[name] for name in kept if name not in _LENGTHS}
-
-    @classmethod
-    def schema(cls) -> dict[str, Schema]:
-        """Of `state`."""
-        fields = fields_of(cls, num_floating_point_operations_so_far=number(low=0.0))
-        return {name: field for name, field in fields.items() if name not in _LENGTHS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():

@@ -28,34 +28,34 @@ OURS = Format("", ("shard_[0-9][0-9][0-9][0-9][0-9].safetensors",))  # without a
 # The first that matches counts, so the most telling come first.
 FORMATS = (
     OURS,
-    Format("DeepSpeed checkpoint", ("*mp_rank_*_model_states.pt",)),
-    Format("DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
-    Format("NeMo checkpoint", ("context/*", "weights/*")),
-    Format("NeMo checkpoint", ("model_weights/*",)),
-    Format("NeMo archive", ("*.nemo",)),
-    Format("Megatron Bridge checkpoint", ("run_config.yaml", ".metadata")),
-    Format("Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/model_*rng.pt",)),
-    Format("Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/distrib_optim.pt",)),
-    Format("Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", ".metadata")),
-    Format("Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", "*.distcp")),
-    Format("Megatron checkpoint (--ckpt-format zarr)", ("common.pt", "metadata.json")),
-    Format("Megatron checkpoint (--ckpt-format fsdp_dtensor or torch_dcp)", (".metadata",), "iter_*"),
-    Format("torchtitan checkpoint", (".metadata",), "step-*"),
-    Format("checkpoint of torch.distributed.checkpoint", (".metadata",)),
-    Format("checkpoint of torch.distributed.checkpoint that lacks its .metadata", ("__*_*.distcp",)),
-    Format("training checkpoint of Hugging Face's Trainer", ("trainer_state.json",)),
-    Format("adapter of Hugging Face's PEFT", ("adapter_config.json",)),
-    Format("Hugging Face model", ("config.json", "*.safetensors")),
-    Format("Hugging Face model", ("config.json", "*.safetensors.index.json")),
-    Format("Hugging Face model", ("pytorch_model*.bin",)),
-    Format("Hugging Face model", ("pytorch_model*.bin.index.json",)),
-    Format("Hugging Face model without its weights", ("config.json", "tokenizer_config.json")),
-    Format("model in the format of Meta's releases", ("params.json", "consolidated*")),
-    Format("folder of safetensors files", ("*.safetensors",)),
-    Format("Lightning checkpoint", ("*.ckpt",)),
-    Format("GGUF model", ("*.gguf",)),
-    Format("folder of PyTorch files", ("*.pt",), ""),
-    Format("folder of PyTorch files", ("*.pth",), ""),
+    Format("a DeepSpeed checkpoint", ("*mp_rank_*_model_states.pt",)),
+    Format("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
+    Format("a NeMo checkpoint", ("context/*", "weights/*")),
+    Format("a NeMo checkpoint", ("model_weights/*",)),
+    Format("a NeMo archive", ("*.nemo",)),
+    Format("a Megatron Bridge checkpoint", ("run_config.yaml", ".metadata")),
+    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/model_*rng.pt",)),
+    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/distrib_optim.pt",)),
+    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", ".metadata")),
+    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", "*.distcp")),
+    Format("a Megatron checkpoint (--ckpt-format zarr)", ("common.pt", "metadata.json")),
+    Format("a Megatron checkpoint (--ckpt-format fsdp_dtensor or torch_dcp)", (".metadata",), "iter_*"),
+    Format("a torchtitan checkpoint", (".metadata",), "step-*"),
+    Format("a checkpoint of torch.distributed.checkpoint", (".metadata",)),
+    Format("a checkpoint of torch.distributed.checkpoint that lacks its .metadata", ("__*_*.distcp",)),
+    Format("a training checkpoint of Hugging Face's Trainer", ("trainer_state.json",)),
+    Format("an adapter of Hugging Face's PEFT", ("adapter_config.json",)),
+    Format("a Hugging Face model", ("config.json", "*.safetensors")),
+    Format("a Hugging Face model", ("config.json", "*.safetensors.index.json")),
+    Format("a Hugging Face model", ("pytorch_model*.bin",)),
+    Format("a Hugging Face model", ("pytorch_model*.bin.index.json",)),
+    Format("a Hugging Face model without its weights", ("config.json", "tokenizer_config.json")),
+    Format("a model in the format of Meta's releases", ("params.json", "consolidated*")),
+    Format("a folder of safetensors files", ("*.safetensors",)),
+    Format("a Lightning checkpoint", ("*.ckpt",)),
+    Format("a GGUF model", ("*.gguf",)),
+    Format("a folder of PyTorch files", ("*.pt",), ""),
+    Format("a folder of PyTorch files", ("*.pth",), ""),
 )
 # Where formats keep checkpoints below the folder that is named, and what they keep below a checkpoint's directory.
 _STEPS = ("iter_*", "release", "step-*", "global_step*", "checkpoint-*", "snapshots/*", "?" * 40)
@@ -101,7 +101,7 @@ def recognise(folder: Path) -> str | None:
             evidence = [next((p for p in paths if fnmatchcase(p, one)), "") for one in form.patterns]
             if all(evidence):
                 shown = ", ".join(os.path.join(directory, path) for path in evidence)
-                return None if form is OURS else f"a {form.name} ({shown})"
+                return None if form is OURS else f"{form.name} ({shown})"
     return None
 
 

@@ -71,8 +71,8 @@ _CHUNK = {
 }
 # Every field of manifest.json. `common` and `per_rank` are checked by whoever reads what is in them.
 SCHEMA: dict[str, Schema] = {
-    "format": text(),
-    "format_version": integer(),
+    "format": one_of(FORMAT),
+    "format_version": one_of(FORMAT_VERSION),
     "iteration": integer(high=MAX_ITERATION),
     "consumed_train_samples": integer(),
     "world_size": integer(low=1),
@@ -196,9 +196,8 @@ def _size_limit(directory: Path) -> int:
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The checked manifest in `raw`; `path` is for messages."""
     fields, place = _decode(raw, path), Place(path)
-    if (fields.get("format"), fields.get("format_version")) != (FORMAT, FORMAT_VERSION):
-        found = [fields.get("format"), fields.get("format_version")]
-        place.at("format").fail(f"{FORMAT!r} version {FORMAT_VERSION}", found)
+    if fields.get("format") == FORMAT and fields.get("format_version") != FORMAT_VERSION:
+        place.at("format_version").fail(f"version {FORMAT_VERSION}", fields.get("format_version"))
     check(SCHEMA, fields, place)
     files = {
         name: FileEntry(name, value["bytes"], value["sha256"]) for name, value in fields["files"].items()
