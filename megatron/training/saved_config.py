@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 from megatron.core.config_base import value_type
@@ -24,7 +25,13 @@ from megatron.core.dist_checkpointing.schema import (
 )
 from megatron.training.config import FIELDS
 
-_SIZES = ("ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+# Factors of the sizes of matrices that every layer has.
+_MATRICES = (
+    ("ffn_hidden_size", "hidden_size"),
+    ("num_attention_heads", "kv_channels", "hidden_size"),
+    ("num_query_groups", "kv_channels", "hidden_size"),
+)
+_LAYER = re.compile(r"model\.decoder\.layers\.([0-9]{1,6})\.")
 EMBEDDING = "model.embedding.word_embeddings.weight"
 
 
@@ -67,11 +74,16 @@ def check_config(found: Found, config: dict[str, Any]) -> None:
         if config.get(name) not in (None, size):
             place.at(name).fail(f"{size} as in the shape of {EMBEDDING}", config[name])
     elements = sum(math.prod(tensor.shape) for tensor in found.manifest.tensors.values())
-    for name in _SIZES:
-        check(or_null(integer(high=elements)), config.get(name), place.at(name))
-    check(
-        or_null(integer(high=len(found.manifest.tensors))), config.get("num_layers"), place.at("num_layers")
-    )
+    for names in _MATRICES:
+        for name in names:
+            check(or_null(integer(low=1, high=elements)), config.get(name), place.at(name))
+        if math.prod(config.get(name) or 1 for name in names) > elements:
+            place.at(names[0]).fail(
+                f"a matrix that fits into the {elements} elements stored", config[names[0]]
+            )
+    layers = {int(match[1]) for name in found.manifest.tensors if (match := _LAYER.match(name))}
+    if layers and config.get("num_layers") not in (None, max(layers) + 1):
+        place.at("num_layers").fail(f"{max(layers) + 1} as in the names of tensors", config["num_layers"])
 
 
 def saved_config(load: str, ckpt_step: int | None = None) -> dict[str, Any] | None:

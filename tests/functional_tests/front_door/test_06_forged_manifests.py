@@ -11,7 +11,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.state import whole_tensors
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
 from megatron.core.parallel_state import single_process
-from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpointing import Checkpointer, load_for_inference
+from megatron.training.saved_config import saved_config
 from megatron.training.training_config import CheckpointConfig
 from tests.harness import forgery, launch
 
@@ -147,6 +148,28 @@ def test_a_checkpoint_written_before_the_schema_goes_on_as_its_own_run_did(folde
     losses = [float(text.split()[0]) for text in run.losses().values()]
     assert list(run.losses()) == [3, 4]
     assert losses == pytest.approx([2.745114, 2.737582], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("hidden_size", 16),
+        ("padded_vocab_size", 1 << 40),
+        ("num_layers", 10_000),
+        ("ffn_hidden_size", 1 << 30),
+        ("num_attention_heads", 0),
+        ("kv_channels", 1 << 50),
+        ("swiglu", "yes"),
+    ],
+)
+def test_a_forged_shape_takes_no_memory(folder, name, size):
+    """What --use-checkpoint-args and tools/generate.py build a model from."""
+    forgery.forge(folder / "ck" / NEWEST, lambda fields: fields["common"]["config"].update({name: size}))
+    for read in (saved_config, load_for_inference):
+        with pytest.raises(
+            CheckpointError, match=rf"manifest\.json: field 'common\.config\.{name}': expected"
+        ):
+            read(str(folder / "ck"))
 
 
 # A run that went back replaces only what it was told to.
