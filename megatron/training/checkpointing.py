@@ -168,7 +168,10 @@ class Checkpointer:
         """
         flags = self._config
         choice = Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
-        self._own(choice.found)
+        with step() as claimed:
+            if self._ps.rank == 0:  # who commits
+                self._own(choice.found)
+        claimed.gather(self._ps)
         if flags.load is None:
             return None
         if choice.found is None:
@@ -238,9 +241,9 @@ class Checkpointer:
             )
 
     def _own(self, loaded: Found | None) -> None:
-        """Which checkpoints in --save are this run's: [Note: what a save may replace] in commit. One rank saves."""
+        """Which checkpoints in --save are this run's: [Note: what a save may replace] in commit."""
         flags = self._config
-        if flags.save is None or self._ps.rank != 0:
+        if flags.save is None:
             return
         goes_on = loaded is not None and not flags.finetune and _same_folder(flags.save, flags.load or "")
         if goes_on and flags.ckpt_step is not None:
