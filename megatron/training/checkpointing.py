@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import (
     Choice,
     Found,
-    Kind,
+    candidates,
     checkpoint_config,
     config_of,
     list_entries,
@@ -249,7 +249,7 @@ class Checkpointer:
         if goes_on and flags.ckpt_step is not None:
             self._owned = None
             return
-        there = [entry.iteration for entry in list_entries(Path(flags.save)) if entry.kind is Kind.COMMITTED]
+        there = sorted(candidates(list_entries(Path(flags.save))))
         last = loaded.iteration if loaded is not None and goes_on else -1
         self._owned = {iteration for iteration in there if iteration <= last}
         others = [iteration for iteration in there if iteration > last]

@@ -45,7 +45,7 @@ def cases(every):
             forged["one more"] = lambda holder, name=name: holder[name].update(extra=1)
         for label, change in forged.items():
             number += 1
-            if every or number % 37 == 0:
+            if every or number % (199 if "config" in kind else 29) == 0:  # most fields are flags
                 yield kind, path, label, change
 
 
