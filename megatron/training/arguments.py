@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.catalog import checkpoint_config
+from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.check_config import build_report, render_json, render_text
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
@@ -27,7 +27,9 @@ from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules, inert_flags
 from megatron.training.run_folder import is_held
+from megatron.training.saved_config import check_config, saved_config
 from megatron.training.saved_vocabulary import saved_padded_vocabulary
+from megatron.training.training_config import CheckpointConfig
 
 __all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
 
@@ -47,8 +49,8 @@ def launch_config(
 
     argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as Megatron's
     `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags say.
-    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when
-    --use-checkpoint-args meets a damaged checkpoint.
+    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when --load names
+    what cannot be loaded, as far as that can be told without reading tensors.
     """
     guard_console()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -61,7 +63,9 @@ def launch_config(
         raise _refuse(error.problems, LaunchEnv.read(), words) from None
     try:
         config, problems = _resolved(line, env, needs_data=needs_data)
-    except CheckpointError as error:  # --use-checkpoint-args reads one
+        if not problems and not config.training.check_config and config.checkpoint.load is not None:
+            check_loadable(config.checkpoint.load, needed_by=config.checkpoint.needs_checkpoint)
+    except CheckpointError as error:
         raise _refuse_checkpoint(error, env, words, line) from None
     if config.training.check_config:
         _report(config, problems, env)
@@ -124,12 +128,13 @@ def _refuse(
 def _refuse_checkpoint(
     error: CheckpointError, env: LaunchEnv, words: Sequence[str], line: CommandLine
 ) -> SystemExit:
-    """The exception that ends the process when the checkpoint whose shape is asked for cannot be trusted."""
+    """The exception that ends the process when --load names what cannot be loaded. Local rank 0 says it."""
     status = ExitStatus.CHECKPOINT
-    if env.local_rank == 0:
+    if env.local_rank != 0:
+        time.sleep(SPEAKER_GRACE_S)
+    else:
         print(f"error (checkpoint, exit status {int(status)}): {error}", file=sys.stderr, flush=True)
-        if not line.values.get("check_config"):
-            _record_refusal(status, str(error), env, line.values.get("save"), words)
+        _record_refusal(status, str(error), env, line.values.get("save"), words)
     return SystemExit(int(status))
 
 
@@ -161,15 +166,16 @@ def _resolved(
     line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
 ) -> tuple[Config, list[Problem]]:
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
-    if values.get("use_checkpoint_args") and values.get("load") is not None:
-        saved = checkpoint_config(values["load"], values.get("ckpt_step"))
+    check_only = bool(values.get("check_config"))
+    unloadable = _load_problems(values) if check_only and line.complete else []
+    if values.get("use_checkpoint_args") and values.get("load") is not None and not unloadable:
+        saved = saved_config(values["load"], values.get("ckpt_step"))
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
         else:
             values, origin, told = apply_checkpoint_args(values, origin, saved)
             warnings += told
     has_gpu = env.gpu_present()
-    check_only = bool(values.get("check_config"))
     if check_only and values.get("padded_vocab_size") is None:
         # A launch asks one rank once all are there: see session.
         saved_size = saved_padded_vocabulary(values)
@@ -190,7 +196,28 @@ def _resolved(
         return config, line.problems
     misread = {flag for problem in line.problems for flag in (*problem.flags, *problem.meant)}
     broken = [problem for problem in broken_rules(situation) if not _follows(problem, misread)]
-    return config, line.problems + broken
+    return config, line.problems + unloadable + broken
+
+
+def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """Under --check-config: why a launch would end with status 3. It reads the checkpoint's manifest, no tensors."""
+    given = {
+        name: values[name]
+        for name in ("load", "finetune", "ckpt_step", "exit_on_missing_checkpoint")
+        if name in values
+    }
+    checkpoint = CheckpointConfig(**given)
+    if checkpoint.load is None:
+        return []
+    try:
+        check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
+        found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
+        if found is not None and values.get("use_checkpoint_args"):
+            config_of(found, check_config)
+    except CheckpointError as error:
+        fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
+        return [Problem("load", ("--load",), f"--load: {error}", fix)]
+    return []
 
 
 def _follows(problem: Problem, misread: set[str]) -> bool:

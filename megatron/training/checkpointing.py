@@ -14,6 +14,7 @@ manifest: `common` (iteration, consumed samples, scheduler, scaler, configuratio
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,26 @@ from torch import __version__ as torch_version
 
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
-from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config, config_of
+from megatron.core.dist_checkpointing.catalog import (
+    Choice,
+    Found,
+    candidates,
+    checkpoint_config,
+    config_of,
+    list_entries,
+)
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
+from megatron.core.dist_checkpointing.schema import Place, Words
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.training import metrics
-from megatron.training.rng_state import rng_state, set_rng_state
+from megatron.training.rng_state import check_rng_state, rng_state, set_rng_state
+from megatron.training.saved_config import SCHEMAS, check_config
 from megatron.training.training_config import CheckpointConfig
 from megatron.training.weight_check import NonFiniteWeightsError, first_nonfinite
 
@@ -72,6 +82,13 @@ class Restored:
     optimizer: bool
 
 
+CheckState = Callable[[Found, bool], None]
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 class Checkpointer:
     """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
 
@@ -85,6 +102,9 @@ class Checkpointer:
         self._config = config
         self._log, self._guard = log, guard
         self._cache = PlanCache()
+        self._owned: set[int] | None = (
+            None  # iterations in --save that are this run's; None: all, until `load`
+        )
         self._async = AsyncSaver(log, guard)
 
     @property
@@ -127,15 +147,16 @@ class Checkpointer:
         if self._config.async_save:
             earlier = self._async.in_flight
             done = self._async.save(
-                root, iteration, pieces, common, per_rank, self._ps, retain_interval=retain, cache=self._cache
-            )
+                root, iteration, pieces, common, per_rank, self._ps,
+                retain_interval=retain, owned=self._owned, cache=self._cache,
+            )  # fmt: skip
             if done is not None and earlier is not None:
                 self._saved(earlier)
             self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
             return self.maybe_finalize(blocking=True) if wait else None
         directory = save(
             root, iteration, pieces, common, per_rank, self._ps,
-            retain_interval=retain, cache=self._cache, log=self._log, guard=self._guard,
+            retain_interval=retain, owned=self._owned, cache=self._cache, log=self._log, guard=self._guard,
         )  # fmt: skip
         self._saved(iteration)
         return directory
@@ -157,21 +178,26 @@ class Checkpointer:
         optimizer_pieces: Sequence[LocalPiece],
         *,
         config: Mapping[str, Any] | None = None,
+        check_state: CheckState | None = None,
     ) -> Restored | None:
         """Load from `--load` into the pieces, and set the random generators; None: start from scratch.
 
         config: this run's flat configuration, compared with the checkpoint's where it decides what the
-        weights mean. Raises CheckpointError on all ranks together, before any tensor is touched, unless what was saved
-        is not finite.
+        weights mean. check_state(found, with_optimizer): refuses a `common` that the caller cannot go on from. Raises
+        CheckpointError on all ranks together, before any tensor is touched, unless what was saved is not finite.
         """
         flags = self._config
+        choice = Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
+        with step() as claimed:
+            if self._ps.rank == 0:  # who commits
+                self._own(choice.found)
+        claimed.gather(self._ps)
         if flags.load is None:
             return None
-        choice = find(flags.load, self._ps, flags.ckpt_step)
         if choice.found is None:
             why = "; ".join(choice.notes)
-            if flags.exit_on_missing_checkpoint:
-                raise CheckpointError(f"{why}; --exit-on-missing-checkpoint does not allow that")
+            if (flag := flags.needs_checkpoint) is not None:
+                raise CheckpointError(f"{why}; {flag} does not allow that")
             self._say(f"{why}; starting from scratch")
             return None
         for note in choice.notes:
@@ -183,7 +209,9 @@ class Checkpointer:
             _check_optimizer(found)
         with_rng = not (flags.finetune or flags.no_load_rng)
         if with_rng:
-            _check_rng(found, self._ps.world_size)
+            self._check_rng(found)
+        if check_state is not None and not flags.finetune:
+            check_state(found, with_optimizer)
         self._say(f" loading checkpoint from {flags.load} at iteration {found.iteration}")
         pieces = list(model_pieces) + (list(optimizer_pieces) if with_optimizer else [])
         load_pieces(
@@ -201,17 +229,30 @@ class Checkpointer:
         self._say(metrics.loaded_line(iteration, flags.load, self.place))
         return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
 
+    def _check_rng(self, found: Found) -> None:
+        _check_rng(found, self._ps.world_size)
+        with step() as checked:
+            if self._ps.rank < len(found.manifest.per_rank):
+                check_rng_state(*self._saved_rng(found))
+        checked.gather(self._ps)
+
+    def _saved_rng(self, found: Found) -> tuple[Any, Place]:
+        """This rank's, and where it stands."""
+        place = Place(found.directory / MANIFEST_NAME, "per_rank")[self._ps.rank].at("rng")
+        return found.manifest.per_rank[self._ps.rank]["rng"], place
+
     def _load_rng(self, found: Found) -> None:
         """Each rank its own state; ranks that the saved run did not have keep their fresh seeds."""
-        saved = found.manifest.per_rank
-        if len(saved) != self._ps.world_size:
+        num_saved = len(found.manifest.per_rank)
+        if num_saved != self._ps.world_size:
             self._say(
-                f"random generators: the checkpoint has those of {len(saved)} ranks, this has "
+                f"random generators: the checkpoint has those of {num_saved} ranks, this has "
                 f"{self._ps.world_size}: ranks without one keep fresh seeds"
             )
         with step() as restored:
-            if self._ps.rank < len(saved):
-                set_rng_state(saved[self._ps.rank]["rng"], self._ps.device)
+            if self._ps.rank < num_saved:
+                state, place = self._saved_rng(found)
+                set_rng_state(state, self._ps.device, place)
         restored.gather(self._ps)
 
     def _note_versions(self, found: Found) -> None:
@@ -221,7 +262,29 @@ class Checkpointer:
                 f"{torch_version}: numbers may differ in the last bits"
             )
 
+    def _own(self, loaded: Found | None) -> None:
+        """Which checkpoints in --save are this run's: [Note: what a save may replace] in commit."""
+        flags = self._config
+        if flags.save is None:
+            return
+        goes_on = loaded is not None and not flags.finetune and _same_folder(flags.save, flags.load or "")
+        if goes_on and flags.ckpt_step is not None:
+            self._owned = None
+            return
+        there = sorted(candidates(list_entries(Path(flags.save))))
+        last = loaded.iteration if loaded is not None and goes_on else -1
+        self._owned = {iteration for iteration in there if iteration <= last}
+        others = [iteration for iteration in there if iteration > last]
+        if others:
+            shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+            self._say(
+                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they "
+                "are never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
+            )
+
     def _saved(self, iteration: int) -> None:
+        if self._owned is not None:
+            self._owned.add(iteration)
         self._say(metrics.saved_line(iteration, str(self._config.save), self.place))
 
     def _say(self, line: str) -> None:
@@ -240,10 +303,9 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
 
 
 def _check_config(found: Found, config: Mapping[str, Any]) -> None:
-    saved = found.manifest.common.get("config")
-    if not isinstance(saved, dict):
+    if "config" not in found.manifest.common:
         return
-    saved = {**_UNNAMED, **saved}
+    saved = {**_UNNAMED, **config_of(found, check_config)}
     differing = [
         f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
         for name in MODEL_FIELDS
@@ -259,8 +321,8 @@ def _check_config(found: Found, config: Mapping[str, Any]) -> None:
 def _check_optimizer(found: Found) -> None:
     if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
         raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: no optimizer state (saved with --no-save-optim?): load with "
-            f"--no-load-optim or --finetune"
+            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
+            f"load with --no-load-optim or --finetune"
         )
 
 
@@ -268,8 +330,8 @@ def _check_rng(found: Found, world_size: int) -> None:
     for rank, own in enumerate(found.manifest.per_rank[:world_size]):
         if not isinstance(own, dict) or "rng" not in own:
             raise CheckpointError(
-                f"{found.directory / MANIFEST_NAME}: no random generator state of rank {rank} "
-                f"(saved with --no-save-rng?): load with --no-load-rng"
+                f"{found.directory / MANIFEST_NAME}: field 'per_rank[{rank}]': no random generator state of rank "
+                f"{rank} (saved with --no-save-rng?): load with --no-load-rng"
             )
 
 
@@ -286,4 +348,8 @@ def load_for_inference(
         load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
         _refuse_nonfinite(found, pieces)
 
-    return config_of(found), load
+    config = config_of(found, check_config)
+    if unknown := sorted(config.keys() - SCHEMAS.keys()):
+        place = Place(found.directory / MANIFEST_NAME, "common.config")
+        place.fail("settings of this version", Words(f"others: {', '.join(map(ascii, unknown))}"))
+    return config, load

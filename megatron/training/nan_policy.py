@@ -22,9 +22,11 @@ import dataclasses
 import enum
 from collections.abc import Iterable
 
+from megatron.core.dist_checkpointing.schema import Schema, integer
 from megatron.training.exit_status import ExitStatus
 
 NAN_POLICIES = ("abort", "skip", "rerun-once")
+NAN_POLICY_SCHEMA: Schema = {"consecutive_skips": integer()}  # `NanPolicy.state`
 
 
 class Decision(enum.Enum):

@@ -6,6 +6,7 @@ import base64
 import random
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,50 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.schema import (
+    Check,
+    Place,
+    Schema,
+    check,
+    integer,
+    number,
+    one_of,
+    optional,
+    or_null,
+)
+
+_WAY_ON = "--no-load-rng goes on without it"
+_UNNAMED = Place(Path("the checkpoint"), "rng")
+
+
+def _base64(num_bytes: int | None = None) -> Check:
+    """Text that holds so many bytes."""
+
+    def run(value: Any, place: Place) -> None:
+        try:
+            length = len(_decode(value))
+        except (TypeError, ValueError):
+            length = -1
+        if length < 0 or num_bytes not in (None, length):
+            place.fail(f"base64 of {num_bytes or 'some'} bytes", value)
+
+    return run
+
+
+# Of the Mersenne twister, which Python and NumPy share: 624 words, and the place of the next one.
+_WORDS = 624
+_GAUSS = number(-100.0, 100.0)  # the second of two normal numbers: further out lies none
+SCHEMA: Schema = {
+    "python": {"version": one_of(3), "words": _base64(4 * _WORDS + 4), "gauss": or_null(_GAUSS)},
+    "numpy": {
+        "bit_generator": one_of("MT19937"),
+        "key": _base64(4 * _WORDS),
+        "pos": integer(high=_WORDS),
+        "has_gauss": one_of(0, 1),
+        "gauss": _GAUSS,
+    },
+    "torch": {"cpu": _base64(), "cuda": optional(_base64())},
+}
 
 
 def rng_state(device: Device) -> dict[str, Any]:
@@ -36,31 +81,33 @@ def rng_state(device: Device) -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: Mapping[str, Any], device: Device) -> None:
-    """Put `rng_state` back. Raises CheckpointError when it is not one."""
+def check_rng_state(state: Any, place: Place) -> None:
+    """Raises CheckpointError naming what of a saved state is none."""
     try:
-        python, numpy_state = state["python"], state["numpy"]
-        packed = _decode(python["words"])
-        words = struct.unpack(f"<{len(packed) // 4}I", packed)
-        torch_states = {
-            kind: torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
-            for kind, text in state["torch"].items()
-        }
+        check(SCHEMA, state, place)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_WAY_ON}") from None
+
+
+def set_rng_state(state: Mapping[str, Any], device: Device, place: Place = _UNNAMED) -> None:
+    """Put `rng_state` back. Raises CheckpointError when it is not one."""
+    check_rng_state(state, place)
+    python, numpy_state = state["python"], state["numpy"]
+    words = struct.unpack(f"<{_WORDS + 1}I", _decode(python["words"]))
+    torch_states = {
+        kind: torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
+        for kind, text in state["torch"].items()
+    }
+    key = np.frombuffer(_decode(numpy_state["key"]), dtype="<u4")
+    try:
         random.setstate((python["version"], words, python["gauss"]))
         np.random.set_state(
-            (
-                numpy_state["bit_generator"],
-                np.frombuffer(_decode(numpy_state["key"]), dtype="<u4"),
-                numpy_state["pos"],
-                numpy_state["has_gauss"],
-                numpy_state["gauss"],
-            )
+            ("MT19937", key, numpy_state["pos"], numpy_state["has_gauss"], numpy_state["gauss"])
         )
         device.set_rng_states(torch_states)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
+    except (ValueError, RuntimeError) as error:  # words that no generator is ever in
         raise CheckpointError(
-            f"the checkpoint's random generator state is not usable here ({type(error).__name__}: {error}); "
-            f"--no-load-rng goes on without it"
+            f"{place.path}: field {place.where!r}: not usable here ({error}); {_WAY_ON}"
         ) from error
 
 

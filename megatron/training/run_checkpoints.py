@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.catalog import Found
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.schema import Place, Schema, check, integer, one_of
+from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
+from megatron.core.optimizer.mixed_precision import OPTIMIZER_SCHEMA, OptimizerStateError
+from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA
 from megatron.training.build import Engine
 from megatron.training.checkpointing import Checkpointer, Restored
 from megatron.training.data import DataIterators, first_difference
 from megatron.training.microbatches import ends_at
-from megatron.training.nan_policy import NanPolicy
+from megatron.training.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
 from megatron.training.reporter import Reporter
 from megatron.training.session import Session
-from megatron.training.state import TrainState
+from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
+
+SECTIONS: Mapping[str, Schema] = {"train_state": TRAIN_STATE_SCHEMA, "nan_policy": NAN_POLICY_SCHEMA}
+OPTIMIZER_SECTIONS: Mapping[str, Schema] = {
+    "optimizer": OPTIMIZER_SCHEMA,
+    "scheduler": SCHEDULER_SCHEMA,
+    "scaler": SCALER_SCHEMA,
+}
+# What no run can have more of than the whole checkpoint says.
+_AT_MOST = {
+    ("train_state", "skipped_train_samples"): "consumed_train_samples",
+    ("nan_policy", "consecutive_skips"): "iteration",
+    ("optimizer", "num_steps"): "iteration",
+    ("scheduler", "samples"): "consumed_train_samples",
+    ("scaler", "clean_steps"): "iteration",
+}
+
+
+def check_state(found: Found, with_optimizer: bool) -> None:
+    """Raises CheckpointError naming the field of a manifest's `common` that no run has written."""
+    place, manifest = Place(found.directory / MANIFEST_NAME, "common"), found.manifest
+    sections = {**SECTIONS, **(OPTIMIZER_SECTIONS if with_optimizer else {})}
+    for name, schema in sections.items():
+        check(schema, manifest.common.get(name), place.at(name))
+    for name in ("iteration", "consumed_train_samples"):
+        stated = getattr(manifest, name)
+        check(one_of(stated), manifest.common["train_state"][name], place.at(f"train_state.{name}"))
+    for (section, name), limit in _AT_MOST.items():
+        if section in sections and (value := manifest.common[section].get(name)) is not None:
+            check(integer(high=getattr(manifest, limit)), value, place.at(f"{section}.{name}"))
 
 
 class RunCheckpoints:
@@ -40,7 +77,10 @@ class RunCheckpoints:
         engine = self._engine
         with self._session.watchdog.phase("load"):
             restored = self._checkpointer.load(
-                engine.model_pieces(), engine.optimizer.pieces(), config=self._config.flat()
+                engine.model_pieces(),
+                engine.optimizer.pieces(),
+                config=self._config.flat(),
+                check_state=check_state,
             )
         if restored is None:
             return
@@ -55,10 +95,19 @@ class RunCheckpoints:
         self._state.load_state(common["train_state"])
         self._nan_policy.load_state(common["nan_policy"])
         if restored.optimizer:
-            engine.optimizer.load_state(common["optimizer"])
-            if (told := engine.scheduler.load_state(common["scheduler"])) is not None:
-                self._session.print_rank_0(told)
-            engine.scaler.load_state(common["scaler"])
+            loads = {
+                "optimizer": engine.optimizer.load_state,
+                "scheduler": engine.scheduler.load_state,
+                "scaler": engine.scaler.load_state,
+            }
+            for name, load_state in loads.items():
+                try:
+                    told = load_state(common[name])
+                except (CheckpointError, OptimizerStateError, GradScalerStateError) as error:
+                    path = restored.directory / MANIFEST_NAME
+                    raise CheckpointError(f"{path}: field 'common.{name}': {error}") from None
+                if told is not None:
+                    self._session.print_rank_0(told)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)
 

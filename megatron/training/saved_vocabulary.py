@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing.catalog import checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.config import Config
 from megatron.training.problems import ConfigurationError, Problem
+from megatron.training.saved_config import saved_config
 
 CHECKPOINT = "checkpoint"  # the origin of a size that a checkpoint gave
 
@@ -21,11 +21,11 @@ def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:
     if settings.get("load") is None:
         return None
     try:
-        saved = checkpoint_config(settings["load"], settings.get("ckpt_step"))
+        saved = saved_config(settings["load"], settings.get("ckpt_step"))
     except CheckpointError:
         return None
     size = None if saved is None else saved.get("padded_vocab_size")
-    return size if isinstance(size, int) and size > 0 else None
+    return size if size is not None and size > 0 else None
 
 
 def with_saved_vocabulary(config: Config, size: int) -> Config:

@@ -6,7 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.dist_checkpointing.schema import Schema, integer, number
 from megatron.training.config import Config
+
+_LENGTHS = ("train_iters", "train_samples")  # flags, and no state
+TRAIN_STATE_SCHEMA: Schema = {  # `TrainState.state`
+    "iteration": integer(),
+    "consumed_train_samples": integer(),
+    "consumed_valid_samples": integer(),
+    "skipped_train_samples": integer(),
+    "num_floating_point_operations_so_far": number(low=0.0),
+}
 
 
 @dataclasses.dataclass
@@ -39,9 +49,9 @@ class TrainState:
         return self.iteration >= self.train_iters
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the run's length is a flag, not a state."""
+        """What a checkpoint keeps."""
         kept = dataclasses.asdict(self)
-        return {name: kept[name] for name in kept if name not in ("train_iters", "train_samples")}
+        return {name: kept[name] for name in kept if name not in _LENGTHS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():

@@ -81,7 +81,7 @@ class CheckpointConfig:
     load: str | None = arg(None, "folder to resume from")
     no_load_optim: bool = arg(False, "leave the optimizer's state as it is")
     no_load_rng: bool = arg(False, "leave the state of random generators as it is")
-    finetune: bool = arg(False, "load weights only and start at iteration 0")
+    finetune: bool = arg(False, "load weights only and start at iteration 0; nothing in --load is an error")
     ckpt_step: int | None = arg(None, "load this iteration instead of the newest", unit="iterations")
     use_checkpoint_args: bool = arg(False, "take the model's shape from the checkpoint")
     exit_on_missing_checkpoint: bool = arg(False, "stop when --load holds no checkpoint")
@@ -89,6 +89,16 @@ class CheckpointConfig:
         "torch_dist", "there is one format, ours, under the name torch_dist"
     )
     async_save: bool = arg(False, "write checkpoints in the background")
+
+    @property
+    def needs_checkpoint(self) -> str | None:
+        """The flag that says that there is something to load, so that nothing there is an error."""
+        needs = {
+            "--finetune": self.finetune,
+            "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
+            "--ckpt-step": self.ckpt_step is not None,
+        }
+        return next((flag for flag, given in needs.items() if given), None)
 
 
 @dataclasses.dataclass(frozen=True)

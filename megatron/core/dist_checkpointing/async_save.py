@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class AsyncSaver:
         ps: ParallelState | None = None,
         *,
         retain_interval: int | None = None,
+        owned: Collection[int] | None = None,
         cache: PlanCache | None = None,
     ) -> Path | None:
         """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this returns.
@@ -80,7 +81,7 @@ class AsyncSaver:
             earlier = self.maybe_finalize(ps, blocking=True)
         pending = begin_save(
             root, iteration, pieces, common, per_rank, ps,
-            retain_interval=retain_interval, cache=cache, log=self._log, guard=self._guard,
+            retain_interval=retain_interval, owned=owned, cache=cache, log=self._log, guard=self._guard,
         )  # fmt: skip
         self._buffer = pending.snapshot(self._buffer)
         self._writer = _Writer(pending)

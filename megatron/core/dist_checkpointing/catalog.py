@@ -5,7 +5,8 @@
     ROOT/iter_0000123.tmp-1f2e3d4c/         a save that has not finished: never loaded
     ROOT/iter_0000123.old-1f2e3d4c/         committed, being replaced by a new save of its iteration
     ROOT/iter_0000123.trash-1f2e3d4c/       being removed
-    ROOT/iter_0000123.kept-1f2e3d4c/        not ours (no manifest.json), put out of the way of a save
+    ROOT/iter_0000123.kept-1f2e3d4c/        not this run's, put out of the way of a save and never removed
+    ROOT/iter_0000123.damaged-1f2e3d4c/     the same of a damaged one
 
 A directory becomes `iter_N` by one rename, with everything in it durable. So a damaged `iter_N` is not the
 rest of a save that was killed but a fault of storage or of somebody's hand, and going on from an older one
@@ -14,20 +15,27 @@ would lose work unasked: it is refused, and the message says how to choose the o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import open_regular, read_exactly
+from megatron.core.dist_checkpointing.files import open_regular
+from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatron.core.dist_checkpointing.schema import Place
+from megatron.core.safe_files import read_bytes
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 MAX_TRACKER_BYTES = 64
-_NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept)-([0-9a-f]{1,32}))?")
+_SHOWN = 6  # names of a folder that holds none
+_NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept|damaged)-([0-9a-f]{1,32}))?")
 
 
 class Kind(Enum):
@@ -38,6 +46,7 @@ class Kind(Enum):
     REPLACED = "old"
     TRASH = "trash"
     KEPT = "kept"
+    DAMAGED = "damaged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +84,40 @@ def directory_name(iteration: int, kind: Kind = Kind.COMMITTED, tag: str = "") -
 
 def list_entries(root: Path) -> list[Entry]:
     """Every directory of the folder that follows the naming, by iteration. A missing folder has none."""
-    if not root.exists():
-        return []
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: not a directory; --save and --load name folders")
-    entries = []
-    try:
-        for path in root.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                entries.append(Entry(path, int(match[1]), Kind(match[2])))
-    except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
+    with _told(root):
+        names = os.listdir(root) if _is_folder(root) else []
+    entries = [
+        Entry(root / name, int(match[1]), Kind(match[2]))
+        for name in names
+        if (match := _NAME.fullmatch(name))
+    ]
     return sorted(entries, key=lambda entry: (entry.iteration, entry.path.name))
+
+
+@contextlib.contextmanager
+def _told(root: Path) -> Iterator[None]:
+    """What the system refuses, as a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+
+
+def _is_folder(path: Path) -> bool:
+    """False where nothing is. Raises CheckpointError saying what is there instead of a folder, and OSError."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a link to {os.readlink(path)}, which is missing") from None
+        return False
+    except ValueError as error:  # a name that no file can have
+        raise CheckpointError(f"{str(path)!r}: names no folder: {error}") from None
+    if not stat.S_ISDIR(mode):
+        raise CheckpointError(
+            f"{path}: not a directory but {describe_file(path, mode)}; --save and --load name folders"
+        )
+    return True
 
 
 def candidates(entries: Sequence[Entry]) -> dict[int, Path]:
@@ -98,16 +129,13 @@ def candidates(entries: Sequence[Entry]) -> dict[int, Path]:
 def read_tracker(root: Path) -> int | str | None:
     """The iteration it names; None without a tracker; a text saying what is wrong with it otherwise."""
     path = root / TRACKER_NAME
-    if not path.is_symlink() and not path.exists():
-        return None
     try:
-        with open_regular(path) as fd:
-            size = path.stat(follow_symlinks=False).st_size
-            if size > MAX_TRACKER_BYTES:
-                return f"{path}: {size} bytes, expected one iteration number"
-            text = bytes(read_exactly(fd, path, 0, size)).decode("utf-8", "backslashreplace").strip()
-    except CheckpointError as error:
-        return str(error)
+        raw = read_bytes(path, max_bytes=MAX_TRACKER_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{path}: {error.strerror}, expected a file with one iteration number"
+    text = raw.decode("utf-8", "backslashreplace").strip()
     if not re.fullmatch(r"[0-9]{1,12}", text):
         return f"{path}: expected an iteration number, found {text!r}"
     return int(text)
@@ -150,25 +178,77 @@ def choose(root: Path, ckpt_step: int | None = None) -> Choice:
     With `ckpt_step`: that one. Else the one the tracker names. Where that directory is gone, or the tracker
     says nothing: the newest valid one not newer than the tracker, else the newest valid one. A folder without
     tracker and without `iter_*`: nothing. Raises CheckpointError when `ckpt_step` or the tracker's directory
-    is damaged or `ckpt_step` missing, and when there is something but nothing valid.
+    is damaged or `ckpt_step` missing, when there is something but nothing valid, and as `check_loadable`.
     """
+    with _told(root):
+        there = _ours(root)
+        tracker = read_tracker(root)
+        if ckpt_step is not None:
+            return _asked_for(root, there, ckpt_step)
+        if isinstance(tracker, int) and tracker in there:
+            return Choice(_open_tracked(there, tracker), ())
+        if not there and tracker is None:
+            return Choice(None, (_nothing_in(root),))
+        return _newest_valid(root, there, tracker)
+
+
+def check_loadable(load: str, *, needed_by: str | None = None) -> None:
+    """What can be told of a folder without reading a checkpoint: before a launch, on every rank.
+
+    needed_by: the flag that says that there is something to load. Raises CheckpointError for a folder of another format
+    (it says of which), for what is no folder or cannot be read, and where there is nothing although a flag needs it.
+    """
+    root = Path(load)
+    with _told(root):
+        if not _ours(root) and needed_by is not None and read_tracker(root) is None:
+            raise CheckpointError(f"{_nothing_in(root)}; {needed_by} does not allow that")
+
+
+def _ours(root: Path) -> dict[int, Path]:
+    """`candidates`. Raises CheckpointError for the checkpoints of others; some that are ours go before those."""
     there = candidates(list_entries(root))
-    tracker = read_tracker(root)
-    if ckpt_step is not None:
-        if ckpt_step not in there:
-            known = ", ".join(map(str, sorted(there))) or "none"
-            raise CheckpointError(
-                f"{root / directory_name(ckpt_step)}: missing: --ckpt-step {ckpt_step} is not in {root} "
-                f"(iterations there: {known})"
-            )
-        return Choice(
-            open_directory(there[ckpt_step], ckpt_step), (f"loading iteration {ckpt_step} (--ckpt-step)",)
+    if any((path / MANIFEST_NAME).exists() for path in there.values()) or not root.exists():
+        return there
+    if (root / MANIFEST_NAME).exists():
+        raise CheckpointError(f"{root}: {_one_checkpoint(root)}")
+    if (what := recognise(root)) is not None:
+        first = min(there.values(), default=None)
+        told = (
+            f"{root}: no checkpoint"
+            if first is None
+            else f"{first / MANIFEST_NAME}: missing: not a checkpoint"
         )
-    if isinstance(tracker, int) and tracker in there:
-        return Choice(_open_tracked(there, tracker), ())
-    if not there and tracker is None:
-        return Choice(None, (f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*",))
-    return _newest_valid(root, there, tracker)
+        raise CheckpointError(f"{told} of ours but {what}; {CONVERSION}")
+    return there
+
+
+def _one_checkpoint(root: Path) -> str:
+    """How to load a directory that is a checkpoint itself."""
+    if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
+        return f"one checkpoint and not the folder of them: --load {root.parent} --ckpt-step {int(match[1])} loads it"
+    return (
+        f"one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the number being "
+        f"field 'iteration' of its {MANIFEST_NAME}, and give --load DIR"
+    )
+
+
+def _nothing_in(root: Path) -> str:
+    """Why a run starts from scratch, and what is there instead of checkpoints."""
+    names = names_in(root) if root.exists() else []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
+    return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"
+
+
+def _asked_for(root: Path, there: dict[int, Path], ckpt_step: int) -> Choice:
+    if ckpt_step not in there:
+        known = ", ".join(map(str, sorted(there))) or "none"
+        raise CheckpointError(
+            f"{root / directory_name(ckpt_step)}: missing: --ckpt-step {ckpt_step} is not in {root} "
+            f"(iterations there: {known})"
+        )
+    found = open_directory(there[ckpt_step], ckpt_step)
+    return Choice(found, (f"loading iteration {ckpt_step} (--ckpt-step)",))
 
 
 def _open_tracked(there: dict[int, Path], tracker: int) -> Found:
@@ -206,22 +286,26 @@ def _try_open(directory: Path, iteration: int) -> Found | str:
         return str(error)
 
 
-def checkpoint_config(load_dir: str, ckpt_step: int | None = None) -> dict[str, Any] | None:
+CheckConfig = Callable[[Found, dict[str, Any]], None]
+
+
+def checkpoint_config(
+    load_dir: str, ckpt_step: int | None = None, check_config: CheckConfig | None = None
+) -> dict[str, Any] | None:
     """The flat configuration that a checkpoint was saved with, from its manifest alone; None when there is none.
 
-    For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as
-    `choose`.
+    For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as `choose` and
+    as `check_config`.
     """
     choice = choose(Path(load_dir), ckpt_step)
-    if choice.found is None:
-        return None
-    return config_of(choice.found)
+    return None if choice.found is None else config_of(choice.found, check_config)
 
 
-def config_of(found: Found) -> dict[str, Any]:
+def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str, Any]:
     """The flat configuration that a checkpoint was saved with."""
     config = found.manifest.common.get("config")
     if not isinstance(config, dict):
-        path = found.directory / MANIFEST_NAME
-        raise CheckpointError(f"{path}: field 'common.config': expected an object, found {config!r:.80}")
+        Place(found.directory / MANIFEST_NAME, "common.config").fail("an object", config)
+    if check_config is not None:
+        check_config(found, config)
     return config

@@ -6,17 +6,20 @@ one is renamed to `iter_N`; fsync of the folder; the tracker is replaced by a te
 now anything old is removed. Whatever instant the process is killed at, the folder holds the old checkpoint or
 the new one, whole.
 
-A save of an iteration that exists already (a run that went back with --ckpt-step, or another run into the
-same folder) replaces it: the newer save is what the user asked for. The replaced directory is removed last,
-and until then `catalog` loads it if the new one has not taken its place.
+[Note: what a save may replace] A save of an iteration that exists replaces it only if the run owns it: it wrote it,
+goes on from it or a later one, or was told to go back with --ckpt-step. The replaced directory is removed last, and
+until then `catalog` loads it if the new one has not taken its place. Any other whole checkpoint in the way is renamed
+to `iter_N.kept-<tag>`, a damaged one to `iter_N.damaged-<tag>`, and neither is ever removed. A manifest of the same
+bytes is the same checkpoint, and may go. `--save-retain-interval` gives up checkpoints that the run owns, no others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.catalog import (
@@ -27,8 +30,9 @@ from megatron.core.dist_checkpointing.catalog import (
     open_directory,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, remove_tree, sync_directory, write_file
+from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, remove_tree
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.safe_files import publish_text, sync_directory
 
 KEEP_NEWEST = 2  # committed checkpoints that retention never touches
 
@@ -61,39 +65,50 @@ def clean(root: Path) -> list[str]:
         elif entry.kind in (Kind.TEMPORARY, Kind.REPLACED, Kind.TRASH):
             remove_tree(entry.path)
             notes.append(f"removed {entry.path}, left by a save that was not finished")
-    for path in root.glob(f"{TRACKER_NAME}.tmp-*"):
-        path.unlink()
+    for pattern in (f".{TRACKER_NAME}.*.tmp", f"{TRACKER_NAME}.tmp-*"):
+        for path in root.glob(pattern):
+            os.unlink(path)
     return notes
 
 
-def commit(temporary: Path, root: Path, iteration: int) -> list[str]:
-    """Make a written directory with its manifest the checkpoint of `iteration`. Returns log lines."""
+def commit(temporary: Path, root: Path, iteration: int, *, may_replace: bool = True) -> list[str]:
+    """Make a written directory with its manifest the checkpoint of `iteration`. Returns log lines.
+
+    may_replace: whether a whole checkpoint of that iteration goes; else it is kept under another name.
+    """
     tag = temporary.name.rpartition("-")[2]
     final = root / directory_name(iteration)
     sync_directory(temporary)
     notes, replaced = [], None
     if final.is_symlink() or final.exists():
-        ours = not final.is_symlink() and (final / MANIFEST_NAME).exists()
-        aside = root / directory_name(iteration, Kind.REPLACED if ours else Kind.KEPT, tag)
+        kind, why = _fate(final, temporary, iteration, may_replace)
+        aside = root / directory_name(iteration, kind, tag)
         os.rename(final, aside)
-        if ours:
+        if kind is Kind.REPLACED:
             replaced = aside
         else:
-            notes.append(f"{final} was not written by this project: put aside as {aside}")
+            notes.append(f"{final} {why}: put aside as {aside}")
     os.rename(temporary, final)
     sync_directory(root)
-    write_tracker(root, iteration, tag)
+    publish_text(root / TRACKER_NAME, str(iteration))  # no newline: as Megatron
+    sync_directory(root)
     if replaced is not None:
         notes += _remove(replaced)
     return notes
 
 
-def write_tracker(root: Path, iteration: int, tag: str) -> None:
-    """Replace the tracker at once; it names `iteration` from then on."""
-    temporary = root / f"{TRACKER_NAME}.tmp-{tag}"
-    write_file(temporary, str(iteration).encode())  # no newline: as Megatron
-    os.replace(temporary, root / TRACKER_NAME)
-    sync_directory(root)
+def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tuple[Kind, str]:
+    """What becomes of a directory that is in the way of a new one, and why it is kept."""
+    if final.is_symlink() or not (final / MANIFEST_NAME).exists():
+        return Kind.KEPT, "was not written by this project"
+    try:
+        there = open_directory(final, iteration)
+    except CheckpointError as error:
+        return Kind.DAMAGED, f"is damaged ({error})"
+    same = hashlib.sha256((temporary / MANIFEST_NAME).read_bytes()).hexdigest() == there.manifest_sha256
+    if may_replace or same:
+        return Kind.REPLACED, ""
+    return Kind.KEPT, "is a whole checkpoint that this run neither goes on from nor was told to replace"
 
 
 def abandon(temporary: Path) -> None:
@@ -113,12 +128,17 @@ def to_remove(iterations: Sequence[int], newest: int, retain_interval: int) -> l
     return [iteration for iteration in past[:-KEEP_NEWEST] if iteration % retain_interval != 0]
 
 
-def retain(root: Path, newest: int, retain_interval: int) -> list[str]:
-    """Remove checkpoints that are given up; only ours, only while two whole ones stay. Returns log lines."""
+def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int] | None = None) -> list[str]:
+    """Remove checkpoints that are given up; only ours, only while two whole ones stay. Returns log lines.
+
+    owned: the iterations that the run may remove; None: all.
+    """
     ours = {
         entry.iteration: entry.path
         for entry in list_entries(root)
-        if entry.kind is Kind.COMMITTED and (entry.path / MANIFEST_NAME).exists()
+        if entry.kind is Kind.COMMITTED
+        and (entry.path / MANIFEST_NAME).exists()
+        and (owned is None or entry.iteration in owned)
     }
     given_up = to_remove(list(ours), newest, retain_interval)
     if not given_up:

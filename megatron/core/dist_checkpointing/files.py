@@ -9,13 +9,13 @@ import contextlib
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.core import safe_files
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.safe_files import FILE_MODE, UnsafeFileError
 
-FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
 DIRECTORY_MODE = 0o750
 BLOCK_BYTES = 8 << 20  # one write or read: large enough to stream, small enough to hash while in the cache
 
@@ -51,19 +51,10 @@ class HashingFile:
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """A new durable file (its directory entry is not yet: `sync_directory`); returns its SHA-256."""
+    """A new durable file (its directory entry is not yet: `safe_files.sync_directory`); returns its SHA-256."""
     with contextlib.closing(HashingFile(path)) as file:
         file.write(data)
         return file.sync()
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_tree(path: Path) -> None:
@@ -73,24 +64,16 @@ def remove_tree(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """A file descriptor for reading a regular file that is no link; anything else is a CheckpointError."""
+    """`safe_files.open_regular` (no links), what goes wrong as a CheckpointError that names the file."""
     try:
-        # O_NONBLOCK: opening a pipe must not wait for a writer. A device is refused before it is opened.
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path}: not a regular file (links and devices are refused)")
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with safe_files.open_regular(path) as fd:
+            yield fd
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path}: not a regular file (links and devices are refused)")
-        yield fd
+    except UnsafeFileError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    finally:
-        os.close(fd)
 
 
 def read_exactly(fd: int, path: Path, begin: int, num_bytes: int) -> bytearray:

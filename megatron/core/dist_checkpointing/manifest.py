@@ -8,7 +8,8 @@
 
 The digest is taken over the canonical text (sorted keys, no blanks), so a changed bit anywhere in the
 manifest is found like one in a shard. Everything read from the file is checked before it is used: types,
-ranges, file names, and that the chunks of each tensor lie in their files and fill it exactly once.
+ranges, file names (`SCHEMA`), that the chunks of each tensor lie in their files and fill it exactly once, and that
+what is said twice is said alike. `common` and `per_rank` are checked against the schemas of whoever reads them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,21 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly
 from megatron.core.dist_checkpointing.pieces import Rectangle, fill_error
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
+from megatron.core.dist_checkpointing.schema import (
+    MAX_CHARS,
+    MAX_INT,
+    Place,
+    Schema,
+    Words,
+    anything,
+    array,
+    check,
+    integer,
+    mapping,
+    one_of,
+    text,
+)
+from megatron.core.rank_grid import AXES
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron-zero-checkpoint"
@@ -35,9 +51,41 @@ MAX_BYTES = 512 << 20
 FREE_BYTES = 8 << 20  # a manifest beyond this must be small against the data that it describes
 MAX_SHARE = 8  # ... by this factor
 MAX_DIMS = 16
-MAX_INT = 1 << 56
+MAX_ITERATION = 10**12 - 1  # as a directory's name holds
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def _file_name(name: str, place: Place) -> None:
+    if not _FILE_NAME.fullmatch(name):
+        place.fail(f"a plain file name like {_FILE_NAME.pattern}", name)
+
+
+_SHA256 = "[0-9a-f]{64}"
+_DIMS = array(integer(), MAX_DIMS, "dims")
+_CHUNK = {
+    "file": text(),
+    "key": text(max_chars=2 * MAX_CHARS),
+    "begin": integer(low=LENGTH_BYTES),
+    "offset": _DIMS,
+    "shape": _DIMS,
+}
+# Every field of manifest.json. `common` and `per_rank` are checked by whoever reads what is in them.
+SCHEMA: dict[str, Schema] = {
+    "format": one_of(FORMAT),
+    "format_version": one_of(FORMAT_VERSION),
+    "iteration": integer(high=MAX_ITERATION),
+    "consumed_train_samples": integer(),
+    "world_size": integer(low=1),
+    "topology": mapping(integer(low=1), one_of(*AXES)),
+    "config_hash": text(f"|{_SHA256}"),
+    "code_version": text(),
+    "torch_version": text(),
+    "files": mapping({"bytes": integer(low=LENGTH_BYTES), "sha256": text(_SHA256)}, _file_name),
+    "tensors": mapping({"dtype": one_of(*sorted(ITEM_BYTES)), "shape": _DIMS, "chunks": array(_CHUNK)}),
+    "common": mapping(anything),
+    "per_rank": array(anything),
+}
+_BUILT = ("format", "format_version", "files", "tensors", "per_rank")  # the rest is taken as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,39 +195,45 @@ def _size_limit(directory: Path) -> int:
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The checked manifest in `raw`; `path` is for messages."""
-    fields = _decode(raw, path)
-    reader = _Reader(path)
-    reader.keys(
-        fields, "", {field.name for field in dataclasses.fields(Manifest)} | {"format", "format_version"}
-    )
-    if fields["format"] != FORMAT or fields["format_version"] != FORMAT_VERSION:
-        reader.fail(
-            "format", f"{FORMAT!r} version {FORMAT_VERSION}", (fields["format"], fields["format_version"])
-        )
+    fields, place = _decode(raw, path), Place(path)
+    if fields.get("format") == FORMAT and fields.get("format_version") != FORMAT_VERSION:
+        place.at("format_version").fail(f"version {FORMAT_VERSION}", fields.get("format_version"))
+    check(SCHEMA, fields, place)
     files = {
-        name: reader.file(name, value) for name, value in reader.mapping(fields["files"], "files").items()
+        name: FileEntry(name, value["bytes"], value["sha256"]) for name, value in fields["files"].items()
     }
-    tensors = {
-        name: reader.tensor(name, value, files)
-        for name, value in reader.mapping(fields["tensors"], "tensors").items()
-    }
-    world_size = reader.integer(fields["world_size"], "world_size", low=1)
-    per_rank = reader.array(fields["per_rank"], "per_rank")
-    if len(per_rank) != world_size:
-        reader.fail("per_rank", f"{world_size} entries (world_size)", len(per_rank))
-    return Manifest(
-        iteration=reader.integer(fields["iteration"], "iteration"),
-        consumed_train_samples=reader.integer(fields["consumed_train_samples"], "consumed_train_samples"),
-        world_size=world_size,
-        topology=reader.mapping(fields["topology"], "topology"),
-        config_hash=reader.text(fields["config_hash"], "config_hash"),
-        code_version=reader.text(fields["code_version"], "code_version"),
-        torch_version=reader.text(fields["torch_version"], "torch_version"),
+    manifest = Manifest(
         files=files,
-        tensors=tensors,
-        common=reader.mapping(fields["common"], "common"),
-        per_rank=tuple(per_rank),
+        tensors={
+            name: _tensor(value, files, place.at(f"tensors.{name}"))
+            for name, value in fields["tensors"].items()
+        },
+        per_rank=tuple(fields["per_rank"]),
+        **{name: fields[name] for name in SCHEMA if name not in _BUILT},
     )
+    _check_agreement(manifest, place)
+    return manifest
+
+
+def _check_agreement(manifest: Manifest, place: Place) -> None:
+    """What is said twice is said alike."""
+    if len(manifest.per_rank) != manifest.world_size:
+        place.at("per_rank").fail(f"{manifest.world_size} entries (world_size)", len(manifest.per_rank))
+    ranks = math.prod(manifest.topology.values())
+    if manifest.topology and ranks != manifest.world_size:
+        place.at("topology").fail(f"sizes that multiply to {manifest.world_size} (world_size)", ranks)
+    for name in ("iteration", "consumed_train_samples"):
+        stated, again = getattr(manifest, name), manifest.common.get(name, getattr(manifest, name))
+        if type(again) is not int or again != stated:
+            place.at(f"common.{name}").fail(f"{stated} as in field {name!r}", again)
+    digest = config_digest(manifest.common)
+    if manifest.config_hash not in ("", digest):
+        place.at("config_hash").fail(f"{digest} from common.config", manifest.config_hash)
+
+
+def config_digest(common: Mapping[str, Any]) -> str:
+    """SHA-256 of the configuration in `common`, or of none."""
+    return hashlib.sha256(canonical(common.get("config", {}))).hexdigest()
 
 
 def _decode(raw: bytes, path: Path) -> dict[str, Any]:
@@ -199,12 +253,12 @@ def _decode(raw: bytes, path: Path) -> dict[str, Any]:
     stated = fields.pop("digest", None)
     try:
         found = hashlib.sha256(canonical(fields)).hexdigest()
+    except RecursionError:
+        raise CheckpointError(f"{path}: JSON nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: a number is out of range: {error}") from None
     if stated != found:
-        raise CheckpointError(
-            f"{path}: field 'digest': expected {found} from the content, found {stated!r:.80}"
-        )
+        Place(path, "digest").fail(f"{found} from the content", stated)
     return fields
 
 
@@ -219,93 +273,24 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Takes untyped JSON apart; every complaint names the file and the field."""
+def _tensor(value: Mapping[str, Any], files: Mapping[str, FileEntry], place: Place) -> TensorEntry:
+    """A tensor whose chunks lie in their files and fill it exactly once."""
+    dtype, shape = value["dtype"], tuple(value["shape"])
+    if math.prod(shape) * ITEM_BYTES[dtype] > MAX_INT:
+        place.at("shape").fail(f"at most {MAX_INT} bytes", shape)
+    chunks = []
+    for index, fields in enumerate(value["chunks"]):
+        chunk = ChunkEntry(**{**fields, "offset": tuple(fields["offset"]), "shape": tuple(fields["shape"])})
+        _check_chunk(chunk, ITEM_BYTES[dtype], files, place.at("chunks")[index])
+        chunks.append(chunk)
+    if problem := fill_error(shape, [Rectangle(chunk.offset, chunk.shape) for chunk in chunks]):
+        place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", Words(problem))
+    return TensorEntry(dtype, shape, tuple(chunks))
 
-    path: Path
 
-    def fail(self, where: str, expected: str, found: Any) -> NoReturn:
-        raise CheckpointError(f"{self.path}: field {where!r:.200}: expected {expected}, found {found!r:.120}")
-
-    def mapping(self, value: Any, where: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self.fail(where, "an object", value)
-        return value
-
-    def array(self, value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list):
-            self.fail(where, "an array", value)
-        return value
-
-    def keys(self, value: dict[str, Any], where: str, names: set[str]) -> None:
-        if value.keys() != names:
-            missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
-            self.fail(where, f"the fields {sorted(names)}", f"missing {missing}, unknown {unknown}")
-
-    def integer(self, value: Any, where: str, low: int = 0, high: int = MAX_INT) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.fail(where, f"an integer from {low} to {high}", value)
-        return value
-
-    def text(self, value: Any, where: str, pattern: re.Pattern[str] | None = None) -> str:
-        if not isinstance(value, str) or (pattern is not None and not pattern.fullmatch(value)):
-            self.fail(where, f"text like {pattern.pattern}" if pattern else "text", value)
-        return value
-
-    def dims(self, value: Any, where: str) -> tuple[int, ...]:
-        items = self.array(value, where)
-        if len(items) > MAX_DIMS:
-            self.fail(where, f"at most {MAX_DIMS} dims", len(items))
-        return tuple(self.integer(item, f"{where}[{index}]") for index, item in enumerate(items))
-
-    def file(self, name: str, value: Any) -> FileEntry:
-        where = f"files.{name}"
-        if not _FILE_NAME.fullmatch(name):
-            self.fail("files", f"a plain file name like {_FILE_NAME.pattern}", name)
-        fields = self.mapping(value, where)
-        self.keys(fields, where, {"bytes", "sha256"})
-        return FileEntry(
-            name=name,
-            num_bytes=self.integer(fields["bytes"], f"{where}.bytes", low=LENGTH_BYTES),
-            sha256=self.text(fields["sha256"], f"{where}.sha256", _SHA256),
-        )
-
-    def tensor(self, name: str, value: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
-        where = f"tensors.{name}"
-        fields = self.mapping(value, where)
-        self.keys(fields, where, {"dtype", "shape", "chunks"})
-        dtype = self.text(fields["dtype"], f"{where}.dtype")
-        if dtype not in ITEM_BYTES:
-            self.fail(f"{where}.dtype", f"one of {sorted(ITEM_BYTES)}", dtype)
-        shape = self.dims(fields["shape"], f"{where}.shape")
-        if math.prod(shape) * ITEM_BYTES[dtype] > MAX_INT:
-            self.fail(f"{where}.shape", f"at most {MAX_INT} bytes", shape)
-        chunks = tuple(
-            self.chunk(chunk, f"{where}.chunks[{index}]", dtype, files)
-            for index, chunk in enumerate(self.array(fields["chunks"], f"{where}.chunks"))
-        )
-        if problem := fill_error(shape, [Rectangle(chunk.offset, chunk.shape) for chunk in chunks]):
-            self.fail(f"{where}.chunks", f"chunks that fill shape {shape} exactly once", problem)
-        return TensorEntry(dtype, shape, chunks)
-
-    def chunk(self, value: Any, where: str, dtype: str, files: Mapping[str, FileEntry]) -> ChunkEntry:
-        fields = self.mapping(value, where)
-        self.keys(fields, where, {field.name for field in dataclasses.fields(ChunkEntry)})
-        file = self.text(fields["file"], f"{where}.file")
-        if file not in files:
-            self.fail(f"{where}.file", f"one of the {len(files)} files listed", file)
-        shape = self.dims(fields["shape"], f"{where}.shape")
-        begin = self.integer(fields["begin"], f"{where}.begin", low=LENGTH_BYTES)
-        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
-        if end > files[file].num_bytes:
-            self.fail(
-                f"{where}.begin", f"bytes inside {file} ({files[file].num_bytes} bytes)", f"[{begin}, {end})"
-            )
-        return ChunkEntry(
-            file=file,
-            key=self.text(fields["key"], f"{where}.key"),
-            begin=begin,
-            offset=self.dims(fields["offset"], f"{where}.offset"),
-            shape=shape,
-        )
+def _check_chunk(chunk: ChunkEntry, item_bytes: int, files: Mapping[str, FileEntry], place: Place) -> None:
+    if chunk.file not in files:
+        place.at("file").fail(f"one of the {len(files)} files listed", chunk.file)
+    num_bytes, end = files[chunk.file].num_bytes, chunk.begin + math.prod(chunk.shape) * item_bytes
+    if end > num_bytes:
+        place.at("begin").fail(f"bytes inside {chunk.file} ({num_bytes} bytes)", [chunk.begin, end])

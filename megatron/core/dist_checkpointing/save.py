@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import hashlib
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step, world_size_of
 from megatron.core.dist_checkpointing.catalog import directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, canonical
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, canonical, config_digest
 from megatron.core.dist_checkpointing.planning import PieceSavePlanner, PlanCache, plan_save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import (
@@ -62,6 +61,7 @@ def save(
     ps: ParallelState | None = None,
     *,
     retain_interval: int | None = None,
+    owned: Collection[int] | None = None,
     cache: PlanCache | None = None,
     log: Log = no_log,
     guard: Guard = no_guard,
@@ -71,6 +71,7 @@ def save(
     pieces: this rank's part of every tensor; all ranks' pieces together are every element once, replicas
     aside. common: JSON values that all ranks share (rank 0's are written); per_rank: this rank's own.
     retain_interval: once committed, older checkpoints of other iterations are removed, the newest two aside.
+    owned: the iterations that this save may replace and remove; None: all. See [Note: what a save may replace].
     cache: keep one between saves, so that an unchanged plan is not made again. log: gets rank 0's lines.
     guard: called on rank 0 before it cleans up in the folder, and again before it commits.
 
@@ -79,7 +80,7 @@ def save(
     """
     pending = begin_save(
         root, iteration, pieces, common, per_rank, ps,
-        retain_interval=retain_interval, cache=cache, log=log, guard=guard,
+        retain_interval=retain_interval, owned=owned, cache=cache, log=log, guard=guard,
     )  # fmt: skip
     with step() as outcome:
         outcome.value = pending.write()
@@ -102,6 +103,7 @@ class PendingSave:
     rank: int
     needed_bytes: int
     retain_interval: int | None
+    owned: Collection[int] | None
     log: Log
     guard: Guard
 
@@ -171,14 +173,17 @@ class PendingSave:
         writer = SafeStorageWriter(self.temporary)
         writer.facts = dataclasses.replace(self.facts, per_rank=tuple(own for _, own in answers))
         self.guard()
+        owned = self.owned
         try:
             writer.finish(self.metadata, results)
-            notes = commit.commit(self.temporary, self.root, self.iteration)
+            may_replace = owned is None or self.iteration in owned
+            notes = commit.commit(self.temporary, self.root, self.iteration, may_replace=may_replace)
         except OSError as error:
             path = Path(error.filename or self.temporary / MANIFEST_NAME)
             raise CheckpointError(self._disk_problem(path, error)) from error
         if self.retain_interval is not None:
-            notes += _told(commit.retain, self.root, self.iteration, self.retain_interval)
+            with_this = None if owned is None else {*owned, self.iteration}
+            notes += _told(commit.retain, self.root, self.iteration, self.retain_interval, with_this)
         for note in notes:
             self.log(note)
 
@@ -200,6 +205,7 @@ def begin_save(
     ps: ParallelState | None = None,
     *,
     retain_interval: int | None = None,
+    owned: Collection[int] | None = None,
     cache: PlanCache | None = None,
     log: Log = no_log,
     guard: Guard = no_guard,
@@ -232,6 +238,7 @@ def begin_save(
         rank=rank,
         needed_bytes=needed,
         retain_interval=retain_interval,
+        owned=owned,
         log=log,
         guard=guard,
     )
@@ -271,7 +278,7 @@ def _facts(iteration: int, common: dict[str, Any], ps: ParallelState | None) -> 
         consumed_train_samples=int(common.get("consumed_train_samples", 0)),
         world_size=world_size_of(ps),
         topology=axes,
-        config_hash=hashlib.sha256(canonical(common.get("config", {}))).hexdigest(),
+        config_hash=config_digest(common),
         code_version=code_version(),
         common=common,
     )

@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron.core.dist_checkpointing.schema import MAX_INT, Schema, integer, number, optional
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+# `GradScaler.state` of either kind. The budget goes below zero while steps overflow.
+SCALER_SCHEMA: Schema = {
+    "scale": number(low=2.0**-126, high=2.0**127),
+    "clean_steps": optional(integer()),
+    "budget": optional(integer(low=-MAX_INT)),
+}
 
 
 class GradScalerStateError(ValueError):
@@ -68,7 +76,7 @@ class DynamicGradScaler(GradScaler):
                 self.scale = max(self.scale * 0.5, self.min_scale)
             return
         self.clean_steps += 1
-        if self.clean_steps == self.window:
+        if self.clean_steps >= self.window:  # more in a checkpoint of a run with a longer window
             self.clean_steps = 0
             self.budget = self.hysteresis
             self.scale *= 2.0

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import collectives
+from megatron.core.dist_checkpointing.schema import Schema, integer, text
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -40,6 +41,9 @@ from megatron.core.protocols import Stepper
 from megatron.core.validation_state import ValidationState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
+
+
+OPTIMIZER_SCHEMA: Schema = {"optimizer": text(), "num_steps": integer()}  # `MixedPrecisionOptimizer.state`
 
 
 class OptimizerStateError(ValueError):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.schema import Schema, fields_of, integer, one_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
@@ -55,6 +58,22 @@ class Schedule:
                 f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
                 f"{self.end_weight_decay} differ: set --weight-decay-incr-style linear or cosine"
             )
+
+
+def _style(flag: str) -> Schema:
+    return one_of(*typing.get_args(OptimizerConfig.__annotations__[flag]))
+
+
+# `OptimizerParamScheduler.state`.
+SCHEDULER_SCHEMA: Schema = {
+    "samples": integer(),
+    "schedule": fields_of(
+        Schedule,
+        decay_style=_style("lr_decay_style"),
+        wsd_style=_style("lr_wsd_decay_style"),
+        weight_decay_style=_style("weight_decay_incr_style"),
+    ),
+}
 
 
 def learning_rate(schedule: Schedule, samples: int, max_lr: float, min_lr: float) -> float:
@@ -161,8 +180,11 @@ class OptimizerParamScheduler:
 
     def load_state(self, state: dict[str, Any]) -> str | None:
         """What has to be told of it, if anything. Raises ScheduleError if schedules differ and no flag says which to
-        take; it names all that do."""
-        saved, told = Schedule(**state["schedule"]), None
+        take; it names all that do. CheckpointError for one that no flags make."""
+        try:
+            saved, told = Schedule(**state["schedule"]), None
+        except ScheduleError as error:
+            raise CheckpointError(f"no schedule: {error}") from None
         if not (self.use_checkpoint or self.override) and saved != self.schedule and self._cut_to(saved):
             told = (
                 f"the checkpoint's warm-up is {saved.warmup_samples} samples, the flags' share of the schedule cut to "

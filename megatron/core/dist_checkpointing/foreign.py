@@ -1,0 +1,130 @@
+"""What a folder or file is that is no checkpoint of ours, told by names alone (floor 0; no file is opened)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+
+CONVERSION = "converting other formats is planned, see docs/roadmap.md, 'checkpoint conversion'"
+MAX_NAMES = 10_000  # looked at in one folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """patterns: of names in a checkpoint's directory, each of which has a match. under: of the directory's own name, or
+    "" for the folder that was named itself, where it has to be one of a kind."""
+
+    name: str
+    patterns: tuple[str, ...]
+    under: str = "*"
+
+
+OURS = Format("", ("shard_[0-9][0-9][0-9][0-9][0-9].safetensors",))  # without a manifest: damaged
+# The first that matches counts, so the most telling come first.
+FORMATS = (
+    OURS,
+    Format("a DeepSpeed checkpoint", ("*mp_rank_*_model_states.pt",)),
+    Format("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
+    Format("a NeMo checkpoint", ("context/*", "weights/*")),
+    Format("a NeMo checkpoint", ("model_weights/*",)),
+    Format("a NeMo archive", ("*.nemo",)),
+    Format("a Megatron Bridge checkpoint", ("run_config.yaml", ".metadata")),
+    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/model_*rng.pt",)),
+    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/distrib_optim.pt",)),
+    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", ".metadata")),
+    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", "*.distcp")),
+    Format("a Megatron checkpoint (--ckpt-format zarr)", ("common.pt", "metadata.json")),
+    Format("a Megatron checkpoint (--ckpt-format fsdp_dtensor or torch_dcp)", (".metadata",), "iter_*"),
+    Format("a torchtitan checkpoint", (".metadata",), "step-*"),
+    Format("a checkpoint of torch.distributed.checkpoint", (".metadata",)),
+    Format("a checkpoint of torch.distributed.checkpoint that lacks its .metadata", ("__*_*.distcp",)),
+    Format("a training checkpoint of Hugging Face's Trainer", ("trainer_state.json",)),
+    Format("an adapter of Hugging Face's PEFT", ("adapter_config.json",)),
+    Format("a Hugging Face model", ("config.json", "*.safetensors")),
+    Format("a Hugging Face model", ("config.json", "*.safetensors.index.json")),
+    Format("a Hugging Face model", ("pytorch_model*.bin",)),
+    Format("a Hugging Face model", ("pytorch_model*.bin.index.json",)),
+    Format("a Hugging Face model without its weights", ("config.json", "tokenizer_config.json")),
+    Format("a model in the format of Meta's releases", ("params.json", "consolidated*")),
+    Format("a folder of safetensors files", ("*.safetensors",)),
+    Format("a Lightning checkpoint", ("*.ckpt",)),
+    Format("a GGUF model", ("*.gguf",)),
+    Format("a folder of PyTorch files", ("*.pt",), ""),
+    Format("a folder of PyTorch files", ("*.pth",), ""),
+)
+# Where formats keep checkpoints below the folder that is named, and what they keep below a checkpoint's directory.
+_STEPS = ("iter_*", "release", "step-*", "global_step*", "checkpoint-*", "snapshots/*", "?" * 40)
+_INSIDE = ("mp_rank_*", "context", "weights", "model_weights")
+_LOOKED_INTO = 4  # directories of each kind
+_FILES = {
+    ".safetensors": "a safetensors file, as Hugging Face models are made of",
+    ".bin": "a file of PyTorch weights, as older Hugging Face models are made of",
+    ".distcp": "a part of a checkpoint of torch.distributed.checkpoint",
+    ".nemo": "a NeMo archive",
+    ".gguf": "a GGUF model",
+    ".ckpt": "a Lightning checkpoint",
+    ".pt": "a PyTorch file",
+    ".pth": "a PyTorch file",
+}
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, sorted; of a huge one some of them. Raises OSError."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in islice(entries, MAX_NAMES))
+
+
+def recognise(folder: Path) -> str | None:
+    """`a Hugging Face model (config.json, model.safetensors)`, or None. Raises OSError where it cannot be listed."""
+    top = names_in(folder)
+    for directory in ("", *_below(folder, top, _STEPS)):
+        names = _names(folder / directory) if directory else top
+        paths = names + [
+            f"{inner}/{name}"
+            for inner in _below(folder, names, _INSIDE)
+            for name in _names(folder / directory / inner)
+        ]
+        for form in FORMATS:
+            if not fnmatchcase(directory, form.under):
+                continue
+            evidence = [next((p for p in paths if fnmatchcase(p, one)), "") for one in form.patterns]
+            if all(evidence):
+                shown = ", ".join(os.path.join(directory, path) for path in evidence)
+                return None if form is OURS else f"{form.name} ({shown})"
+    return None
+
+
+def _below(folder: Path, names: list[str], patterns: tuple[str, ...]) -> Iterator[str]:
+    """The directories that are worth a look: the first few of each pattern."""
+    for pattern in patterns:
+        parent, _, last = pattern.rpartition("/")
+        there = names if not parent else _names(folder / parent) if parent in names else []
+        matching = (name for name in there if fnmatchcase(name, last))
+        yield from (os.path.join(parent, name) for name in islice(matching, _LOOKED_INTO))
+
+
+def _names(path: Path) -> list[str]:
+    """None in what is no directory or may not be read."""
+    try:
+        return names_in(path)
+    except OSError:
+        return []
+
+
+def describe_file(path: Path, mode: int) -> str:
+    """What stands where a folder was expected. mode: st_mode."""
+    if not stat.S_ISREG(mode):
+        return _KINDS.get(stat.S_IFMT(mode), "no folder")
+    known = _FILES.get(path.suffix)
+    return "a file" if known is None else f"{known}; {CONVERSION}"
