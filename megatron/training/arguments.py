@@ -30,6 +30,7 @@ from megatron.training.saved_vocabulary import saved_padded_vocabulary
 __all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
 
 CONFIGURATION_STATUS = 2
+_OF_VALUES = ("value", "range-", "limit-")  # ids of problems that keep a value from being taken
 # A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
 SPEAKER_GRACE_S = 3.0
 
@@ -139,7 +140,7 @@ def _record_refusal(
 def _last_value(words: Sequence[str], flag: str) -> str | None:
     """A flag's value on a command line that was not parsed."""
     value = None
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for word, after in zip(words, [*words, "--"][1:], strict=True):
         if word.startswith(f"{flag}="):
             value = word.partition("=")[2]
         elif word == flag and not after.startswith("--"):
@@ -154,7 +155,10 @@ def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Conf
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
         else:
-            values, origin, told = apply_checkpoint_args(values, origin, saved)
+            try:
+                values, origin, told = apply_checkpoint_args(values, origin, saved)
+            except ValueError as error:
+                raise CheckpointError(f"{values['load']}: its configuration's {error}") from None
             warnings += told
     has_gpu = env.gpu_present()
     check_only = bool(values.get("check_config"))
@@ -175,14 +179,16 @@ def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Conf
     )
     if not line.complete:
         return config, line.problems
-    misread = {flag for problem in line.problems for flag in (*problem.flags, *problem.meant)}
-    broken = [problem for problem in broken_rules(situation) if not _follows(problem, misread)]
+    broken = [problem for problem in broken_rules(situation) if not _follows(problem, line.problems)]
     return config, line.problems + broken
 
 
-def _follows(problem: Problem, misread: set[str]) -> bool:
-    """Whether a broken rule only says that a flag is missing whose value could not be read."""
-    return problem.rule.startswith("required-") and bool(misread & set(problem.flags))
+def _follows(problem: Problem, told: Sequence[Problem]) -> bool:
+    """Whether a broken rule only says that a flag is missing whose value could not be read, or judges by its default
+    one whose value is refused."""
+    refused = {flag for other in told if other.rule.startswith(_OF_VALUES) for flag in other.flags}
+    misread = refused | {flag for other in told for flag in (*other.flags, *other.meant)}
+    return bool(set(problem.flags) & (misread if problem.rule.startswith("required-") else refused))
 
 
 def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:

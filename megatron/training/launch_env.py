@@ -7,6 +7,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.core.config_base import RANKS
+
+
+_MAX_DIGITS = 40
+
 
 class LaunchEnvError(ValueError):
     """A launcher's variable that is missing or makes no sense."""
@@ -68,7 +73,14 @@ class LaunchEnv:
                 f"RANK={env.rank} of WORLD_SIZE={env.world_size}, LOCAL_RANK={env.local_rank} of "
                 f"LOCAL_WORLD_SIZE={env.local_world_size}: start the processes with torchrun"
             )
+        if not RANKS.hold(env.world_size):
+            raise LaunchEnvError(f"WORLD_SIZE={env.world_size}: at most {RANKS.most} ranks are possible")
         return env
+
+    @staticmethod
+    def memory_bytes() -> int:
+        """Memory of this machine."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""
@@ -87,6 +99,8 @@ def _optional_integer(source: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     try:
+        if len(text) > _MAX_DIGITS:
+            raise ValueError
         return int(text)
     except ValueError:
-        raise LaunchEnvError(f"environment variable {name}={text!r} is no integer") from None
+        raise LaunchEnvError(f"environment variable {name}={text[:_MAX_DIGITS]!r} is no integer") from None

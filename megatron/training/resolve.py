@@ -17,6 +17,7 @@ from megatron.core.rank_grid import RankGridError
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
 from megatron.training.schedule_choice import asked_schedules, stages_of
+from megatron.training.values import convert_loaded
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
@@ -51,12 +52,18 @@ class Machine:
 def apply_checkpoint_args(
     values: Mapping[str, Any], origin: Mapping[str, str], saved: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings."""
+    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings.
+
+    Raises ValueError for a saved value that is none.
+    """
     values, origin, warnings = dict(values), dict(origin), []
     for name in CHECKPOINT_FIELDS:
         if name not in saved or (name in _FLAG_WINS and name in values):
             continue
-        value = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+        try:
+            value = convert_loaded(FIELDS[name][1], saved[name])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
         if name in values and values[name] != value:
             warnings.append(
                 f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {values[name]}"

@@ -226,12 +226,6 @@ def _mlflow(s: Situation) -> str | None:
     return "--mlflow-experiment: mlflow is not installed here"
 
 
-@rule("timing-log-level", "--timing-log-level", "give 0, 1 or 2")
-def _timing_log_level(s: Situation) -> str | None:
-    level = s.value("timing_log_level")
-    return f"--timing-log-level {level}: there are levels 0, 1 and 2" if level not in (0, 1, 2) else None
-
-
 @rule("nan-policy", "--nan-policy --no-check-for-nan-in-loss-and-grad", "keep one of them")
 def _nan_policy(s: Situation) -> str | None:
     policy = s.value("nan_policy")

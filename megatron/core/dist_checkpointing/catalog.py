@@ -212,10 +212,11 @@ def checkpoint_config(load_dir: str, ckpt_step: int | None = None) -> dict[str, 
     For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as
     `choose`.
     """
-    choice = choose(Path(load_dir), ckpt_step)
-    if choice.found is None:
-        return None
-    return config_of(choice.found)
+    try:
+        choice = choose(Path(load_dir), ckpt_step)
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise CheckpointError(f"{load_dir}: cannot be read: {error.strerror}") from None
+    return None if choice.found is None else config_of(choice.found)
 
 
 def config_of(found: Found) -> dict[str, Any]:
