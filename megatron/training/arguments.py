@@ -176,6 +176,7 @@ def _resolved(line: CommandLine, env: LaunchEnv, needs_data: bool) -> tuple[Conf
         has_gpu=has_gpu,
         check_only=check_only,
         needs_data=needs_data,
+        memory_bytes=env.memory_bytes(),
     )
     if not line.complete:
         return config, line.problems

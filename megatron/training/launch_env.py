@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron.core.config_base import RANKS
 
-
 _MAX_DIGITS = 40
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ class Situation:
     """Everything a rule may look at.
 
     check_only: under --check-config, files need not exist and packages need not be installed.
-    needs_data: the caller reads the corpus that the flags name (a user's own provider may not).
+    needs_data: the caller reads the corpus that the flags name (a user's own provider may not). memory_bytes: of this
+    machine.
     """
 
     config: Config
@@ -26,6 +28,7 @@ class Situation:
     has_gpu: bool = False
     check_only: bool = False
     needs_data: bool = True
+    memory_bytes: float = math.inf
 
     def value(self, name: str) -> Any:
         """A setting by destination name."""

@@ -147,7 +147,7 @@ class _Reader:
 def _bounded_loader(yaml: Any) -> Any:
     """PyYAML's safe loader, which stops at too much and too deep."""
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc,name-defined]
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def __init__(self, text: str) -> None:
             super().__init__(text)
             self.num_nodes = self.depth = 0

@@ -141,8 +141,8 @@ def row_texts(row: Sequence[RawOp], names: Sequence[str] = _NAMES) -> list[str]:
 
 
 _OP = re.compile(
-    r"(\d+)(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(\d+)?"
-    r"(?:\.(\d+))?(?:\[(\d+):(\d+)\])?(?:@(\d+))?(?:#(\d+))?"
+    r"(\d{1,9})(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(\d{1,9})?"
+    r"(?:\.(\d{1,9}))?(?:\[(\d{1,9}):(\d{1,9})\])?(?:@(\d{1,9}))?(?:#(\d{1,9}))?"
 )
 
 
@@ -151,7 +151,7 @@ def parse_op(text: str) -> RawOp:
     match = _OP.fullmatch(text.strip())
     if match is None:
         raise PlanError(
-            f"{text!r} is no operation: expected for example 2F0, 2BW0, 0SEND_F3@1#17 or (0F3;7BW1)"
+            f"{text!r:.60} is no operation: expected for example 2F0, 2BW0, 0SEND_F3@1#17 or (0F3;7BW1)"
         )
     stage, kind, microbatch, part, first, end, peer, pair = match.groups()
     op = (
