@@ -20,6 +20,7 @@ from megatron.training.check_config import build_report, render_json, render_tex
 from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config import Config
 from megatron.training.exit_status import EXIT_FILE, ExitRecord, ExitStatus, write_exit_json
+from megatron.training.first_page import first_page
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.problems import ConfigurationError, Problem, render_problems
 from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
@@ -46,8 +47,8 @@ def launch_config(
 
     argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as Megatron's
     `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags say.
-    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when
-    --use-checkpoint-args meets a damaged checkpoint.
+    Raises SystemExit: 2 with every problem printed, or the first page where the line is empty; under --check-config 0
+    or 2 after the report; 3 when --use-checkpoint-args meets a damaged checkpoint.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -67,6 +68,9 @@ def launch_config(
     if config.training.check_config:
         _report(config, problems, env)
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
+    if problems and not words and not line.problems:
+        _speak(first_page(sys.orig_argv[0], sys.argv[0], _own_tokenizer(args_defaults or {})), env)
+        raise SystemExit(CONFIGURATION_STATUS)
     if problems:
         raise _refuse(problems, env, words, config)
     if env.rank == 0:
@@ -96,17 +100,25 @@ def parse_config(
 def _refuse(
     problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], config: Config | None = None
 ) -> SystemExit:
-    """The exception that ends the process, after local rank 0 has told why.
-
-    Another rank speaks only if it is still there after the grace: then it alone was refused.
-    """
-    if env.local_rank != 0:
-        time.sleep(SPEAKER_GRACE_S)
+    """The exception that ends the process, after local rank 0 has told why."""
     text = render_problems(problems)
-    print(text, file=sys.stderr, flush=True)
+    _speak(text, env)
     save = None if config is None else config.checkpoint.save
     _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
     return SystemExit(CONFIGURATION_STATUS)
+
+
+def _speak(text: str, env: LaunchEnv) -> None:
+    """Print for the ranks of this machine. One that is not the first speaks only if it is still there after the grace:
+    then it alone was refused."""
+    if env.local_rank != 0:
+        time.sleep(SPEAKER_GRACE_S)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _own_tokenizer(args_defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """The flag with which the first page's lines overrule a trainer's own tokenizer, which may need more flags."""
+    return ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in args_defaults else ()
 
 
 def _refuse_checkpoint(

@@ -147,6 +147,7 @@ class _Resolver:
 
     def model(self) -> None:
         v = self.values
+        self.fill("max_position_embeddings", v["seq_length"])
         if v["use_rotary_position_embeddings"] and not self.given("position_embedding_type"):
             self.derive("position_embedding_type", "rope")
         if v["use_flash_attn"] and not self.given("attention_backend"):
@@ -274,6 +275,8 @@ class _Resolver:
                 self.derive("tokenizer_type", "GPT2BPETokenizer")
             elif v["mock_data"] and v["vocab_size"] is not None:
                 self.derive("tokenizer_type", "NullTokenizer")
+            elif v["mock_data"] and not (v["tokenizer_model"] or v["vocab_file"] or v["merge_file"]):
+                self.derive("tokenizer_type", "ByteTokenizer")
         vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
         multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
         if vocabulary is not None and multiple > 0 and tensor_ranks > 0:

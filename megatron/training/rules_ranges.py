@@ -42,7 +42,7 @@ def _bounded(name: str) -> None:
 
 for _name, (_, _field) in FIELDS.items():
     _info = arg_info(_field)
-    if _info is not None and _info.required and _name != "tokenizer_type":
+    if _info is not None and _info.required:
         _required(_name)
 for _name, (_, _field) in FIELDS.items():
     if bounds_of(_field) is not None:

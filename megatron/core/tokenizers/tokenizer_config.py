@@ -22,7 +22,12 @@ class TokenizerConfig:
             "TikTokenizer",
         ]
         | None
-    ) = arg(None, "kind of tokenizer (ByteTokenizer is built in and needs no files)", required=True)
+    ) = arg(
+        None,
+        "kind of tokenizer (ByteTokenizer is built in and needs no files)",
+        derived="GPT2BPETokenizer with --vocab-file and --merge-file; NullTokenizer with --mock-data and --vocab-size, "
+        "ByteTokenizer with --mock-data alone; else it must be given",
+    )
     tokenizer_model: str | None = arg(None, "file or folder of the tokenizer")
     vocab_file: str | None = arg(None, "GPT-2 BPE vocabulary (vocab.json)")
     merge_file: str | None = arg(None, "GPT-2 BPE merges (merges.txt)")

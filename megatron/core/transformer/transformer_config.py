@@ -19,7 +19,7 @@ class TransformerConfig:
         None,
         "rows of the learned position table, upper bound of the sequence length",
         unit="tokens",
-        required=True,
+        derived="--seq-length",
         bounds=LENGTH,
     )
     ffn_hidden_size: int = arg(
