@@ -7,13 +7,6 @@ import json
 import os
 from pathlib import Path
 
-from megatron.core.datasets.requested_sizes import (
-    BYTES_PER_SAMPLE,
-    MAX_SAMPLES,
-    MOCK_LONGEST_DOCUMENT,
-    S_PER_SAMPLE,
-    requested_sizes,
-)
 from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optional import available
 from megatron.core.safe_files import open_regular
@@ -22,6 +15,7 @@ from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.values import shortened
 
 _MAX_RECORD_BYTES = 1 << 16
+_OUTPUTS = "save load tensorboard_dir log_pipeline_timeline data_cache_path wandb_save_dir metrics_file"
 RULES = RuleTable()
 rule = RULES.rule
 
@@ -44,37 +38,6 @@ def _data(s: Situation) -> str | None:
     if not sources:
         return "no training data is named"
     return f"{' and '.join(map(spelled, sources))} exclude each other" if len(sources) > 1 else None
-
-
-@rule(
-    "index-size",
-    "--train-iters --train-samples --global-batch-size --eval-iters --eval-interval --seq-length",
-    "ask for fewer samples, or bring a loader of your own: --dataloader-type external",
-)
-def _index_size(s: Situation) -> str | None:
-    batches, t, evaluation = s.config.batch_schedule_or_none(), s.config.training, s.config.evaluation
-    length = s.value("seq_length")
-    if not s.needs_data or s.value("dataloader_type") == "external" or batches is None or length is None:
-        return None
-    sizes = requested_sizes(
-        train_samples=0 if evaluation.skip_train else t.train_samples,
-        train_iters=s.config.total_iterations,
-        eval_interval=evaluation.eval_interval,
-        eval_iters=evaluation.eval_iters,
-        global_batch_size=t.global_batch_size,
-    )
-    samples = sizes.train + sizes.test + (0 if s.value("full_validation") else sizes.valid)
-    places = samples + (2 * samples * length // MOCK_LONGEST_DOCUMENT if s.value("mock_data") else 0)
-    size, here = BYTES_PER_SAMPLE * places, s.env.local_world_size
-    if places <= MAX_SAMPLES and (s.check_only or here * size <= s.memory_bytes):
-        return None
-    took = (
-        f"their index takes {size / 2**30:.1f} GiB on every rank and {S_PER_SAMPLE * places / 60:.0f} minutes"
-    )
-    limit = f"at most {BYTES_PER_SAMPLE * MAX_SAMPLES / 2**30:.0f} GiB are made"
-    if places <= MAX_SAMPLES:
-        limit = f"this machine has {s.memory_bytes / 2**30:.1f} GiB for {here} ranks"
-    return f"the run asks for {samples} samples, training, validation and test together: {took}; {limit}"
 
 
 @rule("split", "--split --data-path", "give one to three weights such as 969,30,1, with --data-path only")
@@ -185,9 +148,7 @@ def _load_folder(s: Situation) -> str | None:
 )
 def _path_names(s: Situation) -> str | None:
     told = []
-    for name in (
-        "save load tensorboard_dir log_pipeline_timeline data_cache_path wandb_save_dir metrics_file".split()
-    ):
+    for name in _OUTPUTS.split():
         try:
             os.lstat(s.value(name) or ".")
         except OSError as error:

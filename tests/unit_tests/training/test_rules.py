@@ -155,9 +155,7 @@ def test_required_flags_are_told_together():
     with pytest.raises(ConfigurationError) as caught:
         parse_config([])
     flags = {problem.flags[0] for problem in caught.value.problems}
-    required = (
-        "num-layers hidden-size num-attention-heads seq-length max-position-embeddings micro-batch-size lr"
-    )
+    required = "num-layers hidden-size num-attention-heads seq-length micro-batch-size lr"
     assert {f"--{name}" for name in required.split()} <= flags
     assert {"length", "data", "tokenizer-type"} <= {problem.rule for problem in caught.value.problems}
 
