@@ -208,7 +208,9 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
     """Print what --check-config is for, from local rank 0."""
     if env.local_rank == 0:
         report = build_report(config, problems)
-        sys.stdout.write(render_json(report) if config.training.json else render_text(report))
+        told = render_json(report) if config.training.json else render_text(report)
+        encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
+        sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
         if problems and not config.training.json:
             print(render_problems(problems), file=sys.stderr, flush=True)

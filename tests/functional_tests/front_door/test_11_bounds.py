@@ -194,10 +194,11 @@ def test_floats_that_end_a_run_at_run_time_are_accepted():
             "data_path: &x [" + "a," * 16_000 + "]\n" + "".join(f"{n}: *x\n" for n in FIELDS if "path" in n),
             "too many",
         ),
+        ("lr: 1\n" * 5000, "... and 4899 more"),
         ("x" * (2 * MIB), "at most 1048576 are read"),
         ('load: "a\\0b"', "without NUL bytes"),
     ],
-    ids=["digits", "bits", "tag", "unknown", "deep", "long", "aliases", "large", "nul"],
+    ids=["digits", "bits", "tag", "unknown", "deep", "long", "aliases", "twice", "large", "nul"],
 )
 def test_a_yaml_file_of_any_content(text, told, tmp_path):
     file = tmp_path / "run.yaml"
@@ -258,6 +259,15 @@ def test_20000_words(word):
 def test_the_largest_values_are_told_within_the_same_memory(words, json_too):
     status, _ = checked(*SMALL, *words.split(), *json_too)
     assert status == 0
+
+
+def test_a_path_that_the_terminal_cannot_show(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    with pytest.raises(SystemExit) as ended:
+        launch_config([*SMALL, "--load", "caf\u00e9", "--check-config"])
+    assert ended.value.code == 0
+    assert b"not found: --load caf\\xe9" in stream.buffer.getvalue()
 
 
 # What it accepts must run
