@@ -9,6 +9,9 @@ destination name (`args.hidden_size`), its annotation gives the type of the valu
     Literal["a", "b"]                  one of the choices
     float | Literal["a"] | None        a number or one of these words, read by `parse`
 
+Numbers have a least and a largest value (`Bounds`), which every source of values is held to: words, YAML, JSON,
+checkpoints, the launcher, and what is derived (`training/values.py`).
+
 A boolean flag takes no value: its presence turns the default round (`flags=("--disable-bias-linear",)` on a
 field `add_bias_linear` that defaults to True stores False).
 
@@ -26,6 +29,37 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The values from `least` to `most`. below: `most` itself is one too many."""
+
+    least: float
+    most: float
+    below: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether they do. NaN is never within."""
+        return self.least <= value < self.most or (value == self.most and not self.below)
+
+
+# [Note: bounds] The largest values are beyond every run that is meant, and within what the arithmetic behind them
+# takes: int64 in NumPy, torch and stores, float32 in kernels, lists as long as there are ranks or layers.
+COUNT = Bounds(1, 2**40)  # iterations, samples, intervals
+INDEX = Bounds(0, 2**40)  # the same from 0, where 0 says never or none
+RANKS = Bounds(1, 2**18)  # more than the largest machine has; groups of all ranks are lists
+LAYERS = Bounds(1, 2**16)  # a stage's layers are a list
+STAGES = Bounds(1, 2**14)
+BATCH = Bounds(1, 2**31)
+SIZE = Bounds(1, 2**20)  # of one dimension of a tensor
+LENGTH = Bounds(1, 2**24)  # of a sequence, of the MLP's inner dimension
+IDS = Bounds(1, 2**30)  # token ids are 32 bits wide, and the vocabulary is padded
+BYTES = Bounds(1, 2**60)
+THREADS = Bounds(1, 1024)  # far more than cores end the process where the system refuses a thread
+FLOAT = Bounds(0, (2 - 2**-23) * 2.0**127)  # kernels refuse what float32 cannot hold
+SHARE = Bounds(0, 1)
+RATE = Bounds(0, 1, below=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class ArgInfo:
     """What `arg` records beside a field's default."""
 
@@ -37,6 +71,7 @@ class ArgInfo:
     ours: bool
     required: bool
     derived: str | None
+    bounds: Bounds | None
 
 
 def arg(
@@ -50,6 +85,7 @@ def arg(
     ours: bool = False,
     required: bool = False,
     derived: str | None = None,
+    bounds: Bounds | None = None,
 ) -> Any:
     """A field that is also a command-line flag.
 
@@ -60,8 +96,9 @@ def arg(
     ours:  True for a flag that Megatron does not have.
     required: no default that could serve; a rule demands it.
     derived: how `resolve` fills the value when it is unset, in words (the default is then None).
+    bounds: of a number; by default COUNT for an int and FLOAT for a float.
     """
-    info = ArgInfo(help, flags, unit, nargs, parse, ours, required, derived)
+    info = ArgInfo(help, flags, unit, nargs, parse, ours, required, derived, bounds)
     return dataclasses.field(default=default, metadata={"arg": info})
 
 
@@ -77,6 +114,13 @@ def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     info = arg_info(field)
     assert info is not None, f"field {field.name} is no flag"
     return info.flags or ("--" + field.name.replace("_", "-"),)
+
+
+def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
+    """Of a field that holds numbers; None for the others."""
+    info, kind = arg_info(field), value_type(field.type).kind
+    assert info is not None, f"field {field.name} is no flag"
+    return {int: info.bounds or COUNT, float: info.bounds or FLOAT}.get(kind)
 
 
 @dataclasses.dataclass(frozen=True)

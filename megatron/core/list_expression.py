@@ -5,6 +5,7 @@ A parser of thirty lines with a cap on length, never `eval`: `[0]*9**9` must not
 
 from __future__ import annotations
 
+import math
 import re
 
 MAX_ITEMS = 4096
@@ -149,7 +150,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         numbers = [float(word) for word in _NUMBER.findall(text)]
     except ValueError:
         raise error from None
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
+    if not 1 <= len(numbers) <= 3 or not 0 < sum(numbers) < math.inf:
         raise error
     train, valid, test = ([n / sum(numbers) for n in numbers] + [0.0, 0.0])[:3]
     return train, valid, test

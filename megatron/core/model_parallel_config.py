@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from megatron.core.config_base import arg
+from megatron.core.config_base import BYTES, INDEX, LAYERS, RANKS, STAGES, Bounds, arg
 
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -30,32 +30,32 @@ def count_or_auto(word: str) -> int | None:
 class ModelParallelConfig:
     """Degrees of every kind of parallelism, the order of ranks, and the process groups' backend."""
 
-    tensor_model_parallel_size: int = arg(1, "tensor parallel degree (TP)", unit="ranks")
-    pipeline_model_parallel_size: int = arg(1, "pipeline stages (PP)", unit="ranks")
-    context_parallel_size: int = arg(1, "context parallel degree (CP)", unit="ranks")
-    expert_model_parallel_size: int = arg(1, "expert parallel degree (EP)", unit="ranks")
+    tensor_model_parallel_size: int = arg(1, "tensor parallel degree (TP)", unit="ranks", bounds=RANKS)
+    pipeline_model_parallel_size: int = arg(1, "pipeline stages (PP)", unit="ranks", bounds=STAGES)
+    context_parallel_size: int = arg(1, "context parallel degree (CP)", unit="ranks", bounds=RANKS)
+    expert_model_parallel_size: int = arg(1, "expert parallel degree (EP)", unit="ranks", bounds=RANKS)
     expert_tensor_parallel_size: int = arg(
-        None, "tensor parallel degree inside experts (ETP)", unit="ranks", derived="TP"
+        None, "tensor parallel degree inside experts (ETP)", unit="ranks", derived="TP", bounds=RANKS
     )
     sequence_parallel: bool = arg(
         False, "split activations of norms and dropout along the sequence over TP; no effect at TP = 1"
     )
     use_tp_pp_dp_mapping: bool = arg(False, "order of ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
     num_layers_per_virtual_pipeline_stage: int | None = arg(
-        None, "layers of one model chunk; turns on interleaving", unit="layers"
+        None, "layers of one model chunk; turns on interleaving", unit="layers", bounds=LAYERS
     )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
-        None, "model chunks a rank; turns on interleaving", unit="chunks"
+        None, "model chunks a rank; turns on interleaving", unit="chunks", bounds=STAGES
     )
     pipeline_model_parallel_layout: str | None = arg(
         None,
         "what each stage holds, as in Et*2|(tt|)*5t|tL: E embedding, t layer, L loss; stages may be empty",
     )
     decoder_first_pipeline_num_layers: int | None = arg(
-        None, "layers of the first pipeline rank, all its chunks together", unit="layers"
+        None, "layers of the first pipeline rank, all its chunks together", unit="layers", bounds=LAYERS
     )
     decoder_last_pipeline_num_layers: int | None = arg(
-        None, "layers of the last pipeline rank, all its chunks together", unit="layers"
+        None, "layers of the last pipeline rank, all its chunks together", unit="layers", bounds=LAYERS
     )
     account_for_embedding_in_pipeline_split: bool = arg(
         False, "the embedding counts as a layer: the first stage holds one layer less"
@@ -106,6 +106,7 @@ class ModelParallelConfig:
         unit="bytes",
         parse=bytes_of,
         ours=True,
+        bounds=BYTES,
     )
     enable_zero_bubble: bool = arg(
         False, "split backwards into B and W and fill bubbles with W: schedule zb-1p, or as the limit says"
@@ -123,6 +124,7 @@ class ModelParallelConfig:
         "with --zero-bubble-max-pending-backward auto on CUDA: so much of the device's memory may be in use, weights "
         "and optimizer state included",
         unit="%",
+        bounds=Bounds(1, 100),
     )
     zero_bubble_v_schedule: bool = arg(
         False,
@@ -148,6 +150,7 @@ class ModelParallelConfig:
         "interleave in groups of so many microbatches, half as many as ranks to as many, with B and W apart: schedule "
         "gis; 0: do not",
         unit="microbatches",
+        bounds=INDEX,
     )
     enable_optimizer_post_validation: bool = arg(
         False,
@@ -165,6 +168,7 @@ class ModelParallelConfig:
         "clean iterations in a row before ranks step on what they know; until then they wait for all; 0: never wait",
         unit="iterations",
         ours=True,
+        bounds=INDEX,
     )
     distributed_backend: Literal["nccl", "gloo"] = arg(
         None, "backend of the process groups", derived="nccl with a GPU, else gloo"

@@ -21,6 +21,7 @@ from megatron.training.command_line import CommandLine, ExtraArgsProvider, read_
 from megatron.training.config import Config
 from megatron.training.console import guard_console
 from megatron.training.exit_status import ExitRecord, ExitStatus, leave_exit_json
+from megatron.training.first_page import first_page
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.problems import ConfigurationError, Problem, render_problems
 from megatron.training.resolve import Machine, apply_checkpoint_args, resolve
@@ -34,6 +35,7 @@ from megatron.training.training_config import CheckpointConfig
 __all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
 
 CONFIGURATION_STATUS = 2
+_OF_VALUES = ("value", "range-", "limit-")  # ids of problems that keep a value from being taken
 # A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
 SPEAKER_GRACE_S = 3.0
 
@@ -49,8 +51,8 @@ def launch_config(
 
     argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as Megatron's
     `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags say.
-    Raises SystemExit: 2 with every problem printed; under --check-config 0 or 2 after the report; 3 when --load names
-    what cannot be loaded, as far as that can be told without reading tensors.
+    Raises SystemExit: 2 with every problem printed, or the first page where the line is empty; under --check-config 0
+    or 2 after the report; 3 when --load names what cannot be loaded, as far as can be told without reading tensors.
     """
     guard_console()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -70,6 +72,9 @@ def launch_config(
     if config.training.check_config:
         _report(config, problems, env)
         raise SystemExit(CONFIGURATION_STATUS if problems else 0)
+    if problems and not words and not line.problems:
+        _speak(first_page(sys.orig_argv[0], sys.argv[0], _own_tokenizer(args_defaults or {})), env)
+        raise SystemExit(CONFIGURATION_STATUS)
     if problems:
         raise _refuse(problems, env, words, config)
     try:
@@ -112,17 +117,25 @@ def _refuse_launcher(error: LaunchEnvError, words: Sequence[str]) -> SystemExit:
 def _refuse(
     problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], config: Config | None = None
 ) -> SystemExit:
-    """The exception that ends the process, after local rank 0 has told why.
-
-    Another rank speaks only if it is still there after the grace: then it alone was refused.
-    """
-    if env.local_rank != 0:
-        time.sleep(SPEAKER_GRACE_S)
+    """The exception that ends the process, after local rank 0 has told why."""
     text = render_problems(problems)
-    print(text, file=sys.stderr, flush=True)
+    _speak(text, env)
     save = None if config is None else config.checkpoint.save
     _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
     return SystemExit(CONFIGURATION_STATUS)
+
+
+def _speak(text: str, env: LaunchEnv) -> None:
+    """Print for the ranks of this machine. One that is not the first speaks only if it is still there after the grace:
+    then it alone was refused."""
+    if env.local_rank != 0:
+        time.sleep(SPEAKER_GRACE_S)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _own_tokenizer(args_defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """The flag with which the first page's lines overrule a trainer's own tokenizer, which may need more flags."""
+    return ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in args_defaults else ()
 
 
 def _refuse_checkpoint(
@@ -154,7 +167,7 @@ def _record_refusal(
 def _last_value(words: Sequence[str], flag: str) -> str | None:
     """A flag's value on a command line that was not parsed."""
     value = None
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for word, after in zip(words, [*words, "--"][1:], strict=True):
         if word.startswith(f"{flag}="):
             value = word.partition("=")[2]
         elif word == flag and not after.startswith("--"):
@@ -173,7 +186,10 @@ def _resolved(
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
         else:
-            values, origin, told = apply_checkpoint_args(values, origin, saved)
+            try:
+                values, origin, told = apply_checkpoint_args(values, origin, saved)
+            except ValueError as error:
+                raise CheckpointError(f"{values['load']}: its configuration's {error}") from None
             warnings += told
     has_gpu = env.gpu_present()
     if check_only and values.get("padded_vocab_size") is None:
@@ -191,11 +207,11 @@ def _resolved(
         check_only=check_only,
         needs_data=needs_data,
         needs_tokenizer=needs_tokenizer,
+        memory_bytes=env.memory_bytes(),
     )
     if not line.complete:
         return config, line.problems
-    misread = {flag for problem in line.problems for flag in (*problem.flags, *problem.meant)}
-    broken = [problem for problem in broken_rules(situation) if not _follows(problem, misread)]
+    broken = [problem for problem in broken_rules(situation) if not _follows(problem, line.problems)]
     return config, line.problems + unloadable + broken
 
 
@@ -220,16 +236,21 @@ def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
     return []
 
 
-def _follows(problem: Problem, misread: set[str]) -> bool:
-    """Whether a broken rule only says that a flag is missing whose value could not be read."""
-    return problem.rule.startswith("required-") and bool(misread & set(problem.flags))
+def _follows(problem: Problem, told: Sequence[Problem]) -> bool:
+    """Whether a broken rule only says that a flag is missing whose value could not be read, or judges by its default
+    one whose value is refused."""
+    refused = {flag for other in told if other.rule.startswith(_OF_VALUES) for flag in other.flags}
+    misread = refused | {flag for other in told for flag in (*other.flags, *other.meant)}
+    return bool(set(problem.flags) & (misread if problem.rule.startswith("required-") else refused))
 
 
 def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
     """Print what --check-config is for, from local rank 0."""
     if env.local_rank == 0:
         report = build_report(config, problems)
-        sys.stdout.write(render_json(report) if config.training.json else render_text(report))
+        told = render_json(report) if config.training.json else render_text(report)
+        encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
+        sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
         if problems and not config.training.json:
             print(render_problems(problems), file=sys.stderr, flush=True)

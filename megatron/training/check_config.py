@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.optional import available
 from megatron.core.rank_grid import AXES, RankGrid, RankGridError
+from megatron.core.safe_files import read_json
 from megatron.training.config import Config
 from megatron.training.pipeline_facts import PipelineFacts, pipeline_facts
 from megatron.training.problems import Problem
 from megatron.training.resolve import known_vocabulary
-from megatron.training.rules_run import named_files
+from megatron.training.rules_run import unusable_files
 
 _SHOWN_GROUPS = 8
+MAX_VOCABULARY_BYTES = 1 << 23  # of GPT-2's kind: 8 times GPT-2's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +103,10 @@ def _vocabulary(config: Config) -> int | None:
     known = known_vocabulary(t.tokenizer_type, t.vocab_size)
     if known is None and t.tokenizer_type == "GPT2BPETokenizer" and t.vocab_file is not None:
         try:
-            return len(json.loads(Path(t.vocab_file).read_text()))
-        except (OSError, ValueError, TypeError):
+            ids = read_json(t.vocab_file, max_bytes=MAX_VOCABULARY_BYTES, follow=True)
+        except (OSError, ValueError):
             return t.vocab_size
+        return len(ids) if isinstance(ids, dict) else t.vocab_size
     return known if known is not None else t.vocab_size
 
 
@@ -144,24 +147,24 @@ def _parameters(
     count = count_parameters(
         model, model.padded_vocab_size, tp=grid.tp, stages=pipeline.stages, placement=pipeline.placement
     )
-    ranks = (grid.coordinates(rank)["pp"] for rank in range(grid.world_size))
-    return Parameters(total=count.total, per_rank=tuple(count.per_rank[rank] for rank in ranks))
+    stride = grid.strides["pp"]
+    per_rank = tuple(count.per_rank[rank // stride % grid.pp] for rank in range(grid.world_size))
+    return Parameters(total=count.total, per_rank=per_rank)
 
 
 def _not_found(config: Config) -> list[str]:
     """Files named by flags that are not on this machine, as "--flag PATH"."""
     values = config.flat()
-    named = [(name, values[name]) for name in named_files(config)]
-    missing = [f"--{name.replace('_', '-')} {path}" for name, path in named if not Path(path).exists()]
+    missing, _ = unusable_files(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for word in values[name] or ():
             if not _is_number(word) or len(values[name]) % 2:
                 missing += [
                     f"--{name.replace('_', '-')} {word}{end}"
                     for end in (".bin", ".idx")
-                    if not Path(word + end).exists()
+                    if not os.path.exists(word + end)
                 ]
-    if values["load"] is not None and not Path(values["load"]).exists():
+    if values["load"] is not None and not os.path.exists(values["load"]):
         missing.append(f"--load {values['load']}")
     return missing
 

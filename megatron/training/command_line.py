@@ -12,7 +12,16 @@ from typing import Any
 from megatron.core.config_base import arg_info, value_type
 from megatron.training.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
 from megatron.training.problems import ConfigurationError, Problem
-from megatron.training.values import check_shape, convert_loaded, convert_words
+from megatron.training.values import (
+    BoundsError,
+    check_shape,
+    check_words,
+    convert_loaded,
+    convert_words,
+    listed,
+    shortened,
+    shown,
+)
 from megatron.training.yaml_config import read_yaml
 
 GROUP_TITLES: Mapping[str, str] = {
@@ -28,6 +37,8 @@ GROUP_TITLES: Mapping[str, str] = {
     "logging": "logging",
     "reliability": "reliability",
 }
+MAX_FLAGS = 4096  # on one line; argparse looks through all of them for each
+MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of them are a wrong file, not slips
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
 
 
@@ -208,6 +219,11 @@ def read_command_line(
             [Problem("extra-flag", (), f"extra_args_provider: {error}", "give your own flag another name")]
         ) from error
     words = _joined_negatives(argv)
+    if (count := sum(word.startswith("-") for word in words)) > MAX_FLAGS:
+        message = f"the command line has {count} flags; at most {MAX_FLAGS} are read"
+        line.problems.append(Problem("flag", (), message, "put settings into a file: --yaml-cfg FILE"))
+        line.complete = False
+        return line
     try:
         namespace, unknown = parser.parse_known_args(words)
         line.extra = dict(vars(namespace))
@@ -268,8 +284,8 @@ def _loaded(line: CommandLine, entry: FlagEntry, value: Any, origin: str) -> Non
             origin,
         )
     except ValueError as error:
-        message = f"{origin}: {entry.name} {error}"
-        line.problems.append(Problem("value", (entry.spelling,), message, "give a value of this kind"))
+        told = f"{origin}: {entry.name}"
+        line.problems.append(value_problem(entry, entry.spelling, told, error, "give a value of this kind"))
 
 
 def _read_file(line: CommandLine, words: list[str], overrides: dict[str, Any]) -> None:
@@ -302,10 +318,11 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: list[str]
     """One flag of the command line."""
     try:
         if entry.arity is Arity.SWITCH and words:
-            raise ValueError(f"takes no value, got {' '.join(words)}")
+            raise ValueError(f"takes no value, got {listed(words)}")
         if entry.field is None:
             if entry.arity is Arity.ONE and len(words) != 1:
-                raise ValueError(f"expects one value, got {' '.join(words) or 'none'}")
+                raise ValueError(f"expects one value, got {listed(words)}")
+            check_words(words)
             check_shape(entry.name, words)
             line.used.append(UsedFlag(entry, spelling, tuple(words)))
         elif entry.arity is Arity.SWITCH:
@@ -315,21 +332,36 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: list[str]
             line.set(entry.name, convert_words(entry.field, words), "flag")
     except ValueError as error:
         fix = "leave the value out" if entry.arity is Arity.SWITCH else "see --help for its values"
-        line.problems.append(Problem("value", (spelling,), f"{spelling} {error}", fix))
+        line.problems.append(value_problem(entry, spelling, spelling, error, fix))
+
+
+def value_problem(entry: FlagEntry, flag: str, told: str, error: ValueError, fix: str) -> Problem:
+    """What is wrong with a value. told: whose it is, in words. fix: where the value is not one of its kind."""
+    if isinstance(error, BoundsError):
+        return Problem(f"{error.rule}-{entry.name.replace('_', '-')}", (flag,), f"{told} {error}", error.fix)
+    return Problem("value", (flag,), f"{told} {error}", fix)
 
 
 def _unknown_problems(words: Sequence[str], spelled: tuple[str, ...]) -> list[Problem]:
     """Words that no flag took: unknown flags (their values belong to them) and strays."""
-    problems, stray = [], True
+    problems: list[Problem] = []
+    known, stray, more = tuple(f for f in spelled if f.startswith("--")), True, 0
     for word in words:
-        if word.startswith("--") and len(word) > 2:
-            stray = False
-            flag = word.partition("=")[0]
-            close = closest_flags(flag, tuple(f for f in spelled if f.startswith("--")))
+        unknown = word.startswith("--") and len(word) > 2
+        if not unknown and not stray:
+            continue
+        stray = not unknown
+        if len(problems) == MAX_GUESSES:
+            more += 1
+        elif unknown:
+            flag = shortened(word.partition("=")[0])
+            close = closest_flags(flag, known)
             fix = f"did you mean {', '.join(close)}?" if close else "see docs/flags.md for every known flag"
             problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix, tuple(close)))
-        elif stray:
-            problems.append(
-                Problem("stray-word", (), f"{word!r} belongs to no flag", "put it behind its flag")
-            )
+        else:
+            told = f"{shown(word)} belongs to no flag"
+            problems.append(Problem("stray-word", (), told, "put it behind its flag"))
+    if more:
+        told = f"{more} more words are unknown flags, or belong to none"
+        problems.append(Problem("unknown-flag", (), told, "mend those above first"))
     return problems

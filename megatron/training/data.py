@@ -13,10 +13,10 @@ from megatron.core.datasets.builder import (
     Datasets,
     GPTDatasetSpec,
     build_train_valid_test_datasets,
-    requested_sizes,
 )
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
+from megatron.core.datasets.requested_sizes import requested_sizes
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import metrics

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-MAX_WORLD_SIZE = 1 << 20  # there are no more; lists of ranks would fill the memory
-MAX_THREADS = 1024  # as --threads-per-rank
+from megatron.core.config_base import RANKS, THREADS
+
+_MAX_DIGITS = 40
 
 
 class LaunchEnvError(ValueError):
@@ -78,10 +79,8 @@ class LaunchEnv:
 
     def _check(self) -> None:
         """Raises LaunchEnvError where numbers do not go together."""
-        if self.world_size > MAX_WORLD_SIZE:
-            raise LaunchEnvError(
-                f"WORLD_SIZE={self.world_size}: at most {MAX_WORLD_SIZE} ranks are supported"
-            )
+        if self.world_size > RANKS.most:
+            raise LaunchEnvError(f"WORLD_SIZE={self.world_size}: at most {RANKS.most} ranks are possible")
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise LaunchEnvError(
                 f"RANK={self.rank} of WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of "
@@ -108,6 +107,11 @@ class LaunchEnv:
             return None
         return self.omp_num_threads
 
+    @staticmethod
+    def memory_bytes() -> int:
+        """Memory of this machine."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""
         if self.cuda_visible_devices is not None and self.cuda_visible_devices.strip() in ("", "-1"):
@@ -131,8 +135,8 @@ def _omp_num_threads(source: Mapping[str, str]) -> int | None:
     if not text:
         return None
     first = text.partition(",")[0].strip()
-    if not first.isdecimal() or len(first) > 4 or not 1 <= int(first) <= MAX_THREADS:
-        raise LaunchEnvError(f"OMP_NUM_THREADS={text!r}: expected a number of threads, 1 to {MAX_THREADS}")
+    if not first.isdecimal() or len(first) > 4 or not THREADS.hold(int(first)):
+        raise LaunchEnvError(f"OMP_NUM_THREADS={text!r}: expected a number of threads, 1 to {THREADS.most}")
     return int(first)
 
 
@@ -146,6 +150,8 @@ def _optional_integer(source: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     try:
+        if len(text) > _MAX_DIGITS:
+            raise ValueError
         return int(text)
     except ValueError:
-        raise LaunchEnvError(f"environment variable {name}={text!r} is no integer") from None
+        raise LaunchEnvError(f"environment variable {name}={text[:_MAX_DIGITS]!r} is no integer") from None

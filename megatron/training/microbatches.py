@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+MAX_SIZES = 4096  # of a ramp: the run makes a pipeline plan for each
+
 
 class BatchScheduleError(ValueError):
     """A global batch that does not divide into microbatches."""
@@ -35,6 +37,11 @@ class BatchSchedule:
                 raise BatchScheduleError(
                     f"--rampup-batch-size {start} {increment} {samples}: {self.target} - {start} is not "
                     f"divisible by the increment {increment}"
+                )
+            if (count := len(self.batch_sizes())) > MAX_SIZES:
+                raise BatchScheduleError(
+                    f"--rampup-batch-size {start} {increment} {samples}: {count} batch sizes up to {self.target}, at "
+                    f"most {MAX_SIZES} are possible: take a larger increment"
                 )
         for batch in self.batch_sizes():
             if batch < self._step or (batch % self._step and not self.decrease_if_needed):
@@ -76,21 +83,36 @@ class BatchSchedule:
     def iterations_for(self, samples: int) -> int:
         """Whole optimizer steps in a run of `samples` samples, the ramp included."""
         consumed = iterations = 0
-        ramp = self.rampup[2] if self.rampup is not None else -1
-        while consumed <= min(ramp, samples):
-            batch = self.global_batch_size(consumed)
-            if consumed + batch > samples:
-                return iterations
-            consumed, iterations = consumed + batch, iterations + 1
-        return iterations + (samples - consumed) // self.global_batch_size(consumed)
+        while True:
+            batch, steps = self._steps_alike(consumed)
+            fit = (samples - consumed) // batch
+            if steps is None or fit < steps:
+                return iterations + fit
+            consumed, iterations = consumed + steps * batch, iterations + steps
 
     def samples_of(self, iterations: int) -> int:
         """Samples of a run of so many optimizer steps, the ramp included."""
         consumed = done = 0
-        ramp = self.rampup[2] if self.rampup is not None else -1
-        while consumed <= ramp and done < iterations:
-            consumed, done = consumed + self.global_batch_size(consumed), done + 1
-        return consumed + (iterations - done) * self.global_batch_size(consumed)
+        while True:
+            batch, steps = self._steps_alike(consumed)
+            if steps is None or iterations - done <= steps:
+                return consumed + (iterations - done) * batch
+            consumed, done = consumed + steps * batch, done + steps
+
+    def _steps_alike(self, consumed: int) -> tuple[int, int | None]:
+        """The next step's batch, and how many steps in a row have it; None: all that follow."""
+        batch, scheduled = self.global_batch_size(consumed), self._scheduled(consumed)
+        if scheduled == self.target:
+            return batch, None
+        # The batch never shrinks, so the first step of another one is found by halving.
+        few, many = 0, 1
+        while self._scheduled(consumed + many * batch) == scheduled:
+            few, many = many, 2 * many
+        while many - few > 1:
+            middle = (few + many) // 2
+            alike = self._scheduled(consumed + middle * batch) == scheduled
+            few, many = (middle, many) if alike else (few, middle)
+        return batch, many
 
 
 def ends_at(iteration: int, interval: int | None) -> bool:

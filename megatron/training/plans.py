@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
 from megatron.training.config import Config
 from megatron.training.schedule_choice import (
     AUTO,
+    V_CHUNKS,
     Layout,
     choose_again,
     choose_layout,
@@ -28,10 +29,14 @@ from megatron.training.schedule_choice import (
     with_gathered_inputs,
 )
 
+# [Note: size of plans] A plan is a list of operations that Python makes and checks before the first step: some
+# microseconds and half a kilobyte for each forward. A search weighs its candidates too, in a time that grows faster.
+MOST_FORWARDS = 2**18
+MOST_SEARCHED_FORWARDS = 2**16
+MAX_FILE_BYTES = 1 << 24  # of a saved plan: 64 ranks with 1024 microbatches on a V
+
 # Sums of activations are compared with this much of tolerance, relative to the limit.
 _TOLERANCE = 1e-9
-
-MAX_PLAN_BYTES = 1 << 28
 
 
 class Plans:
@@ -63,10 +68,12 @@ class Plans:
             self._layout = layout_of(config, self._file.schedule, placement=self._file.placement)
             self.limits = limits_of_flags(config, self._layout)
         elif parallel.pipeline_schedule == AUTO:
+            _check_size(config, parallel.pipeline_model_parallel_size)
             chosen = choose_layout(config, last_num_microbatches(config))
             self._layout, self.limits, self.reasons = chosen.layout, chosen.limits, chosen.lines
         else:
             self._layout = layout_of(config, parallel.pipeline_schedule)
+            _check_size(config, self._layout.placement.num_stages)
             self.limits = limits_of_flags(config, self._layout)
         if parallel.pipeline_memory_limit is not None:
             self._price_gathers()
@@ -272,6 +279,28 @@ class Plans:
                 )
 
 
+def size_fault(config: Config, num_stages: int) -> str | None:
+    """Why a step has more forwards than a plan holds; None where it has not. num_stages: of the flags, `auto` looks at
+    V's too."""
+    schedule, ranks = config.parallel.pipeline_schedule, config.parallel.pipeline_model_parallel_size
+    if schedule == AUTO and ranks > 1:
+        num_stages = max(num_stages, V_CHUNKS * ranks)
+    most = MOST_SEARCHED_FORWARDS if schedule == AUTO or schedule in SEARCHED else MOST_FORWARDS
+    microbatches = last_num_microbatches(config)
+    if microbatches * num_stages <= most:
+        return None
+    return (
+        f"--global-batch-size {config.training.global_batch_size} is {microbatches} microbatches a step on each "
+        f"replica, through {num_stages} stages {microbatches * num_stages} forwards; a plan of schedule {schedule} "
+        f"holds at most {most}"
+    )
+
+
+def _check_size(config: Config, num_stages: int) -> None:
+    if (fault := size_fault(config, num_stages)) is not None:
+        raise PlanError(fault)
+
+
 def _steps(plan: Plan) -> bool:
     """Whether it has the operations of post-validation."""
     return any(op[0] == Kind.STEP for row in plan.rows for op in row)
@@ -290,7 +319,7 @@ def _built(schedule: str, request: Request) -> Plan:
 def load_plan(path: str, num_ranks: int) -> Plan:
     """A saved plan in JSON, for a pipeline of these ranks. Raises PlanError naming the file."""
     try:
-        plan = from_json(safe_files.read_text(path, max_bytes=MAX_PLAN_BYTES, follow=True))
+        plan = from_json(safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True))
         verify(plan)
     except OSError as error:
         raise PlanError(f"--pipeline-schedule-file {path} cannot be read: {error.strerror}") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+MAX_SHOWN = 100  # more of them are a wrong file, not slips
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -29,7 +31,9 @@ class ConfigurationError(ValueError):
 
 
 def render_problems(problems: Iterable[Problem]) -> str:
-    """Every problem, numbered, under one heading."""
+    """Every problem, numbered, under one heading; of very many the first, and how many more there are."""
     told = tuple(problems)
     heading = "configuration: 1 problem" if len(told) == 1 else f"configuration: {len(told)} problems"
-    return "\n".join([heading, *(f"{n:3d}. {problem}" for n, problem in enumerate(told, 1))])
+    lines = [f"{n:3d}. {problem}" for n, problem in enumerate(told[:MAX_SHOWN], 1)]
+    more = [f"     ... and {len(told) - MAX_SHOWN} more"] if len(told) > MAX_SHOWN else []
+    return "\n".join([heading, *lines, *more])

@@ -18,6 +18,7 @@ from megatron.training import no_effect
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
 from megatron.training.schedule_choice import asked_schedules, stages_of
+from megatron.training.values import convert_loaded
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257
@@ -61,12 +62,18 @@ class Machine:
 def apply_checkpoint_args(
     values: Mapping[str, Any], origin: Mapping[str, str], saved: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings."""
+    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings.
+
+    Raises ValueError for a saved value that is none.
+    """
     values, origin, warnings = dict(values), dict(origin), []
     for name in CHECKPOINT_FIELDS:
         if name not in saved or (name in _FLAG_WINS and name in values):
             continue
-        value = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+        try:
+            value = convert_loaded(FIELDS[name][1], saved[name])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
         if name in values and values[name] != value:
             warnings.append(
                 f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {values[name]}"
@@ -148,6 +155,7 @@ class _Resolver:
 
     def model(self) -> None:
         v = self.values
+        self.fill("max_position_embeddings", v["seq_length"])
         if v["use_rotary_position_embeddings"] and not self.given("position_embedding_type"):
             self.derive("position_embedding_type", "rope")
         if v["use_flash_attn"] and not self.given("attention_backend"):
@@ -265,6 +273,8 @@ class _Resolver:
                 self.derive("tokenizer_type", "GPT2BPETokenizer")
             elif v["vocab_size"] is not None and not any(v[name] for name in CORPORA):
                 self.derive("tokenizer_type", "NullTokenizer")
+            elif v["mock_data"] and not (v["tokenizer_model"] or v["vocab_file"] or v["merge_file"]):
+                self.derive("tokenizer_type", "ByteTokenizer")
         vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
         multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
         if vocabulary is not None and multiple > 0 and tensor_ranks > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ class Situation:
 
     check_only: under --check-config, files need not exist and packages need not be installed.
     needs_data: the caller reads the corpus that the flags name (a user's own provider may not). needs_tokenizer: it
-    starts a run, which has a vocabulary.
+    starts a run, which has a vocabulary. memory_bytes: of this machine.
     """
 
     config: Config
@@ -28,6 +29,7 @@ class Situation:
     check_only: bool = False
     needs_data: bool = True
     needs_tokenizer: bool = True
+    memory_bytes: float = math.inf
 
     def value(self, name: str) -> Any:
         """A setting by destination name."""

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron.core.datasets.requested_sizes import (
+    BYTES_PER_SAMPLE,
+    MAX_SAMPLES,
+    MOCK_LONGEST_DOCUMENT,
+    S_PER_SAMPLE,
+    requested_sizes,
+)
 from megatron.core.rank_grid import RankGridError
 from megatron.training.microbatches import BatchScheduleError
 from megatron.training.rule_table import RuleTable, Situation, spelled
@@ -125,6 +132,37 @@ def _iterations_or_samples(s: Situation) -> str | None:
     else:
         return None
     return f"{', '.join(map(spelled, wrong))} given in a run that is {kind}" if wrong else None
+
+
+@rule(
+    "index-size",
+    "--train-iters --train-samples --global-batch-size --eval-iters --eval-interval --seq-length",
+    "ask for fewer samples, or bring a loader of your own: --dataloader-type external",
+)
+def _index_size(s: Situation) -> str | None:
+    batches, t, evaluation = s.config.batch_schedule_or_none(), s.config.training, s.config.evaluation
+    length = s.value("seq_length")
+    if not s.needs_data or s.value("dataloader_type") == "external" or batches is None or length is None:
+        return None
+    sizes = requested_sizes(
+        train_samples=0 if evaluation.skip_train else t.train_samples,
+        train_iters=s.config.total_iterations,
+        eval_interval=evaluation.eval_interval,
+        eval_iters=evaluation.eval_iters,
+        global_batch_size=t.global_batch_size,
+    )
+    samples = sizes.train + sizes.test + (0 if s.value("full_validation") else sizes.valid)
+    places = samples + (2 * samples * length // MOCK_LONGEST_DOCUMENT if s.value("mock_data") else 0)
+    size, here = BYTES_PER_SAMPLE * places, s.env.local_world_size
+    if places <= MAX_SAMPLES and (s.check_only or here * size <= s.memory_bytes):
+        return None
+    took = (
+        f"their index takes {size / 2**30:.1f} GiB on every rank and {S_PER_SAMPLE * places / 60:.0f} minutes"
+    )
+    limit = f"at most {BYTES_PER_SAMPLE * MAX_SAMPLES / 2**30:.0f} GiB are made"
+    if places <= MAX_SAMPLES:
+        limit = f"this machine has {s.memory_bytes / 2**30:.1f} GiB for {here} ranks"
+    return f"the run asks for {samples} samples, training, validation and test together: {took}; {limit}"
 
 
 # Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.training.config import FIELDS, Config
-from megatron.training.plans import Plans
+from megatron.training.plans import Plans, size_fault
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.rules_pipeline import OF_SCHEDULES
@@ -82,6 +82,18 @@ def _pipeline_schedule_file(s: Situation) -> str | None:
 
 
 @rule(
+    "plan-size",
+    "--global-batch-size --micro-batch-size --pipeline-model-parallel-size --pipeline-schedule",
+    "lower --global-batch-size, raise --micro-batch-size, or use more data parallel ranks",
+)
+def _plan_size(s: Situation) -> str | None:
+    chunks = chunks_of(s) if s.value("num_layers") is not None else None
+    if chunks is None or s.value("pipeline_schedule_file") is not None:
+        return None
+    return size_fault(s.config, chunks * s.value("pipeline_model_parallel_size"))
+
+
+@rule(
     "pipeline-plan",
     "--pipeline-memory-limit --zero-bubble-max-pending-backward --pipeline-schedule",
     "raise the limit or leave it out, use smaller microbatches or more recomputation, or another schedule",
@@ -97,7 +109,7 @@ def _pipeline_plan(s: Situation) -> str | None:
 
 def _can_plan(s: Situation) -> bool:
     """Whether the flags say all that a plan needs, and none of them breaks a rule of its own."""
-    told_before = (*OF_SCHEDULES, _pipeline_limits)
+    told_before = (*OF_SCHEDULES, _pipeline_limits, _plan_size)
     complete = s.config.batch_schedule_or_none() is not None and s.value("num_layers") is not None
     complete = complete and s.value("pipeline_model_parallel_size") >= 1 and chunks_of(s) is not None
     return complete and all(one(s) is None for one in told_before)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optional import available
+from megatron.core.safe_files import open_regular
 from megatron.training.config import Config
 from megatron.training.rule_table import RuleTable, Situation, spelled
+from megatron.training.values import shortened
 
+_MAX_RECORD_BYTES = 1 << 16
+_OUTPUTS = "save load tensorboard_dir log_pipeline_timeline data_cache_path wandb_save_dir metrics_file"
 RULES = RuleTable()
 rule = RULES.rule
 
@@ -132,12 +137,28 @@ def _load_folder(s: Situation) -> str | None:
     return f"{' and '.join(alone)} without --load" if alone else None
 
 
+@rule(
+    "path-names",
+    "--save --metrics-file --tensorboard-dir --log-pipeline-timeline --data-cache-path --wandb-save-dir --load",
+    "choose shorter names",
+)
+def _path_names(s: Situation) -> str | None:
+    told = []
+    for name in _OUTPUTS.split():
+        try:
+            os.lstat(s.value(name) or ".")
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                told.append(f"{spelled(name)} {shortened(s.value(name))}: {error.strerror}")
+    return told[0] if told else None
+
+
 @rule("save-writable", "--save", "name a folder that this user may write to")
 def _save_writable(s: Situation) -> str | None:
     if s.check_only or s.value("save") is None:
         return None
     folder = Path(s.value("save")).absolute()
-    standing = next(path for path in (folder, *folder.parents) if path.exists())
+    standing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not standing.is_dir():
         return f"--save {s.value('save')}: {standing} is no folder"
     return (
@@ -159,22 +180,20 @@ def _outputs(s: Situation) -> str | None:
     file = s.value("metrics_file")
     for name in ("tensorboard_dir", "log_pipeline_timeline"):
         folder = s.value(name)
-        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+        if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
             problems.append(f"{spelled(name)} {folder} is no folder")
-    if file is not None and Path(file).exists() and not _is_metrics_file(Path(file)):
+    if file is not None and os.path.exists(file) and not _is_metrics_file(file):
         problems.append(f"--metrics-file {file} is there and is no file of metrics")
     return "; ".join(problems) or None
 
 
-def _is_metrics_file(path: Path) -> bool:
+def _is_metrics_file(path: str) -> bool:
     """Empty, or its first line is a record: a file that this program may move aside and write again."""
-    if not path.is_file():
-        return False
-    with open(path, encoding="utf-8", errors="replace") as file:
-        first = file.readline()
     try:
+        with open_regular(path, follow=True) as fd:
+            first = os.read(fd, _MAX_RECORD_BYTES).partition(b"\n")[0]
         record = json.loads(first) if first else {"iteration": 0}
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(record, dict) and "iteration" in record
 
@@ -185,18 +204,32 @@ def _is_metrics_file(path: Path) -> bool:
     "name existing files",
 )
 def _files(s: Situation) -> str | None:
-    if s.check_only:
-        return None
-    missing = [
-        f"{spelled(name)} {s.value(name)}"
-        for name in named_files(s.config)
-        if not Path(s.value(name)).exists()
-    ]
-    return f"not found: {', '.join(missing)}" if missing else None
+    missing, unfit = unusable_files(s.config)
+    told = [f"not found: {', '.join(missing)}"] if missing and not s.check_only else []
+    return "; ".join(told + unfit) or None
+
+
+def unusable_files(config: Config) -> tuple[list[str], list[str]]:
+    """Files that must exist at the start (the corpus is checked later): those missing, as "--flag PATH", and those that
+    are there and cannot be read, with why."""
+    missing, unfit = [], []
+    for name in named_files(config):
+        path = config.flat()[name]
+        told = f"{spelled(name)} {path}"
+        if name == "tokenizer_model" and os.path.isdir(path):
+            continue
+        try:
+            with open_regular(path, follow=True):
+                pass
+        except (FileNotFoundError, NotADirectoryError):
+            missing.append(told)
+        except OSError as error:
+            unfit.append(f"{shortened(told)}: {error.strerror}")
+    return missing, unfit
 
 
 def named_files(config: Config) -> list[str]:
-    """Destination names of settings that name a file which must exist at the start (the corpus is checked later)."""
+    """Destination names of settings that name such a file."""
     names = ["vocab_file", "merge_file", "data_args_path", "per_split_data_args_path", "tokenizer_model"]
     kind = config.tokenizer.tokenizer_type
     unused = {"vocab_file", "merge_file"} if kind != "GPT2BPETokenizer" else {"tokenizer_model"}
@@ -220,12 +253,6 @@ def _mlflow(s: Situation) -> str | None:
     if not s.value("mlflow_experiment") or s.check_only or available("mlflow"):
         return None
     return "--mlflow-experiment: mlflow is not installed here"
-
-
-@rule("timing-log-level", "--timing-log-level", "give 0, 1 or 2")
-def _timing_log_level(s: Situation) -> str | None:
-    level = s.value("timing_log_level")
-    return f"--timing-log-level {level}: there are levels 0, 1 and 2" if level not in (0, 1, 2) else None
 
 
 @rule("nan-policy", "--nan-policy --no-check-for-nan-in-loss-and-grad", "keep one of them")

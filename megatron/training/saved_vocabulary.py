@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config_base import IDS
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.config import Config
 from megatron.training.problems import ConfigurationError, Problem
@@ -25,7 +26,7 @@ def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:
     except CheckpointError:
         return None
     size = None if saved is None else saved.get("padded_vocab_size")
-    return size if size is not None and size > 0 else None
+    return size if isinstance(size, int) and IDS.hold(size) else None
 
 
 def with_saved_vocabulary(config: Config, size: int) -> Config:

@@ -114,12 +114,8 @@ OPENERS = {
     "megatron/training/lease_holder.py": "processes in /proc",
     "megatron/training/rendezvous.py": "a descriptor that leads nowhere",
     "megatron/training/startup_check.py": "the sources of this very program",
-    # Not converted yet; each line goes with its module.
-    "megatron/core/dist_checkpointing/files.py": "files of checkpoints",
-    "megatron/core/dist_checkpointing/save.py": "files of checkpoints",
-    "megatron/training/check_config.py": "the vocabulary's size",
-    "megatron/training/rules_run.py": "the first line of metrics.jsonl",
-    "megatron/training/yaml_config.py": "the configuration",
+    "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",
+    "megatron/core/dist_checkpointing/commit.py": "the manifest that this save has written",
 }
 
 
@@ -134,7 +130,9 @@ def opens_a_file(node):
     if isinstance(node.func, ast.Attribute) and not name:  # of an expression: Path(...).open()
         return node.func.attr in OPENING - {"load", "save"}
     ours = base.split(".")[0] in ("self", "safe_files") or base.endswith(("checkpoints", "checkpointer"))
-    return (base in OPENING_OF and last != "rmtree") or (last in OPENING and not ours)
+    return (base in OPENING_OF and last not in ("rmtree", "which", "disk_usage")) or (
+        last in OPENING and not ours
+    )
 
 
 def test_only_safe_files_opens_files():

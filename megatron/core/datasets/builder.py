@@ -78,32 +78,6 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-class RequestedSizes(NamedTuple):
-    """Samples that a run asks of each split."""
-
-    train: int
-    valid: int
-    test: int
-
-
-def requested_sizes(
-    *,
-    train_samples: int | None,
-    train_iters: int,
-    eval_interval: int | None,
-    eval_iters: int,
-    global_batch_size: int,
-) -> RequestedSizes:
-    """Samples asked for: all training, all evaluations on the way and the one at the end, one test.
-
-    train_iters: also given for sample-based runs, where it is derived.  eval_interval None: only the final
-    evaluation.
-    """
-    train = train_samples if train_samples is not None else train_iters * global_batch_size
-    evaluations = (train_iters // eval_interval if eval_interval else 0) + 1
-    return RequestedSizes(train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size)
-
-
 def build_train_valid_test_datasets(
     spec: GPTDatasetSpec,
     sizes: tuple[int | None, int | None, int | None],

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from megatron.core.config_base import arg
+from megatron.core.config_base import SHARE, THREADS, Bounds, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,10 @@ class DataConfig:
     full_validation: bool = arg(False, "each evaluation runs over the whole validation set")
     multiple_validation_sets: bool = arg(False, "evaluate each validation corpus on its own")
     mmap_bin_files: bool = arg(True, "read .bin with file reads", flags=("--no-mmap-bin-files",))
-    num_dataset_builder_threads: int = arg(1, "threads that build datasets on each rank")
-    mid_level_dataset_surplus: float = arg(0.005, "extra share of samples asked of each member of a blend")
+    num_dataset_builder_threads: int = arg(1, "threads that build datasets on each rank", bounds=THREADS)
+    mid_level_dataset_surplus: float = arg(
+        0.005, "extra share of samples asked of each member of a blend", bounds=SHARE
+    )
     reset_position_ids: bool = arg(False, "positions start again after an end-of-document token")
     reset_attention_mask: bool = arg(False, "attention stops at an end-of-document token")
     eod_mask_loss: bool = arg(False, "no loss on end-of-document tokens")
@@ -45,4 +47,6 @@ class DataConfig:
         "cyclic: each rank draws from all samples, not from its own bucket",
         flags=("--no-data-sharding",),
     )
-    num_workers: int = arg(2, "loader threads on each rank; 0 = load in the training thread")
+    num_workers: int = arg(
+        2, "loader threads on each rank; 0 = load in the training thread", bounds=Bounds(0, 1024)
+    )

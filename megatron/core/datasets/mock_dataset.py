@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.requested_sizes import MOCK_LONGEST_DOCUMENT
+
 MOCK_DOCUMENTS = 100_000
-MOCK_LONGEST_DOCUMENT = 4096
 MOCK_SPLIT = "1,1,1"
 
 

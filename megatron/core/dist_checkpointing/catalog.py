@@ -297,7 +297,10 @@ def checkpoint_config(
     For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as `choose` and
     as `check_config`.
     """
-    choice = choose(Path(load_dir), ckpt_step)
+    try:
+        choice = choose(Path(load_dir), ckpt_step)
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise CheckpointError(f"{load_dir}: cannot be read: {error.strerror}") from None
     return None if choice.found is None else config_of(choice.found, check_config)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from megatron.core.config_base import arg
+from megatron.core.config_base import BYTES, RANKS, Bounds, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class DistributedDataParallelConfig:
         1,
         "divide the data parallel ranks into so many instances, each with the whole sharded state",
         unit="instances",
+        bounds=RANKS,
     )
     fsdp_unit_modules: tuple[str, ...] | None = arg(
         None,
@@ -37,6 +38,7 @@ class DistributedDataParallelConfig:
         "gather ahead as long as no more than this is gathered at any time, the unit in use included",
         unit="elements",
         derived="2 x the mean unit",
+        bounds=Bounds(0, 2**60),
     )
     fsdp_double_buffer: bool = arg(
         False,
@@ -50,7 +52,11 @@ class DistributedDataParallelConfig:
         ours=True,
     )
     fsdp_memory_budget: int | None = arg(
-        None, "what units may keep gathered or unreduced beyond the least", unit="bytes", ours=True
+        None,
+        "what units may keep gathered or unreduced beyond the least",
+        unit="bytes",
+        ours=True,
+        bounds=Bounds(0, 2**60),
     )
     log_fsdp_ledger: bool = arg(False, "log what the engine holds, by category and unit", ours=True)
     fsdp_debug: bool = arg(False, "find views of gathered weights that outlive them (slow)", ours=True)
@@ -59,7 +65,11 @@ class DistributedDataParallelConfig:
     )
     overlap_param_gather: bool = arg(False, "gather sharded weights during the forward")
     ddp_bucket_size: int | None = arg(
-        None, "size of one bucket of gradients", unit="elements", derived="max(40 million, 1 million x DP)"
+        None,
+        "size of one bucket of gradients",
+        unit="elements",
+        derived="max(40 million, 1 million x DP)",
+        bounds=BYTES,
     )
     ddp_num_buckets: int | None = arg(None, "number of buckets, instead of their size")
     ddp_average_in_collective: bool = arg(

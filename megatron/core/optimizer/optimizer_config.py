@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from megatron.core.config_base import arg
+from megatron.core.config_base import COUNT, INDEX, RATE, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,10 +11,10 @@ class OptimizerConfig:
     """One optimizer with its schedules and the precision that it works in."""
 
     optimizer: Literal["adam", "sgd"] = arg("adam", "adam (with decoupled weight decay) or sgd")
-    adam_beta1: float = arg(0.9, "decay of the first moment")
-    adam_beta2: float = arg(0.999, "decay of the second moment")
+    adam_beta1: float = arg(0.9, "decay of the first moment", bounds=RATE)
+    adam_beta2: float = arg(0.999, "decay of the second moment", bounds=RATE)
     adam_eps: float = arg(1e-8, "added to the root of the second moment")
-    sgd_momentum: float = arg(0.9, "momentum of sgd")
+    sgd_momentum: float = arg(0.9, "momentum of sgd", bounds=RATE)
     clip_grad: float = arg(1.0, "limit of the global L2 norm of the gradient; 0 = no clipping")
     # Learning rate
     lr: float = arg(None, "peak learning rate", required=True)
@@ -28,18 +28,18 @@ class OptimizerConfig:
         "exponential", "tail of the WSD schedule"
     )
     lr_decay_iters: int | None = arg(
-        None, "length of the schedule", unit="iterations", derived="--train-iters"
+        None, "length of the schedule", unit="iterations", derived="--train-iters", bounds=INDEX
     )
     lr_decay_samples: int | None = arg(
-        None, "length of the schedule", unit="samples", derived="--train-samples"
+        None, "length of the schedule", unit="samples", derived="--train-samples", bounds=INDEX
     )
-    lr_wsd_decay_iters: int | None = arg(None, "length of the WSD tail", unit="iterations")
-    lr_wsd_decay_samples: int | None = arg(None, "length of the WSD tail", unit="samples")
+    lr_wsd_decay_iters: int | None = arg(None, "length of the WSD tail", unit="iterations", bounds=INDEX)
+    lr_wsd_decay_samples: int | None = arg(None, "length of the WSD tail", unit="samples", bounds=INDEX)
     lr_warmup_fraction: float | None = arg(
-        None, "warm-up as a share of the schedule's length, not rounded to samples"
+        None, "warm-up as a share of the schedule's length, not rounded to samples", bounds=RATE
     )
-    lr_warmup_iters: int = arg(0, "linear warm-up", unit="iterations")
-    lr_warmup_samples: int = arg(0, "linear warm-up", unit="samples")
+    lr_warmup_iters: int = arg(0, "linear warm-up", unit="iterations", bounds=INDEX)
+    lr_warmup_samples: int = arg(0, "linear warm-up", unit="samples", bounds=INDEX)
     lr_warmup_init: float = arg(0.0, "learning rate at the start of the warm-up")
     override_opt_param_scheduler: bool = arg(
         False,
@@ -66,7 +66,9 @@ class OptimizerConfig:
     loss_scale: float | None = arg(None, "constant loss scale for --fp16; unset = dynamic")
     initial_loss_scale: float = arg(2.0**32, "dynamic loss scale at the start")
     min_loss_scale: float = arg(1.0, "floor of the dynamic loss scale")
-    loss_scale_window: float = arg(1000.0, "clean steps before the scale is doubled", unit="iterations")
+    loss_scale_window: float = arg(
+        1000.0, "clean steps before the scale is doubled", unit="iterations", bounds=COUNT
+    )
     hysteresis: int = arg(2, "non-finite steps before the scale is halved", unit="iterations")
     use_precision_aware_optimizer: bool = arg(False, "optimizer states in the dtypes below")
     main_params_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = arg("fp32", "dtype of main weights")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from megatron.core.config_base import arg
+from megatron.core.config_base import IDS, Bounds, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,12 @@ class TokenizerConfig:
             "TikTokenizer",
         ]
         | None
-    ) = arg(None, "kind of tokenizer (ByteTokenizer is built in and needs no files)", required=True)
+    ) = arg(
+        None,
+        "kind of tokenizer (ByteTokenizer is built in and needs no files)",
+        derived="GPT2BPETokenizer with --vocab-file and --merge-file; NullTokenizer with --mock-data and --vocab-size, "
+        "ByteTokenizer with --mock-data alone; else it must be given",
+    )
     tokenizer_model: str | None = arg(None, "file or folder of the tokenizer")
     vocab_file: str | None = arg(None, "GPT-2 BPE vocabulary (vocab.json)")
     merge_file: str | None = arg(None, "GPT-2 BPE merges (merges.txt)")
@@ -30,11 +35,14 @@ class TokenizerConfig:
         None,
         "vocabulary of NullTokenizer (which adds one id, end of document), or to check others against",
         unit="ids",
+        bounds=IDS,
     )
     tiktoken_pattern: Literal["v1", "v2"] | None = arg(
         None, "how TikTokenizer cuts text: v1, v2", derived="v1"
     )
-    tiktoken_num_special_tokens: int = arg(1000, "ids kept for special tokens by TikTokenizer", unit="ids")
+    tiktoken_num_special_tokens: int = arg(
+        1000, "ids kept for special tokens by TikTokenizer", unit="ids", bounds=Bounds(0, 2**20)
+    )
     tiktoken_special_tokens: tuple[str, ...] | None = arg(
         None, "special tokens of TikTokenizer, first ids first"
     )

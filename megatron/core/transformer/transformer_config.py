@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from megatron.core.config_base import arg
+from megatron.core.config_base import FLOAT, IDS, LAYERS, LENGTH, RATE, SIZE, Bounds, arg
 
 GATED = ("swiglu", "quick_geglu", "geglu", "geglu_tanh")
 # Flags of which one at most says what the MLP computes; none: GELU.
@@ -30,21 +30,26 @@ class TransformerConfig:
     """One decoder-only transformer. `resolved()` fills the sizes that follow from others."""
 
     # Shape
-    num_layers: int = arg(None, "decoder layers", required=True)
-    hidden_size: int = arg(None, "width h of the model", required=True)
-    num_attention_heads: int = arg(None, "query heads", required=True)
-    seq_length: int = arg(None, "training sequence length", unit="tokens", required=True)
+    num_layers: int = arg(None, "decoder layers", required=True, bounds=LAYERS)
+    hidden_size: int = arg(None, "width h of the model", required=True, bounds=SIZE)
+    num_attention_heads: int = arg(None, "query heads", required=True, bounds=SIZE)
+    seq_length: int = arg(None, "training sequence length", unit="tokens", required=True, bounds=LENGTH)
     max_position_embeddings: int = arg(
         None,
         "rows of the learned position table, upper bound of the sequence length",
         unit="tokens",
-        required=True,
+        derived="--seq-length",
+        bounds=LENGTH,
     )
-    ffn_hidden_size: int = arg(None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64")
-    kv_channels: int = arg(None, "dimension of one head", derived="hidden size / heads")
+    ffn_hidden_size: int = arg(
+        None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64", bounds=LENGTH
+    )
+    kv_channels: int = arg(None, "dimension of one head", derived="hidden size / heads", bounds=SIZE)
     group_query_attention: bool = arg(False, "several query heads share one key and value head")
     num_query_groups: int = arg(
-        1, "key and value heads, with --group-query-attention (without it: as many as query heads)"
+        1,
+        "key and value heads, with --group-query-attention (without it: as many as query heads)",
+        bounds=SIZE,
     )
     # Embeddings and positions
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
@@ -54,9 +59,11 @@ class TransformerConfig:
     rotary_base: int = arg(10000, "base (theta) of the rotation frequencies")
     rotary_percent: float = arg(1.0, "share of the head dimension that is rotated")
     rotary_interleaved: bool = arg(False, "rotate pairs (2i, 2i+1) instead of halves")
-    rotary_seq_len_interpolation_factor: int | None = arg(None, "divide positions by this factor")
+    rotary_seq_len_interpolation_factor: int | None = arg(
+        None, "divide positions by this factor", bounds=SIZE
+    )
     use_rope_scaling: bool = arg(False, "frequency scaling of Llama 3.1")
-    rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling")
+    rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling", bounds=Bounds(1.0, 2.0**20))
     untie_embeddings_and_output_weights: bool = arg(False, "separate output matrix")
     embedding_multiplier: float | Literal["sqrt_hidden"] | None = arg(
         None,
@@ -65,9 +72,11 @@ class TransformerConfig:
         parse=number_or_sqrt_hidden,
         ours=True,
     )
-    make_vocab_size_divisible_by: int = arg(128, "pad the vocabulary to a multiple of this x TP", unit="ids")
+    make_vocab_size_divisible_by: int = arg(
+        128, "pad the vocabulary to a multiple of this x TP", unit="ids", bounds=SIZE
+    )
     padded_vocab_size: int | None = arg(
-        None, "vocabulary after padding, instead of padding by rule", unit="ids"
+        None, "vocabulary after padding, instead of padding by rule", unit="ids", bounds=IDS
     )
     # Norms and activations
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "norm of the residual branches")
@@ -86,9 +95,11 @@ class TransformerConfig:
         False, "bias in the attention's output projection even without other biases", ours=True
     )
     # Dropout and initial weights
-    attention_dropout: float = arg(0.1, "dropout on attention probabilities")
-    hidden_dropout: float = arg(0.1, "dropout on residual branches and the embedding")
-    init_method_std: float = arg(0.02, "std of initial weights; residual outputs use std / sqrt(2 layers)")
+    attention_dropout: float = arg(0.1, "dropout on attention probabilities", bounds=RATE)
+    hidden_dropout: float = arg(0.1, "dropout on residual branches and the embedding", bounds=RATE)
+    init_method_std: float = arg(
+        0.02, "std of initial weights; residual outputs use std / sqrt(2 layers)", bounds=FLOAT
+    )
     init_model_with_meta_device: bool = arg(False, "build the model without memory, then fill its own shard")
     # Arithmetic
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = arg(
@@ -115,7 +126,10 @@ class TransformerConfig:
         None, "full: uniform chunks of layers, or the first layers of each stage"
     )
     recompute_num_layers: int | None = arg(
-        None, "layers per recomputed chunk (uniform), or recomputed layers (block)", unit="layers"
+        None,
+        "layers per recomputed chunk (uniform), or recomputed layers (block)",
+        unit="layers",
+        bounds=LAYERS,
     )
     recompute_modules: tuple[str, ...] = arg(("core_attn",), "what selective recompute drops")
     recompute_activations: bool = arg(False, "short for --recompute-granularity selective")

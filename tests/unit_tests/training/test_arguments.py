@@ -43,7 +43,9 @@ def test_floats_in_any_notation(text):
 
 
 def test_negative_numbers_with_an_exponent_are_values():
-    assert read_command_line(["--lr", "-1e-5", "--bf16"]).values == {"lr": -1e-5, "bf16": True}
+    line = read_command_line(["--lr", "-1e-5", "--bf16"])
+    assert [problem.message for problem in line.problems] == ["--lr -1e-05: must be at least 0"]
+    assert line.values == {"bf16": True}
 
 
 def test_value_shapes():

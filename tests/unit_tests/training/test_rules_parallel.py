@@ -41,8 +41,8 @@ BAD = [
     (2, f"{PP} 2 {LAYOUT} Et|tmL", "pipeline-layers"),
     (2, f"{PP} 2 {LAYOUT} Et|t|L", "pipeline-layers"),
     (1, f"--num-layers 4 {VPP} 2", "pipeline-layers"),
-    (2, f"{PP} 0", "range-pipeline-model-parallel-size world-size"),
-    (1, f"{TP} 0", "range-tensor-model-parallel-size range-expert-tensor-parallel-size world-size"),
+    (2, f"{PP} 0", "range-pipeline-model-parallel-size"),
+    (1, f"{TP} 0", "range-tensor-model-parallel-size"),
     (1, "--num-layers 2000000", "limit-num-layers"),
     # schedules
     (2, f"{PP} 2 --pipeline-schedule interleaved", "interleaving-chunks"),

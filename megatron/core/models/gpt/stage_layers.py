@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.config_base import LAYERS, STAGES
 from megatron.core.list_expression import ListExpressionError, expand_layout
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 
-MAX_LAYERS, MAX_STAGES = 2**20, 2**14  # beyond any model: a slip of the fingers is refused, not computed
+MAX_LAYERS, MAX_STAGES = int(LAYERS.most), int(STAGES.most)
 LAYOUT = "--pipeline-model-parallel-layout"
 _PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -182,6 +183,10 @@ def _even(config: ModelParallelConfig, num_layers: int, chunks: int) -> list[int
             )
         chunks = on_rank // per_chunk
     stages = ranks * chunks
+    if stages > MAX_STAGES:
+        raise StageLayersError(
+            f"{_stages_text(ranks, chunks)} are {stages} stages, at most {MAX_STAGES} are possible; use fewer of them"
+        )
     missing = -slots % stages
     if missing and not config.allow_padding_num_layers:
         raise StageLayersError(

@@ -141,8 +141,8 @@ def row_texts(row: Sequence[RawOp], names: Sequence[str] = _NAMES) -> list[str]:
 
 
 _OP = re.compile(
-    r"(\d{1,18})(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(\d{1,18})?"
-    r"(?:\.(\d{1,18}))?(?:\[(\d{1,18}):(\d{1,18})\])?(?:@(\d{1,18}))?(?:#(\d{1,18}))?"
+    r"(\d{1,9})(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(\d{1,9})?"
+    r"(?:\.(\d{1,9}))?(?:\[(\d{1,9}):(\d{1,9})\])?(?:@(\d{1,9}))?(?:#(\d{1,9}))?"
 )
 
 

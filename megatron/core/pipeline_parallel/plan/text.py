@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config_base import STAGES
 from megatron.core.pipeline_parallel.plan.ir import (
     LAST_COMPUTE,
     VERSION,
@@ -52,7 +53,7 @@ def _header(plan: Plan) -> dict[str, str | int | bool]:
 def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
     """The plan of a file, its hash checked."""
     if set(header) != set(_FIELDS):
-        raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header))}")
+        raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header)):.200}")
     if str(header["version"]) != str(VERSION):
         raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
     for flag in _FLAGS:
@@ -69,6 +70,11 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
     if plan_hash(plan) != header["hash"]:
         raise PlanError(
             f"the plan's hash is {plan_hash(plan)}, its header says {header['hash']}: it was changed"
+        )
+    if plan.num_ops < placement.num_stages * microbatches:  # before anybody makes a list of that length
+        raise PlanError(
+            f"the plan has {plan.num_ops} operations, the forwards of {microbatches} microbatches on "
+            f"{placement.num_stages} stages are more"
         )
     return plan
 
@@ -101,6 +107,8 @@ def to_json(plan: Plan) -> str:
 
 def from_json(text: str) -> Plan:
     """The plan that `to_json` wrote. Raises PlanError as `from_csv` does."""
+    if text.count("[") > STAGES.most + 1:
+        raise PlanError(f"no plan: it has more lists than the {STAGES.most} ranks that a pipeline may have")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -110,7 +118,7 @@ def from_json(text: str) -> Plan:
     rows = []
     for row in content.pop("ops"):
         if not isinstance(row, list) or not all(isinstance(op, str) for op in row):
-            raise PlanError(f"`ops` is one list of texts a rank, not {row!r}")
+            raise PlanError(f"`ops` is one list of texts a rank, not {row!r:.80}")
         rows.append(parse_row(row))
     return _plan(content, tuple(rows))
 
