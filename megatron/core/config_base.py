@@ -22,6 +22,7 @@ A field with `required` or `derived` is annotated with the type it has after `re
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -55,6 +56,7 @@ IDS = Bounds(1, 2**30)  # token ids are 32 bits wide, and the vocabulary is padd
 BYTES = Bounds(1, 2**60)
 THREADS = Bounds(1, 1024)  # far more than cores end the process where the system refuses a thread
 FLOAT = Bounds(0, (2 - 2**-23) * 2.0**127)  # kernels refuse what float32 cannot hold
+FINITE = Bounds(0, sys.float_info.max)  # of what is computed in Python: learning rates
 SHARE = Bounds(0, 1)
 RATE = Bounds(0, 1, below=True)
 

@@ -41,7 +41,7 @@ def check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
     if bounds is None:
         return
     for number in value if isinstance(value, tuple) else (value,):
-        if number is None or bounds.hold(number):
+        if number is None or isinstance(number, str) or bounds.hold(number):
             continue
         rule, told, fix = "range", f"at least {bounds.least}", f"give {bounds.least} or more"
         if bounds.below:

@@ -91,6 +91,7 @@ class Loader:
             config=config,
             ps=self._ps,
             print_rank_0=self.lines.append,
+            folder=SimpleNamespace(check=lambda: None),
             watchdog=SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
         )
         state, policy = TrainState.start(config), NanPolicy("abort", 3, dynamic_loss_scale=False)

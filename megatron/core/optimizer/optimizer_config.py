@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from megatron.core.config_base import COUNT, INDEX, RATE, arg
+from megatron.core.config_base import COUNT, FINITE, INDEX, RATE, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +17,12 @@ class OptimizerConfig:
     sgd_momentum: float = arg(0.9, "momentum of sgd", bounds=RATE)
     clip_grad: float = arg(1.0, "limit of the global L2 norm of the gradient; 0 = no clipping")
     # Learning rate
-    lr: float = arg(None, "peak learning rate", required=True)
-    min_lr: float = arg(0.0, "floor of the schedule")
-    decoupled_lr: float | None = arg(None, "peak learning rate of word embeddings and output layer")
-    decoupled_min_lr: float | None = arg(None, "floor of --decoupled-lr's schedule")
+    lr: float = arg(None, "peak learning rate", required=True, bounds=FINITE)
+    min_lr: float = arg(0.0, "floor of the schedule", bounds=FINITE)
+    decoupled_lr: float | None = arg(
+        None, "peak learning rate of word embeddings and output layer", bounds=FINITE
+    )
+    decoupled_min_lr: float | None = arg(None, "floor of --decoupled-lr's schedule", bounds=FINITE)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", "shape of the schedule after the warm-up"
     )

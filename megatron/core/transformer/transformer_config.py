@@ -70,6 +70,7 @@ class TransformerConfig:
         "factor of the word embeddings, not of the output layer: a number, or sqrt_hidden (Gemma: the root of the "
         "hidden size, rounded to the weights' dtype)",
         parse=number_or_sqrt_hidden,
+        bounds=Bounds(-FLOAT.most, FLOAT.most),
         ours=True,
     )
     make_vocab_size_divisible_by: int = arg(

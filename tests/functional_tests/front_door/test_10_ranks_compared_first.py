@@ -89,7 +89,7 @@ def test_rank_0_never_comes(tmp_path):
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is no integer"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
         ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR='no.such.host.invalid' is no host"),
-        ({"WORLD_SIZE": "9" * 12}, f"WORLD_SIZE={'9' * 12}: at most 1048576 ranks"),
+        ({"WORLD_SIZE": "9" * 12}, f"WORLD_SIZE={'9' * 12}: at most 262144 ranks"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set, or empty"),
     ],
 )
