@@ -127,7 +127,7 @@ def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:
             if stream.fileno() != file.fd:
                 return stream
             stream.flush()
-        except ValueError:  # a stream of somebody's own, without a descriptor, or closed
+        except (ValueError, AttributeError):  # a stream of somebody's own, without a descriptor, or closed
             return stream
         except OSError as error:
             file.lose(error)

@@ -233,8 +233,9 @@ def _one_checkpoint(root: Path) -> str:
 
 
 def _nothing_in(root: Path) -> str:
-    """Why a run starts from scratch, and what is there instead of checkpoints."""
-    names = names_in(root) if root.exists() else []
+    """Why a run starts from scratch, and what is there instead of checkpoints, but for its own lease on the folder."""
+    there = names_in(root) if root.exists() else []
+    names = [name for name in there if name != "lease.json" and not name.startswith(".")]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
     return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"
