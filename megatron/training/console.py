@@ -105,11 +105,15 @@ def guard_console() -> None:
 
     A stream that somebody has put in place of the process's own stays as it is.
     """
-    closed = [fd for fd in (0, *STREAMS) if not _is_open(fd)]
-    for fd in closed:
-        _open_nowhere(fd)
-        if fd in _FILES:
-            _FILES[fd].lost = "closed from the start"
+    for fd in (0, *STREAMS):
+        try:
+            os.fstat(fd)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            assert nowhere == fd, f"the lowest free descriptor is {nowhere}, not {fd}"
+            os.set_inheritable(fd, True)
+            if fd in _FILES:
+                _FILES[fd].lost = "closed from the start"
     sys.stdout = _guarded(sys.stdout, _FILES[1])
     sys.stderr = _guarded(sys.stderr, _FILES[2])
 
@@ -132,19 +136,3 @@ def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:
         except OSError as error:
             file.lose(error)
     return ConsoleStream(file, stream)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-def _open_nowhere(fd: int) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != fd:
-        os.dup2(nowhere, fd)
-        os.close(nowhere)
-    os.set_inheritable(fd, True)

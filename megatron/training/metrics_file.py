@@ -69,12 +69,12 @@ class MetricsFile:
         """Write one line."""
         for tag, value in scalars.items():
             self.scalar(tag, value, step, samples)
-        self._write_pending()
+        self.flush()
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
         """Keep one number for the line of its step."""
         if self._pending and self._pending["iteration"] != step:
-            self._write_pending()
+            self.flush()
         if not self._pending:
             self._pending = {"iteration": step, "time": round(time.time(), 3)}
         if samples is not None:
@@ -83,20 +83,17 @@ class MetricsFile:
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Write an event's line."""
-        self._write_pending()
+        self.flush()
         self._write({"event": name, "iteration": step, "time": round(time.time(), 3), **fields})
-
-    def flush(self) -> None:
-        """Write what is pending."""
-        self._write_pending()
 
     def close(self) -> None:
         """Write what is pending and close; the content is on disk afterwards."""
-        self._write_pending()
+        self.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def _write_pending(self) -> None:
+    def flush(self) -> None:
+        """Write what is pending."""
         if self._pending:
             pending, self._pending = self._pending, {}
             self._write(pending)

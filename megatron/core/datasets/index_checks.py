@@ -6,6 +6,7 @@ each of the right length; the order itself is taken on trust. Vectorised, and in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,13 +35,7 @@ def index_layouts(lengths: NDArray[Any], sequences: range, plan: EpochPlan) -> d
 
 def layout_bytes(layouts: Mapping[str, Layout]) -> int:
     """Memory that arrays of these layouts take."""
-    total = 0
-    for dtype, shape in layouts.values():
-        size = dtype.itemsize
-        for length in shape:
-            size *= length  # Python's integers: whatever the flags say, nothing overflows
-        total += size
-    return total
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layouts.values())
 
 
 def index_fault(

@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,6 @@ from megatron.core.dist_checkpointing.schema import (
     MAX_INT,
     Place,
     Schema,
-    Words,
     anything,
     array,
     check,
@@ -175,8 +175,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
     """The checked manifest of a directory and its SHA-256; CheckpointError names file and field."""
     path = directory / MANIFEST_NAME
     with open_regular(path) as fd:
-        num_bytes = path.stat(follow_symlinks=False).st_size
-        limit = _size_limit(directory)
+        num_bytes, limit = os.fstat(fd).st_size, _size_limit(directory)
         if num_bytes > limit:
             raise CheckpointError(f"{path}: {num_bytes} bytes, expected at most {limit} for this directory")
         raw = bytes(read_exactly(fd, path, 0, num_bytes))
@@ -239,24 +238,17 @@ def config_digest(common: Mapping[str, Any]) -> str:
 def _decode(raw: bytes, path: Path) -> dict[str, Any]:
     """UTF-8, JSON, an object, and its digest."""
     try:
-        fields = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
+        fields = json.loads(raw.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        stated = fields.pop("digest", None) if isinstance(fields, dict) else None
+        found = hashlib.sha256(canonical(fields)).hexdigest()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise CheckpointError(f"{path}: JSON nested too deeply") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
+        raise CheckpointError(f"{path}: not JSON, or a number is out of range: {error}") from None
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
-    stated = fields.pop("digest", None)
-    try:
-        found = hashlib.sha256(canonical(fields)).hexdigest()
-    except RecursionError:
-        raise CheckpointError(f"{path}: JSON nested too deeply") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: a number is out of range: {error}") from None
     if stated != found:
         Place(path, "digest").fail(f"{found} from the content", stated)
     return fields
@@ -284,7 +276,7 @@ def _tensor(value: Mapping[str, Any], files: Mapping[str, FileEntry], place: Pla
         _check_chunk(chunk, ITEM_BYTES[dtype], files, place.at("chunks")[index])
         chunks.append(chunk)
     if problem := fill_error(shape, [Rectangle(chunk.offset, chunk.shape) for chunk in chunks]):
-        place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", Words(problem))
+        place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", found_words=problem)
     return TensorEntry(dtype, shape, tuple(chunks))
 
 
