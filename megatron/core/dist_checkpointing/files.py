@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,11 +54,6 @@ def write_file(path: Path, data: bytes) -> str:
     with contextlib.closing(HashingFile(path)) as file:
         file.write(data)
         return file.sync()
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory of ours and all in it; symbolic links inside are removed, not followed."""
-    shutil.rmtree(path)
 
 
 @contextlib.contextmanager

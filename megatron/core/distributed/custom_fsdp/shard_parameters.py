@@ -58,8 +58,7 @@ class ShardParameters:
             )
             for name in parts
         }
-        self.stepped = False  # an optimizer has
-        self.may_have_changed = False  # a backward has ended, so that anybody may have stepped
+        self.may_have_changed = False  # an optimizer has stepped, or a backward has ended
         self._storages = [_storage(part) for part in self._parts]
         self._versions = self._current_versions()
         self._first: dict[int, str] = {}  # id of a parameter of the module's own -> its first name
@@ -82,13 +81,13 @@ class ShardParameters:
     def take_changes(self) -> bool:
         """Whether the shards are to be taken for changed; values with memory of their own are copied to where the
         engine reads them. See [Note: who may have changed them]. Raises ModelError where a shape or type changed."""
-        changed = self.stepped or self.may_have_changed
+        changed = self.may_have_changed
         for (name, shard), part, storage in zip(
             self.registered.items(), self._parts, self._storages, strict=True
         ):
             if _storage(shard) == storage:
                 continue
-            found, expected = (_kind(shard), _kind(part))
+            found, expected = _kind(shard), _kind(part)
             if found != expected:
                 raise ModelError(
                     f"the shard of {name!r} has shape {found} now, its part of the parameter {expected}: write values "
@@ -98,8 +97,8 @@ class ShardParameters:
             shard.data = part
             changed = True
         versions = self._current_versions()
-        changed = changed or versions != self._versions
-        self._versions, self.stepped, self.may_have_changed = versions, False, False
+        changed |= versions != self._versions
+        self._versions, self.may_have_changed = versions, False
         return changed
 
     def read_whole(self, whole: bool) -> None:
@@ -114,7 +113,7 @@ class ShardParameters:
             handle.remove()
         _LIVE.discard(self)
 
-    # In the place of a module's parameters (`Shown`) -----------------------------------------------------
+    # In the place of a module's parameters (`ParameterView`) -----------------------------------------------
 
     def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
         parameter = dict.__getitem__(own, name)
@@ -122,12 +121,12 @@ class ShardParameters:
             return parameter
         return self.registered[self._first[id(parameter)]]
 
-    def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
+    def listed(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
         if self.in_forward or in_backward():
             return own.plain()
         return {name: self.registered[first] if first else None for name, first in self._names_in(own)}
 
-    def put(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
+    def assign(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
         first = dict(self._names_in(own)).get(name)
         if (
             first is None
@@ -151,7 +150,7 @@ class ShardParameters:
             own = owner.__dict__["_parameters"]
             if not isinstance(own, OwnParameters):
                 own = owner.__dict__["_parameters"] = OwnParameters(own)
-            own.shown = self
+            own.view = self
             self._handles += [
                 owner.register_state_dict_post_hook(_give_pieces),
                 owner.register_load_state_dict_pre_hook(_take_pieces),
@@ -179,7 +178,7 @@ class ShardParameters:
             )
         if not any(id(shard) in updated for shard in self.registered.values()):
             return
-        self.stepped = True
+        self.may_have_changed = True
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             optimizer.register_state_dict_post_hook(_give_optimizer_pieces)
@@ -223,8 +222,8 @@ def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
     own = module.__dict__["_parameters"]
-    assert isinstance(own.shown, ShardParameters), f"{type(module).__name__}: {type(own.shown).__name__}"
-    return own.shown.pieces(own)
+    assert isinstance(own.view, ShardParameters), f"{type(module).__name__}: {type(own.view).__name__}"
+    return own.view.pieces(own)
 
 
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:

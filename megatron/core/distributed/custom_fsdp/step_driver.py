@@ -23,13 +23,13 @@ class StepDriver:
     module's parameters.
 
     sync: whether the backward that comes next reduces. Each one that does adds to what `zero_grad` has left. used: a
-    forward has run. words: what the engine's units were made of.
+    forward has run. unit_modules: what the engine's units were made of.
     """
 
     def __init__(
-        self, module: nn.Module, engine: FullyShardedDataParallel, words: Sequence[UnitModule]
+        self, module: nn.Module, engine: FullyShardedDataParallel, unit_modules: Sequence[UnitModule]
     ) -> None:
-        self.module, self.engine, self.words = module, engine, words
+        self.module, self.engine, self.unit_modules = module, engine, unit_modules
         engine.weights_changed()
         engine.on_gradient, engine.on_backward = self._contribution, self._arm
         self.sync = True
