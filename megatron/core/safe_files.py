@@ -67,15 +67,10 @@ def opened(path: StrPath, *, follow: bool = False) -> Iterator[IO[bytes]]:
 
 def read_bytes(path: StrPath, *, max_bytes: int, follow: bool = False) -> bytes:
     """The content of a regular file that is no longer than `max_bytes`. Raises OSError."""
-    with open_regular(path, follow=follow) as fd:
-        size = os.fstat(fd).st_size
-        if size > max_bytes:
+    with opened(path, follow=follow) as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise UnsafeFileError(path, f"is {size} bytes long; at most {max_bytes} are read")
-        parts = []
-        while size > 0 and (part := os.read(fd, size)):
-            parts.append(part)
-            size -= len(part)
-    return b"".join(parts)
+        return file.read(size)
 
 
 def read_text(path: StrPath, *, max_bytes: int, follow: bool = False) -> str:

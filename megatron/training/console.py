@@ -83,16 +83,15 @@ class ConsoleStream(io.TextIOWrapper):
     """`sys.stdout` or `sys.stderr` over a ConsoleFile."""
 
     def __init__(self, file: ConsoleFile, like: TextIO | None) -> None:
-        of_process = like if isinstance(like, io.TextIOWrapper) else None
-        errors = of_process.errors if of_process is not None else None
-        unbuffered = of_process is not None and of_process.write_through
+        if not isinstance(like, io.TextIOWrapper):  # there is none where the descriptor was closed
+            like = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         super().__init__(
-            file if unbuffered else io.BufferedWriter(file),
-            encoding="utf-8" if of_process is None else of_process.encoding,
+            file if like.write_through else io.BufferedWriter(file),
+            encoding=like.encoding,
             # What no terminal can show (a file's name of foreign bytes) is escaped, as Python does on stderr.
-            errors="backslashreplace" if errors in (None, "strict", "surrogateescape") else errors,
-            line_buffering=file.fd == 2 or (of_process is not None and of_process.line_buffering),
-            write_through=unbuffered,
+            errors="backslashreplace" if like.errors in ("strict", "surrogateescape") else like.errors,
+            line_buffering=file.fd == 2 or like.line_buffering,
+            write_through=like.write_through,
         )
 
     def close(self) -> None:

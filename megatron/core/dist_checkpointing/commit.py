@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.safe_files import publish_text, sync_directory
+from megatron.core.safe_files import publish_text, remove_leftovers, sync_directory
 
 KEEP_NEWEST = 2  # committed checkpoints that retention never touches
 
@@ -66,9 +66,9 @@ def clean(root: Path) -> list[str]:
         elif entry.kind in (Kind.TEMPORARY, Kind.REPLACED, Kind.TRASH):
             shutil.rmtree(entry.path)
             notes.append(f"removed {entry.path}, left by a save that was not finished")
-    for pattern in (f".{TRACKER_NAME}.*.tmp", f"{TRACKER_NAME}.tmp-*"):
-        for path in root.glob(pattern):
-            os.unlink(path)
+    remove_leftovers(root / TRACKER_NAME)
+    for path in root.glob(f"{TRACKER_NAME}.tmp-*"):  # as they were named before
+        os.unlink(path)
     return notes
 
 

@@ -85,7 +85,7 @@ SCHEMA: dict[str, Schema] = {
     "common": mapping(anything),
     "per_rank": array(anything),
 }
-_BUILT = ("format", "format_version", "files", "tensors", "per_rank")  # the rest is taken as it is
+_AS_IT_IS = SCHEMA.keys() - {"format", "format_version", "files", "tensors", "per_rank"}  # in a Manifest too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +137,9 @@ class Manifest:
         """The text of manifest.json, digest included."""
         return sign(
             {
+                **{name: getattr(self, name) for name in _AS_IT_IS},
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
-                "iteration": self.iteration,
-                "consumed_train_samples": self.consumed_train_samples,
-                "world_size": self.world_size,
-                "topology": dict(self.topology),
-                "config_hash": self.config_hash,
-                "code_version": self.code_version,
-                "torch_version": self.torch_version,
                 "files": {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in self.files.values()},
                 "tensors": {
                     name: {
@@ -155,7 +149,6 @@ class Manifest:
                     }
                     for name, entry in self.tensors.items()
                 },
-                "common": self.common,
                 "per_rank": self.per_rank,
             }
         )
@@ -208,7 +201,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
             for name, value in fields["tensors"].items()
         },
         per_rank=tuple(fields["per_rank"]),
-        **{name: fields[name] for name in SCHEMA if name not in _BUILT},
+        **{name: fields[name] for name in _AS_IT_IS},
     )
     _check_agreement(manifest, place)
     return manifest

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.custom_fsdp.state_pieces import Place, StatePiece, as_pieces, mapped, taken
+from megatron.core.distributed.custom_fsdp.state_pieces import (
+    Place,
+    StatePiece,
+    as_pieces,
+    map_tensors,
+    taken,
+)
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.hooks import in_backward
 from megatron.core.distributed.parameter_reads import OwnParameters
@@ -68,7 +74,7 @@ class ShardParameters:
         if module is not None:
             self._take_places(module)
         _LIVE.add(self)
-        _hear_of_optimizers()
+        _watch_optimizers()
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Those that are trained, and their gradients."""
@@ -254,7 +260,7 @@ def _listed(state: Mapping[str, Any]) -> list[Any]:
 
 
 def _loaded(kept: Any, place: Place) -> Any:
-    return mapped(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+    return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
 
 
 def _places() -> dict[int, Place]:
@@ -266,7 +272,7 @@ _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()
 
 
 @functools.cache
-def _hear_of_optimizers() -> None:
+def _watch_optimizers() -> None:
     """Fused optimizers write weights without a word to autograd. One hook for all: torch goes through its hooks while
     they run, so none may go when what it is for is collected."""
     register_optimizer_step_pre_hook(_before_step)
