@@ -1,8 +1,8 @@
 """A module's own parameters: who reads them as attributes, and what others find in their place.
 
 `nn.MultiheadAttention` reads the weights of its `out_proj` without calling it, and anybody reads an `nn.ParameterList`.
-While a unit's module has not been called, it and what is below it keep their parameters in a dict that tells of reads.
-With the first call the dicts tell of nothing again, so that what is called costs nothing after that.
+Until a unit's module is called for the first time, it and the modules below it keep their parameters in dicts that
+report reads. The first call puts plain dicts back, so that reads cost nothing from then on.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OwnParameters(dict[str, "nn.Parameter | None"]):
 
 
 class ParameterReads:
-    """Tells `read` of a unit before one of its parameters is read as a module's attribute, until that is `called`.
+    """Calls `read(unit)` before a parameter of the unit is read as an attribute, until `called` hears of its module.
 
     Walking over parameters (`named_parameters`, `state_dict`, `to`) is no read.
     """
@@ -80,7 +80,7 @@ class ParameterReads:
                     owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, unit, read)
 
     def called(self, module: nn.Module) -> None:
-        """One of the units' modules is."""
+        """One of the units' modules is called: its parameters need not be watched any more."""
         for owner in self._owners.pop(id(module), ()):
             own = owner._parameters
             assert isinstance(own, _WatchedParameters), f"{type(owner).__name__}: {type(own).__name__}"

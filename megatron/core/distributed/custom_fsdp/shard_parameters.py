@@ -1,10 +1,9 @@
-"""A rank's shards as parameters of a module: in the place of its own ones for who walks over them, the gradients beside
-them, and whether they have changed.
+"""A rank's shards as the parameters that a module shows: with their gradients, and with whether they have changed.
 
 [Note: who may have changed them] Gathers are collective, so every rank has to answer alike, whether its own part of the
 model changed or not. In-place changes count up autograd's versions, also of an empty shard; optimizers are heard of;
 another tensor's memory (`p.data = ...`, `load_state_dict(assign=True)`) is told by its storage, also that of an empty
-shard. What writes to `p.data` in place is told by nothing: it is taken for granted after a backward.
+shard. A write to `p.data` in place leaves no trace, so it is assumed to have happened after each backward.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ BUILD_IT_AFTERWARDS = (
 class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones.
 
-    names: of those that are trained. module: where they take the place of its parameters; none by default. in_forward:
-    the module's own ones are found there, as in a backward. readable: they are read there as attributes.
+    names: of those that are trained. module: shows the shards as its parameters; none by default. in_forward: the
+    module shows its own parameters, as it does in a backward. readable: attributes give its own parameters.
     """
 
     def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
@@ -108,7 +107,7 @@ class ShardParameters:
         return changed
 
     def read_whole(self, whole: bool) -> None:
-        """As attributes, whether weights are gathered to be read outside of a forward."""
+        """Whether attributes give whole weights, which are gathered, outside of a forward too."""
         self.readable = whole or self._whole
 
     def release(self) -> None:
