@@ -67,15 +67,10 @@ def opened(path: StrPath, *, follow: bool = False) -> Iterator[IO[bytes]]:
 
 def read_bytes(path: StrPath, *, max_bytes: int, follow: bool = False) -> bytes:
     """The content of a regular file that is no longer than `max_bytes`. Raises OSError."""
-    with open_regular(path, follow=follow) as fd:
-        size = os.fstat(fd).st_size
-        if size > max_bytes:
+    with opened(path, follow=follow) as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise UnsafeFileError(path, f"is {size} bytes long; at most {max_bytes} are read")
-        parts = []
-        while size > 0 and (part := os.read(fd, size)):
-            parts.append(part)
-            size -= len(part)
-    return b"".join(parts)
+        return file.read(size)
 
 
 def read_text(path: StrPath, *, max_bytes: int, follow: bool = False) -> str:
@@ -105,9 +100,8 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
     A link under that name is replaced, not followed. Nothing is made in /dev. Raises OSError.
     """
     target = Path(path)
-    if (
-        os.path.realpath(target.parent) == DEVICES
-    ):  # root would replace /dev/null, or where /dev/stdout leads to
+    # Root would replace /dev/null, or what /dev/stdout leads to.
+    if os.path.realpath(target.parent) == DEVICES:
         raise UnsafeFileError(path, "is the place of a device, where no file is made")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -133,9 +127,8 @@ def remove_leftovers(path: StrPath) -> None:
     Call it where nobody else may be writing that file: while its lock is held. Raises OSError.
     """
     target = Path(path)
-    ours = re.compile(
-        rf"\.?{re.escape(target.name)}\.[0-9a-f]+\.tmp"
-    )  # also as they were named before: with a number, no dot
+    # Also as they were named before: with a number, no dot.
+    ours = re.compile(rf"\.?{re.escape(target.name)}\.[0-9a-f]+\.tmp")
     for name in os.listdir(target.parent):
         if ours.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
@@ -215,7 +208,12 @@ _KINDS = {
 
 def _check_regular(path: StrPath, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise UnsafeFileError(path, f"is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file")
+        raise UnsafeFileError(path, f"is {kind_of(mode)}, not a regular file")
+
+
+def kind_of(mode: int) -> str:
+    """What something that is no regular file is. mode: st_mode."""
+    return _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def _link_if_absent(temporary: Path, target: Path) -> None:

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_in
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
-from megatron.core.dist_checkpointing.schema import Place, Words
+from megatron.core.dist_checkpointing.schema import Place
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.transformer_config import ACTIVATIONS
@@ -351,5 +351,5 @@ def load_for_inference(
     config = config_of(found, check_config)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
         place = Place(found.directory / MANIFEST_NAME, "common.config")
-        place.fail("settings of this version", Words(f"others: {', '.join(map(ascii, unknown))}"))
+        place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")
     return config, load

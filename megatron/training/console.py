@@ -83,16 +83,15 @@ class ConsoleStream(io.TextIOWrapper):
     """`sys.stdout` or `sys.stderr` over a ConsoleFile."""
 
     def __init__(self, file: ConsoleFile, like: TextIO | None) -> None:
-        of_process = like if isinstance(like, io.TextIOWrapper) else None
-        errors = of_process.errors if of_process is not None else None
-        unbuffered = of_process is not None and of_process.write_through
+        if not isinstance(like, io.TextIOWrapper):  # there is none where the descriptor was closed
+            like = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         super().__init__(
-            file if unbuffered else io.BufferedWriter(file),
-            encoding="utf-8" if of_process is None else of_process.encoding,
+            file if like.write_through else io.BufferedWriter(file),
+            encoding=like.encoding,
             # What no terminal can show (a file's name of foreign bytes) is escaped, as Python does on stderr.
-            errors="backslashreplace" if errors in (None, "strict", "surrogateescape") else errors,
-            line_buffering=file.fd == 2 or (of_process is not None and of_process.line_buffering),
-            write_through=unbuffered,
+            errors="backslashreplace" if like.errors in ("strict", "surrogateescape") else like.errors,
+            line_buffering=file.fd == 2 or like.line_buffering,
+            write_through=like.write_through,
         )
 
     def close(self) -> None:
@@ -105,11 +104,15 @@ def guard_console() -> None:
 
     A stream that somebody has put in place of the process's own stays as it is.
     """
-    closed = [fd for fd in (0, *STREAMS) if not _is_open(fd)]
-    for fd in closed:
-        _open_nowhere(fd)
-        if fd in _FILES:
-            _FILES[fd].lost = "closed from the start"
+    for fd in (0, *STREAMS):
+        try:
+            os.fstat(fd)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            assert nowhere == fd, f"the lowest free descriptor is {nowhere}, not {fd}"
+            os.set_inheritable(fd, True)
+            if fd in _FILES:
+                _FILES[fd].lost = "closed from the start"
     sys.stdout = _guarded(sys.stdout, _FILES[1])
     sys.stderr = _guarded(sys.stderr, _FILES[2])
 
@@ -132,19 +135,3 @@ def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:
         except OSError as error:
             file.lose(error)
     return ConsoleStream(file, stream)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-def _open_nowhere(fd: int) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != fd:
-        os.dup2(nowhere, fd)
-        os.close(nowhere)
-    os.set_inheritable(fd, True)

@@ -61,14 +61,22 @@ class Found(NamedTuple):
 def look(folder: Path) -> Found:
     """What holds a folder. Raises OSError."""
     try:
-        with open_regular(folder / LEASE_FILE) as fd:
-            holder, beat_s = from_json(os.read(fd, _MAX_BYTES)), os.fstat(fd).st_mtime
+        holder, beat_s = _read(folder / LEASE_FILE)
     except FileNotFoundError:
         return Found(State.FREE)
     age_s = _file_system_time(folder) - beat_s
     is_here = holder.machine == (machine := this_machine())
     state = judge(holder, age_s, machine=machine, is_alive=is_here and holder.is_alive)
     return Found(state, holder, age_s, beat_s)
+
+
+def _read(path: Path, renewed_by: str = "") -> tuple[Holder, float]:
+    """The holder and its newest heartbeat. renewed_by: a token, whose lease gets a heartbeat. Raises OSError."""
+    with open_regular(path) as fd:
+        holder, beat_s = from_json(os.read(fd, _MAX_BYTES)), os.fstat(fd).st_mtime
+        if renewed_by and holder.token == renewed_by:
+            os.utime(fd)
+    return holder, beat_s
 
 
 def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
@@ -164,11 +172,7 @@ class Lease:
     def _touch(self) -> Holder | None:
         """Who holds the lease; a heartbeat where it is this run. Another's lease is never touched."""
         try:
-            with open_regular(self._folder / LEASE_FILE) as fd:
-                holder = from_json(os.read(fd, _MAX_BYTES))
-                if holder.token == self._me.token:
-                    os.utime(fd)
-                return holder
+            return _read(self._folder / LEASE_FILE, renewed_by=self._me.token)[0]
         except FileNotFoundError:
             return None
 
@@ -192,9 +196,8 @@ def _remove(folder: Path, judged: Holder, beat_s: float | None = None) -> bool:
     except FileNotFoundError:
         return False
     try:
-        with open_regular(aside) as fd:
-            is_judged = from_json(os.read(fd, _MAX_BYTES)).token == judged.token
-            is_judged &= beat_s is None or os.fstat(fd).st_mtime == beat_s
+        holder, newest_s = _read(aside)
+        is_judged = holder.token == judged.token and beat_s in (None, newest_s)
         if not is_judged:
             with contextlib.suppress(OSError):  # its holder makes it again, or stops
                 os.link(aside, folder / LEASE_FILE)

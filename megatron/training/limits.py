@@ -112,38 +112,39 @@ def _shown(limit: int) -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 
 
-_FILES = re.compile(r"too many open files", re.IGNORECASE)
-_THREADS = re.compile(r"can't start new thread", re.IGNORECASE)
-_SHARED = re.compile(
-    r"out of shared memory|insufficient shared memory|/dev/shm|shared memory (object|file)", re.IGNORECASE
-)
-_MEMORY = re.compile(r"can.t allocate memory|cannot allocate memory|out of memory|bad_alloc", re.IGNORECASE)
+_SHARED = re.compile("(out of|insufficient) shared memory|/dev/shm|shared memory (object|file)")
+_MEMORY = re.compile("can.t allocate memory|cannot allocate memory|out of memory|bad_alloc")
 
 
 def limit_behind(error: BaseException) -> SystemLimitError | None:
     """The limit that an error nobody foresaw comes from, told with its fix; None where it comes from none."""
     for cause in _causes(error):
-        text = str(cause)
-        number = cause.errno if isinstance(cause, OSError) else None
-        if number in (errno.EMFILE, errno.ENFILE) or _FILES.search(text):
-            why = f"no more files can be open at once (ulimit -n is {_shown(resource.RLIMIT_NOFILE)}): run `ulimit -n "
-            return SystemLimitError(
-                f"{why}{ENOUGH_FILES}` before the launch, or lower --num-workers{_where(cause)}"
-            )
-        if _THREADS.search(text):
-            return SystemLimitError(_threads_message("those it has") + _where(cause))
-        if _SHARED.search(text):
-            return SystemLimitError(
-                f"shared memory is full: /dev/shm has {_shared_bytes()} bytes free; give the container more (docker "
-                f"run --shm-size), or load data with --num-workers 0{_where(cause)}"
-            )
-        if isinstance(cause, MemoryError) or number == errno.ENOMEM or _MEMORY.search(text):
-            told = f" ({text.strip().splitlines()[0]})" if text.strip() else ""
-            return SystemLimitError(
-                f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v); use "
-                "more memory, a smaller --micro-batch-size, --recompute-granularity, or cut the model over more "
-                f"ranks{_where(cause)}"
-            )
+        if (message := _limit_message(cause)) is not None:
+            return SystemLimitError(message + _where(cause))
+    return None
+
+
+def _limit_message(error: BaseException) -> str | None:
+    text, number = str(error).strip(), error.errno if isinstance(error, OSError) else None
+    lower = text.lower()
+    if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in lower:
+        return (
+            f"no more files can be open at once (ulimit -n is {_shown(resource.RLIMIT_NOFILE)}): run `ulimit -n "
+            f"{ENOUGH_FILES}` before the launch, or lower --num-workers"
+        )
+    if "can't start new thread" in lower:
+        return _threads_message("those it has")
+    if _SHARED.search(lower):
+        return (
+            f"shared memory is full: /dev/shm has {_shared_bytes()} bytes free; give the container more (docker "
+            "run --shm-size), or load data with --num-workers 0"
+        )
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or _MEMORY.search(lower):
+        told = f" ({text.splitlines()[0]})" if text else ""
+        return (
+            f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v); use "
+            "more memory, a smaller --micro-batch-size, --recompute-granularity, or cut the model over more ranks"
+        )
     return None
 
 

@@ -21,9 +21,15 @@ from megatron.training.launch_env import LaunchEnvError
 from megatron.training.rendezvous import pauses
 
 FAREWELL_S = 5.0  # the host of the store leaves last, but does not wait for the dead
-MAX_NAMED = 16  # ranks in a message
+MAX_NAMED = 8  # ranks in a message
 
 Judge = Callable[[Sequence[Mapping[str, str]], Callable[[str], str]], str]
+
+
+def ranks_have(ranks: Sequence[int]) -> str:
+    """`rank 3 has`, `ranks 3, 5 have`, of very many the first."""
+    named = ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
+    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"
 
 
 class Meeting:
@@ -55,8 +61,7 @@ class Meeting:
                 self._leave()
         if missing := verdict.get("missing"):
             waited_s = time.monotonic() - self._began
-            named = ", ".join(map(str, missing[:MAX_NAMED])) + (", ..." if len(missing) > MAX_NAMED else "")
-            why = f"rank {named} has not come" if len(missing) == 1 else f"ranks {named} have not come"
+            why = f"{ranks_have(missing)} not come"
             raise PeerLostError(
                 "the comparison at start-up", "default", self._everyone, self.rank, waited_s, why
             )

@@ -69,12 +69,12 @@ class MetricsFile:
         """Write one line."""
         for tag, value in scalars.items():
             self.scalar(tag, value, step, samples)
-        self._write_pending()
+        self.flush()
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
         """Keep one number for the line of its step."""
         if self._pending and self._pending["iteration"] != step:
-            self._write_pending()
+            self.flush()
         if not self._pending:
             self._pending = {"iteration": step, "time": round(time.time(), 3)}
         if samples is not None:
@@ -83,20 +83,17 @@ class MetricsFile:
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Write an event's line."""
-        self._write_pending()
+        self.flush()
         self._write({"event": name, "iteration": step, "time": round(time.time(), 3), **fields})
-
-    def flush(self) -> None:
-        """Write what is pending."""
-        self._write_pending()
 
     def close(self) -> None:
         """Write what is pending and close; the content is on disk afterwards."""
-        self._write_pending()
+        self.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def _write_pending(self) -> None:
+    def flush(self) -> None:
+        """Write what is pending."""
         if self._pending:
             pending, self._pending = self._pending, {}
             self._write(pending)
@@ -129,10 +126,10 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError, or OverflowError, for a field that does not hold what its name says."""
     seconds = record.get("time", 0)
     if not _is_number(seconds) or not 0 <= seconds <= LATEST_TIME:
-        raise ValueError(f"'time' is {_short(seconds)}, not seconds since 1970")
+        raise ValueError(f"'time' is {seconds!r:.80}, not seconds since 1970")
     samples = record.get("consumed_samples", 0)
     if type(samples) is not int or not 0 <= samples <= LARGEST_COUNT:
-        raise ValueError(f"'consumed_samples' is {_short(samples)}, not a number of samples")
+        raise ValueError(f"'consumed_samples' is {samples!r:.80}, not a number of samples")
     if "event" in record:
         if not isinstance(record["event"], str) or not isinstance(record.get("config", {}), dict):
             raise ValueError("an event has a name, and perhaps a configuration by names")
@@ -143,18 +140,13 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     }
     for key in out.keys() - {"iteration", "consumed_samples"}:
         if not _is_number(out[key]):
-            raise ValueError(f"{_short(key)} is {_short(out[key])}, not a number")
+            raise ValueError(f"{key!r:.80} is {out[key]!r:.80}, not a number")
         out[key] = float(out[key])
     return out
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _lines(path: Path, *, follow: bool = True) -> Iterator[tuple[str, dict[str, Any] | None]]:

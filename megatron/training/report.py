@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,6 @@ class Curve(Sequence[tuple[int, float]]):
     def __getitem__(self, i: Any) -> Any:
         return self._iterations[i], self._values[i]
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return zip(self._iterations, self._values, strict=True)
-
 
 @dataclasses.dataclass
 class RunRecord:
@@ -97,11 +94,8 @@ def _is_other(tag: str) -> bool:
 def read_run(metrics_path: str | Path) -> RunRecord:
     """Read a metrics file. Raises ValueError for a damaged one, OSError for one that cannot be read."""
     run = RunRecord({}, [])
-    with safe_files.open_regular(metrics_path, follow=True) as fd:
-        if (size := os.fstat(fd).st_size) > MAX_METRICS_BYTES:
-            raise ValueError(
-                f"{metrics_path}: {size} bytes; at most {MAX_METRICS_BYTES} are read: give a part"
-            )
+    if (size := os.stat(metrics_path).st_size) > MAX_METRICS_BYTES:
+        raise ValueError(f"{metrics_path}: {size} bytes; at most {MAX_METRICS_BYTES} are read: give a part")
     for record in read_metrics(metrics_path):
         if (moment := record.get("time")) is not None:
             run.first_time = moment if math.isnan(run.first_time) else run.first_time

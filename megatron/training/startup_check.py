@@ -12,21 +12,12 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from megatron.training.meeting import Meeting, ranks_have
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
-MAX_NAMED = 8  # ranks, and configuration values, named in one message
-
-
-class Decider(Protocol):
-    """One rank's judgement of what all say, told to all: a `Meeting`."""
-
-    def decide(
-        self,
-        mine: Mapping[str, str],
-        texts: Mapping[str, str],
-        judge: Callable[[Sequence[Mapping[str, str]], Callable[[str], str]], str],
-    ) -> str: ...
+MAX_NAMED = 8  # differences in one message
 
 
 class StartupMismatchError(ValueError):
@@ -35,7 +26,7 @@ class StartupMismatchError(ValueError):
 
 def config_text(config: Mapping[str, Any]) -> str:
     """The resolved flat configuration, each value as it is shown."""
-    return json.dumps({name: repr(value) for name, value in _plain(config).items()}, sort_keys=True)
+    return json.dumps({name: repr(value) for name, value in config.items()}, sort_keys=True)
 
 
 def code_digest(package_dir: Path = PACKAGE_DIR) -> str:
@@ -49,7 +40,7 @@ def code_digest(package_dir: Path = PACKAGE_DIR) -> str:
 
 
 def compare_across_ranks(
-    meeting: Decider,
+    meeting: Meeting,
     config: Mapping[str, Any],
     *,
     backend: str,
@@ -88,7 +79,7 @@ def differences(ranks: Sequence[Mapping[str, str]], config_of: Callable[[str], s
         problems = flags + [problem for problem in problems if problem[0] != "configuration"]
     if not problems:
         return ""
-    lines = [f"  {field}: {_ranks(who)} {text}" for field, who, text in problems[:MAX_NAMED]]
+    lines = [f"  {field}: {ranks_have(who)} {text}" for field, who, text in problems[:MAX_NAMED]]
     more = len(problems) - MAX_NAMED
     lines += [f"  and {more} more differences"] if more > 0 else []
     return (
@@ -112,18 +103,7 @@ def mismatches(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int],
     return found
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
-    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"
-
-
 def _shown(value: Any) -> str:
     text = "no value" if value is None else str(value)
     is_digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
     return f"digest {text[:12]}" if is_digest else text
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON-able copy: tuples as lists, anything unusual by its repr."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(config), default=repr))
-    return plain

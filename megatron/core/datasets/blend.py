@@ -63,10 +63,9 @@ def read_blend_file(path: str) -> Blend:
 def read_per_split_file(path: str) -> tuple[Blend | None, Blend | None, Blend | None]:
     """`--per-split-data-args-path`: JSON {"train": [words], "valid": [...], "test": [...]}; a split may be missing."""
     flag = f"--per-split-data-args-path {path}"
+    text = _read(path, "--per-split-data-args-path")
     try:
-        content = json.loads(_read(path, "--per-split-data-args-path"))
-    except DataError:
-        raise
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{flag}: not JSON: {error}") from error
     if not isinstance(content, dict) or set(content) - set(SPLIT_NAMES):

@@ -51,7 +51,6 @@ class BlockHasher:
     """Digests of a file that is written from front to back."""
 
     def __init__(self) -> None:
-        self._block_bytes = BLOCK_BYTES
         self._num_bytes = 0
         self._digests: list[str] = []
         self._block = hashlib.sha256()
@@ -60,16 +59,16 @@ class BlockHasher:
         view = memoryview(data)
         assert view.itemsize == 1, f"bytes are hashed, got items of {view.itemsize}"
         while len(view):
-            part = view[: self._block_bytes - self._num_bytes % self._block_bytes]
+            part = view[: BLOCK_BYTES - self._num_bytes % BLOCK_BYTES]
             self._block.update(part)
             self._num_bytes += len(part)
-            if self._num_bytes % self._block_bytes == 0:
+            if self._num_bytes % BLOCK_BYTES == 0:
                 self._end_block()
             view = view[len(part) :]
 
     def sums(self) -> FileSums:
         """Of all that was written; nothing is written afterwards."""
-        if self._num_bytes % self._block_bytes:
+        if self._num_bytes % BLOCK_BYTES:
             self._end_block()
         return FileSums(self._num_bytes, tuple(self._digests))
 
@@ -140,10 +139,8 @@ def check_corpus(
                         path, "size", None, f"{expected.num_bytes} bytes, as in its checksums", size
                     )
                 blocks = range(part, len(expected.digests), parts)
-                found = _digests(fd, blocks, checksums.block_bytes, size, threads)
-                damaged = [
-                    k for k, digest in zip(blocks, found, strict=True) if digest != expected.digests[k]
-                ]
+                found = zip(blocks, _digests(fd, blocks, checksums.block_bytes, size, threads), strict=True)
+                damaged = [block for block, digest in found if digest != expected.digests[block]]
         except OSError as error:
             raise _cannot_be_used(error, path) from error
         if damaged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,21 +167,17 @@ class GPTDataset:
             "sequences": [self.sequences.start, self.sequences.stop],
             **identity,
         }
-        fingerprint = self.corpus.fingerprint()
-        cache = IndexCache(
-            folder, "GPTDataset", self.split, key, fingerprint, self._layouts, self._index_fault
-        )
-        return cache.load_or_build(self._build)
-
-    def _index_fault(self, arrays: Arrays) -> str | None:
-        return index_fault(
-            arrays,
-            self.corpus.lengths,
-            self.sequences,
-            self.format.sequence_length,
-            self.plan,
+        check = functools.partial(
+            index_fault,
+            lengths=self.corpus.lengths,
+            sequences=self.sequences,
+            sequence_length=self.format.sequence_length,
+            plan=self.plan,
             extra_token=self.format.extra_token,
         )
+        fingerprint = self.corpus.fingerprint()
+        cache = IndexCache(folder, "GPTDataset", self.split, key, fingerprint, self._layouts, check)
+        return cache.load_or_build(self._build)
 
     def _require_memory(self) -> None:
         """Raises DataError for numbers of samples, or lengths of them, that no memory holds."""

@@ -79,8 +79,7 @@ class IndexCache:
                     self._store(arrays)
         except OSError as error:
             logger.warning(
-                "index cache %s cannot be written (%s): the index is kept in memory and will be built again "
-                "by every "
+                "index cache %s cannot be written (%s): the index is kept in memory and will be built again by every "
                 "process and run; give --data-cache-path a writable folder",
                 self.folder,
                 error,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,6 @@ from megatron.core.safe_files import SHARED_MODE, published, sync_directory
 LONGEST_SEQUENCE_TOKENS = 2**31 - 1
 BUFFER_BYTES = 1 << 20
 COPIED_TOKENS = 1 << 22
-
-
-class _DiscardedError(Exception):
-    """Ends the files of a writer that is given up."""
 
 
 class IndexedDatasetWriter:
@@ -115,19 +112,16 @@ class IndexedDatasetWriter:
                     os.unlink(path)
         sync_directory(os.path.dirname(self.prefix) or ".")
 
-    def discard(self) -> None:
-        """Drop what was written; nothing appears under the final names."""
-        with contextlib.suppress(_DiscardedError), self._files:
-            raise _DiscardedError
-
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.finish()
         else:
-            self.discard()
+            self._files.__exit__(kind, error, trace)  # nothing appears under the final names
 
     def _cast(self, array: NDArray[Any]) -> NDArray[Any]:
         if not len(array):

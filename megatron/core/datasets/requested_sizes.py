@@ -11,7 +11,7 @@ MAX_SAMPLES = 2**32
 BYTES_PER_SAMPLE = 12
 S_PER_SAMPLE = 2.5e-7
 MOCK_LONGEST_DOCUMENT = (
-    4096  # documents of mock data are half as long on average, and have a place in an order too
+    4096  # of mock data: on average they are half as long; each has a place in an order too
 )
 
 

@@ -15,18 +15,17 @@ would lose work unasked: it is refused, and the message says how to choose the o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import open_regular
+from megatron.core.dist_checkpointing.files import named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.schema import Place
@@ -84,7 +83,7 @@ def directory_name(iteration: int, kind: Kind = Kind.COMMITTED, tag: str = "") -
 
 def list_entries(root: Path) -> list[Entry]:
     """Every directory of the folder that follows the naming, by iteration. A missing folder has none."""
-    with _told(root):
+    with named_errors(root):
         names = os.listdir(root) if _is_folder(root) else []
     entries = [
         Entry(root / name, int(match[1]), Kind(match[2]))
@@ -92,15 +91,6 @@ def list_entries(root: Path) -> list[Entry]:
         if (match := _NAME.fullmatch(name))
     ]
     return sorted(entries, key=lambda entry: (entry.iteration, entry.path.name))
-
-
-@contextlib.contextmanager
-def _told(root: Path) -> Iterator[None]:
-    """What the system refuses, as a CheckpointError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
 
 
 def _is_folder(path: Path) -> bool:
@@ -162,8 +152,8 @@ def open_directory(directory: Path, iteration: int) -> Found:
 def _check_files(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files.values():
         path = directory / entry.name
-        with open_regular(path):
-            size = path.stat(follow_symlinks=False).st_size
+        with open_regular(path) as fd:
+            size = os.fstat(fd).st_size
         if size != entry.num_bytes:
             raise CheckpointError(f"{path}: {size} bytes, expected {entry.num_bytes}")
     listed = {MANIFEST_NAME, *manifest.files}
@@ -180,7 +170,7 @@ def choose(root: Path, ckpt_step: int | None = None) -> Choice:
     tracker and without `iter_*`: nothing. Raises CheckpointError when `ckpt_step` or the tracker's directory
     is damaged or `ckpt_step` missing, when there is something but nothing valid, and as `check_loadable`.
     """
-    with _told(root):
+    with named_errors(root):
         there = _ours(root)
         tracker = read_tracker(root)
         if ckpt_step is not None:
@@ -199,7 +189,7 @@ def check_loadable(load: str, *, needed_by: str | None = None) -> None:
     (it says of which), for what is no folder or cannot be read, and where there is nothing although a flag needs it.
     """
     root = Path(load)
-    with _told(root):
+    with named_errors(root):
         if not _ours(root) and needed_by is not None and read_tracker(root) is None:
             raise CheckpointError(f"{_nothing_in(root)}; {needed_by} does not allow that")
 
@@ -298,11 +288,8 @@ def checkpoint_config(
     For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as `choose` and
     as `check_config`.
     """
-    try:
-        choice = choose(Path(load_dir), ckpt_step)
-    except OSError as error:  # a name too long, a folder that may not be looked into
-        raise CheckpointError(f"{load_dir}: cannot be read: {error.strerror}") from None
-    return None if choice.found is None else config_of(choice.found, check_config)
+    found = choose(Path(load_dir), ckpt_step).found
+    return None if found is None else config_of(found, check_config)
 
 
 def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str, Any]:

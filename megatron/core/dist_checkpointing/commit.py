@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -30,9 +31,9 @@ from megatron.core.dist_checkpointing.catalog import (
     open_directory,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, remove_tree
+from megatron.core.dist_checkpointing.files import DIRECTORY_MODE
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.safe_files import publish_text, sync_directory
+from megatron.core.safe_files import publish_text, remove_leftovers, sync_directory
 
 KEEP_NEWEST = 2  # committed checkpoints that retention never touches
 
@@ -63,11 +64,11 @@ def clean(root: Path) -> list[str]:
                 f"put {root / directory_name(entry.iteration)} back: the save replacing it was not finished"
             )
         elif entry.kind in (Kind.TEMPORARY, Kind.REPLACED, Kind.TRASH):
-            remove_tree(entry.path)
+            shutil.rmtree(entry.path)
             notes.append(f"removed {entry.path}, left by a save that was not finished")
-    for pattern in (f".{TRACKER_NAME}.*.tmp", f"{TRACKER_NAME}.tmp-*"):
-        for path in root.glob(pattern):
-            os.unlink(path)
+    remove_leftovers(root / TRACKER_NAME)
+    for path in root.glob(f"{TRACKER_NAME}.tmp-*"):  # as they were named before
+        os.unlink(path)
     return notes
 
 
@@ -114,7 +115,7 @@ def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tu
 def abandon(temporary: Path) -> None:
     """Remove a directory that will not be committed; what cannot be removed now, the next save removes."""
     with contextlib.suppress(OSError):
-        remove_tree(temporary)
+        shutil.rmtree(temporary)
 
 
 def to_remove(iterations: Sequence[int], newest: int, retain_interval: int) -> list[int]:
@@ -160,7 +161,7 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
 def _remove(path: Path) -> list[str]:
     """A checkpoint is committed by now: what cannot be removed is told, not fatal."""
     try:
-        remove_tree(path)
+        shutil.rmtree(path)
     except OSError as error:
         return [f"could not remove {path}: {error.strerror}"]
     return []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,23 +56,24 @@ def write_file(path: Path, data: bytes) -> str:
         return file.sync()
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a directory of ours and all in it; symbolic links inside are removed, not followed."""
-    shutil.rmtree(path)
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """What the system refuses inside, as a CheckpointError that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename or path}: missing") from None
+    except UnsafeFileError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """`safe_files.open_regular` (no links), what goes wrong as a CheckpointError that names the file."""
-    try:
-        with safe_files.open_regular(path) as fd:
-            yield fd
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
-    except UnsafeFileError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    """`safe_files.open_regular` (no links), with `named_errors`."""
+    with named_errors(path), safe_files.open_regular(path) as fd:
+        yield fd
 
 
 def read_exactly(fd: int, path: Path, begin: int, num_bytes: int) -> bytearray:

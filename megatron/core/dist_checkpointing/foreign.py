@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
+from megatron.core.safe_files import kind_of
+
 CONVERSION = "converting other formats is planned, see docs/roadmap.md, 'checkpoint conversion'"
 MAX_NAMES = 10_000  # looked at in one folder
 
@@ -71,12 +73,6 @@ _FILES = {
     ".pt": "a PyTorch file",
     ".pth": "a PyTorch file",
 }
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def names_in(folder: Path) -> list[str]:
@@ -125,6 +121,6 @@ def _names(path: Path) -> list[str]:
 def describe_file(path: Path, mode: int) -> str:
     """What stands where a folder was expected. mode: st_mode."""
     if not stat.S_ISREG(mode):
-        return _KINDS.get(stat.S_IFMT(mode), "no folder")
+        return kind_of(mode)
     known = _FILES.get(path.suffix)
     return "a file" if known is None else f"{known}; {CONVERSION}"

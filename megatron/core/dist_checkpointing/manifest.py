@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,6 @@ from megatron.core.dist_checkpointing.schema import (
     MAX_INT,
     Place,
     Schema,
-    Words,
     anything,
     array,
     check,
@@ -85,7 +85,7 @@ SCHEMA: dict[str, Schema] = {
     "common": mapping(anything),
     "per_rank": array(anything),
 }
-_BUILT = ("format", "format_version", "files", "tensors", "per_rank")  # the rest is taken as it is
+_AS_IT_IS = SCHEMA.keys() - {"format", "format_version", "files", "tensors", "per_rank"}  # in a Manifest too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +137,9 @@ class Manifest:
         """The text of manifest.json, digest included."""
         return sign(
             {
+                **{name: getattr(self, name) for name in _AS_IT_IS},
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
-                "iteration": self.iteration,
-                "consumed_train_samples": self.consumed_train_samples,
-                "world_size": self.world_size,
-                "topology": dict(self.topology),
-                "config_hash": self.config_hash,
-                "code_version": self.code_version,
-                "torch_version": self.torch_version,
                 "files": {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in self.files.values()},
                 "tensors": {
                     name: {
@@ -155,7 +149,6 @@ class Manifest:
                     }
                     for name, entry in self.tensors.items()
                 },
-                "common": self.common,
                 "per_rank": self.per_rank,
             }
         )
@@ -175,8 +168,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
     """The checked manifest of a directory and its SHA-256; CheckpointError names file and field."""
     path = directory / MANIFEST_NAME
     with open_regular(path) as fd:
-        num_bytes = path.stat(follow_symlinks=False).st_size
-        limit = _size_limit(directory)
+        num_bytes, limit = os.fstat(fd).st_size, _size_limit(directory)
         if num_bytes > limit:
             raise CheckpointError(f"{path}: {num_bytes} bytes, expected at most {limit} for this directory")
         raw = bytes(read_exactly(fd, path, 0, num_bytes))
@@ -209,7 +201,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
             for name, value in fields["tensors"].items()
         },
         per_rank=tuple(fields["per_rank"]),
-        **{name: fields[name] for name in SCHEMA if name not in _BUILT},
+        **{name: fields[name] for name in _AS_IT_IS},
     )
     _check_agreement(manifest, place)
     return manifest
@@ -239,24 +231,17 @@ def config_digest(common: Mapping[str, Any]) -> str:
 def _decode(raw: bytes, path: Path) -> dict[str, Any]:
     """UTF-8, JSON, an object, and its digest."""
     try:
-        fields = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
+        fields = json.loads(raw.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        stated = fields.pop("digest", None) if isinstance(fields, dict) else None
+        found = hashlib.sha256(canonical(fields)).hexdigest()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise CheckpointError(f"{path}: JSON nested too deeply") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
+        raise CheckpointError(f"{path}: not JSON, or a number is out of range: {error}") from None
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
-    stated = fields.pop("digest", None)
-    try:
-        found = hashlib.sha256(canonical(fields)).hexdigest()
-    except RecursionError:
-        raise CheckpointError(f"{path}: JSON nested too deeply") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: a number is out of range: {error}") from None
     if stated != found:
         Place(path, "digest").fail(f"{found} from the content", stated)
     return fields
@@ -284,7 +269,7 @@ def _tensor(value: Mapping[str, Any], files: Mapping[str, FileEntry], place: Pla
         _check_chunk(chunk, ITEM_BYTES[dtype], files, place.at("chunks")[index])
         chunks.append(chunk)
     if problem := fill_error(shape, [Rectangle(chunk.offset, chunk.shape) for chunk in chunks]):
-        place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", Words(problem))
+        place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", found_words=problem)
     return TensorEntry(dtype, shape, tuple(chunks))
 
 

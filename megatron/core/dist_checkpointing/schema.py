@@ -43,10 +43,10 @@ class Place:
     def __getitem__(self, index: int) -> Place:
         return Place(self.path, f"{self.where}[{index}]")
 
-    def fail(self, expected: str, found: Any) -> NoReturn:
-        raise CheckpointError(
-            f"{self.path}: field {self.where!r:.200}: expected {expected}, found {_shown.repr(found)}"
-        )
+    def fail(self, expected: str, found: Any = None, *, found_words: str = "") -> NoReturn:
+        """found: the value. found_words: what was found, told instead of shown."""
+        shown = found_words[:300] or _shown.repr(found)
+        raise CheckpointError(f"{self.path}: field {self.where!r:.200}: expected {expected}, found {shown}")
 
 
 Check = Callable[[Any, Place], None]
@@ -63,19 +63,9 @@ def check(schema: Schema, value: Any, place: Place) -> None:
     required = {name for name, field in schema.items() if not isinstance(field, optional)}
     missing, unknown = sorted(required - value.keys()), sorted(value.keys() - schema.keys())
     if missing or unknown:
-        place.fail(f"the fields {sorted(schema)}", Words(f"missing {missing}, unknown {unknown}"))
+        place.fail(f"the fields {sorted(schema)}", found_words=f"missing {missing}, unknown {unknown}")
     for name, inner in value.items():
         check(schema[name], inner, place.at(name))
-
-
-class Words:
-    """For `Place.fail`: what was found in words, no longer than a message can be."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text[:300]
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 @dataclasses.dataclass(frozen=True)

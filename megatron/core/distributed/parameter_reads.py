@@ -1,8 +1,8 @@
 """A module's own parameters: who reads them as attributes, and what others find in their place.
 
 `nn.MultiheadAttention` reads the weights of its `out_proj` without calling it, and anybody reads an `nn.ParameterList`.
-While a unit's module has not been called, it and what is below it keep their parameters in a dict that tells of reads.
-With the first call the dicts tell of nothing again, so that what is called costs nothing after that.
+Until a unit's module is called for the first time, it and the modules below it keep their parameters in dicts that
+report reads. The first call puts plain dicts back, so that reads cost nothing from then on.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from torch import nn
 from megatron.core.distributed.units import Unit
 
 
-class Shown(Protocol):
-    """What a module's parameters are to others."""
+class ParameterView(Protocol):
+    """What others get when they ask a module for its parameters."""
 
     def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
-        """As an attribute."""
+        """A parameter is read as an attribute."""
 
-    def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
-        """To who walks over them (`parameters`, `state_dict`, `to`)."""
+    def listed(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
+        """All are walked over (`parameters`, `state_dict`, `to`)."""
 
-    def put(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
-        """Somebody registers a parameter, or None."""
+    def assign(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
+        """A parameter, or None, is registered."""
 
     def copied(self) -> tuple[Any, ...]:
-        """Somebody copies or pickles the module."""
+        """The module is copied or pickled."""
 
 
 class OwnParameters(dict[str, "nn.Parameter | None"]):
-    """In the place of a module's `_parameters`: what is in here, or what `shown` says."""
+    """Takes the place of a module's `_parameters`, and gives what it holds, or what `view` says."""
 
-    shown: Shown | None = None
+    view: ParameterView | None = None
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        return super().__getitem__(name) if self.shown is None else self.shown.read(self, name)
+        return super().__getitem__(name) if self.view is None else self.view.read(self, name)
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        return super().items() if self.shown is None else self.shown.walked(self).items()
+        return super().items() if self.view is None else self.view.listed(self).items()
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
-        return super().values() if self.shown is None else self.shown.walked(self).values()
+        return super().values() if self.view is None else self.view.listed(self).values()
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        if self.shown is None:
+        if self.view is None:
             super().__setitem__(name, value)
         else:
-            self.shown.put(self, name, value)
+            self.view.assign(self, name, value)
 
     def __delitem__(self, name: str) -> None:
         self[name] = None
@@ -57,7 +57,7 @@ class OwnParameters(dict[str, "nn.Parameter | None"]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are plain dicts."""
-        return (dict, (self.plain(),)) if self.shown is None else self.shown.copied()
+        return (dict, (self.plain(),)) if self.view is None else self.view.copied()
 
     def plain(self) -> dict[str, nn.Parameter | None]:
         """The module's own ones."""
@@ -65,7 +65,7 @@ class OwnParameters(dict[str, "nn.Parameter | None"]):
 
 
 class ParameterReads:
-    """Tells `read` of a unit before one of its parameters is read as a module's attribute, until that is `called`.
+    """Calls `read(unit)` before a parameter of the unit is read as an attribute, until `called` hears of its module.
 
     Walking over parameters (`named_parameters`, `state_dict`, `to`) is no read.
     """
@@ -77,18 +77,18 @@ class ParameterReads:
             for module in unit.modules:
                 self._owners[id(module)] = owners = list(_owners(module, parts))
                 for owner in owners:
-                    owner.__dict__["_parameters"] = _Heard(owner._parameters, unit, read)
+                    owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, unit, read)
 
     def called(self, module: nn.Module) -> None:
-        """One of the units' modules is."""
+        """One of the units' modules is called: its parameters need not be watched any more."""
         for owner in self._owners.pop(id(module), ()):
-            heard = owner._parameters
-            assert isinstance(heard, _Heard), f"{type(owner).__name__}: {type(heard).__name__}"
-            owner.__dict__["_parameters"] = heard.unheard()
+            own = owner._parameters
+            assert isinstance(own, _WatchedParameters), f"{type(owner).__name__}: {type(own).__name__}"
+            owner.__dict__["_parameters"] = own.unwatched()
 
 
-class _Heard(OwnParameters):
-    """Tells of reads."""
+class _WatchedParameters(OwnParameters):
+    """Tells `read` of the unit whenever one of its parameters is read."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter | None], unit: Unit, read: Callable[[Unit], None]
@@ -100,11 +100,11 @@ class _Heard(OwnParameters):
         self._read(self._unit)
         return super().__getitem__(name)
 
-    def unheard(self) -> dict[str, nn.Parameter | None]:
-        if self.shown is None:
+    def unwatched(self) -> dict[str, nn.Parameter | None]:
+        if self.view is None:
             return self.plain()
         own = OwnParameters(self.plain())
-        own.shown = self.shown
+        own.view = self.view
         return own
 
 

@@ -154,7 +154,7 @@ def _matched(
 
 
 def matched_units(module: nn.Module, unit_modules: Sequence[UnitModule]) -> list[tuple[nn.Module, ...]]:
-    """The modules of each unit that the words make of a module."""
+    """The modules of each unit that `unit_modules` finds in a module."""
     return list(dict.fromkeys(modules for _, modules in _matched(module, unit_modules).values()))
 
 

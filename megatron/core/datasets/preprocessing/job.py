@@ -268,7 +268,7 @@ def _finished_part(job: Job, index: int) -> Statistics | None:
         record = safe_files.read_json(_done_path(job, index), max_bytes=1 << 16)
         statistics = Statistics(**record)
         if any(type(number) is not int or number < 0 for number in record.values()):
-            raise ValueError(f"{record}: not numbers of documents, tokens and bytes")
+            return None
         for key in job.keys:
             prefix = _part_prefix(job, index, key)
             checksums = read_checksums(prefix)

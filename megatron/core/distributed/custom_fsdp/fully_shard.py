@@ -70,13 +70,16 @@ def fully_shard(
     else:
         config = resolve_standalone(config, instances=ps.dp_outer_group.size)
         config = dataclasses.replace(config, ddp_average_in_collective=True)
-    words = inner.words(config.fsdp_unit_modules or () if fsdp_unit_modules is None else fsdp_unit_modules)
+    own_units = config.fsdp_unit_modules or () if fsdp_unit_modules is None else fsdp_unit_modules
+    unit_modules = inner.unit_modules(own_units)
     inner.take_over(ps, config)
     if sync_module_states:
         broadcast_weights([module], ps, without=inner.own_parameters)
-    engine = FullyShardedDataParallel(module, ps, config, fsdp_unit_modules=words, reading=inner.reading)
-    driver = StepDriver(module, engine, words)
-    inner.modules_of(driver)
+    engine = FullyShardedDataParallel(
+        module, ps, config, fsdp_unit_modules=unit_modules, reading=inner.reading
+    )
+    driver = StepDriver(module, engine, unit_modules)
+    inner.hand_over(driver)
     module.__dict__[DRIVER] = driver
     names = {name for own in (module._modules, module._parameters, module._buffers) for name in own}
     module.__class__ = _class_of(cast(Any, type(module)), frozenset(names & vars(FullyShardedModule).keys()))

@@ -52,7 +52,7 @@ class InnerCalls:
         known = {id(driver.shards) for driver in self._drivers}
         for one in module.modules():
             own = one.__dict__["_parameters"]
-            if isinstance(own, OwnParameters) and own.shown is not None and id(own.shown) not in known:
+            if isinstance(own, OwnParameters) and own.view is not None and id(own.view) not in known:
                 raise ModelError(
                     f"fully_shard({name}): a module around it is sharded already, and its parameters with it; call "
                     "fully_shard from the inside out: each layer, then the model"
@@ -80,15 +80,16 @@ class InnerCalls:
     def config(self) -> DistributedDataParallelConfig:
         return dataclasses.replace(self._drivers[0].engine.config, fsdp_unit_modules=None)
 
-    def words(self, own: Sequence[UnitModule]) -> list[UnitModule]:
-        """What makes units: the modules of the calls inside, theirs, and the call's own words, which go before."""
-        tuples = [set(word) for word in own if isinstance(word, tuple)]
+    def unit_modules(self, own: Sequence[UnitModule]) -> list[UnitModule]:
+        """The modules of the calls inside, the units that they were given, and the call's `own`, which take
+        precedence."""
+        together = [set(names) for names in own if isinstance(names, tuple)]
         found: list[tuple[str, ...]] = []
         for driver in self._drivers:
             found.append((self._path(driver),))
-            for modules in matched_units(driver.module, driver.words):
+            for modules in matched_units(driver.module, driver.unit_modules):
                 found.append(tuple(self._paths[id(module)] for module in modules))
-        kept = (word for word in dict.fromkeys(found) if not any(set(word) <= one for one in tuples))
+        kept = (names for names in dict.fromkeys(found) if not any(set(names) <= one for one in together))
         return [*kept, *own]
 
     def take_over(self, ps: ParallelState, config: DistributedDataParallelConfig) -> None:
@@ -130,8 +131,8 @@ class InnerCalls:
         for engine, unit in units:
             engine.weights_read(unit)
 
-    def modules_of(self, driver: StepDriver) -> None:
-        """From here on they are the driver's."""
+    def hand_over(self, driver: StepDriver) -> None:
+        """From here on `driver` drives the modules of the calls inside."""
         for inner in self._drivers:
             for module in inner.module.modules():
                 if DRIVER in module.__dict__:
@@ -146,9 +147,8 @@ def refuse_optimizers(module: nn.Module) -> None:
     if max(_references(module), default=0) <= _references(nn.Linear(1, 1, bias=False))[0]:
         return  # nobody has any of them but the module
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    if not _optimizers_over(names.keys()):
-        return
-    gc.collect()  # one that nobody can reach any more is no mistake
+    if _optimizers_over(names.keys()):
+        gc.collect()  # one that nobody can reach any more is no mistake
     for optimizer, found in _optimizers_over(names.keys()):
         raise ModelError(
             f"fully_shard({type(module).__name__}): {type(optimizer).__name__} was built before it over "

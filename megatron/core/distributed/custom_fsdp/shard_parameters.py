@@ -1,10 +1,9 @@
-"""A rank's shards as parameters of a module: in the place of its own ones for who walks over them, the gradients beside
-them, and whether they have changed.
+"""A rank's shards as the parameters that a module shows: with their gradients, and with whether they have changed.
 
 [Note: who may have changed them] Gathers are collective, so every rank has to answer alike, whether its own part of the
 model changed or not. In-place changes count up autograd's versions, also of an empty shard; optimizers are heard of;
 another tensor's memory (`p.data = ...`, `load_state_dict(assign=True)`) is told by its storage, also that of an empty
-shard. What writes to `p.data` in place is told by nothing: it is taken for granted after a backward.
+shard. A write to `p.data` in place leaves no trace, so it is assumed to have happened after each backward.
 """
 
 from __future__ import annotations
@@ -19,7 +18,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.custom_fsdp.state_pieces import Place, StatePiece, as_pieces, mapped, taken
+from megatron.core.distributed.custom_fsdp.state_pieces import (
+    Place,
+    StatePiece,
+    as_pieces,
+    map_tensors,
+    taken,
+)
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.hooks import in_backward
 from megatron.core.distributed.parameter_reads import OwnParameters
@@ -34,8 +39,8 @@ BUILD_IT_AFTERWARDS = (
 class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones.
 
-    names: of those that are trained. module: where they take the place of its parameters; none by default. in_forward:
-    the module's own ones are found there, as in a backward. readable: they are read there as attributes.
+    names: of those that are trained. module: shows the shards as its parameters; none by default. in_forward: the
+    module shows its own parameters, as it does in a backward. readable: attributes give its own parameters.
     """
 
     def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
@@ -58,8 +63,7 @@ class ShardParameters:
             )
             for name in parts
         }
-        self.stepped = False  # an optimizer has
-        self.may_have_changed = False  # a backward has ended, so that anybody may have stepped
+        self.may_have_changed = False  # an optimizer has stepped, or a backward has ended
         self._storages = [_storage(part) for part in self._parts]
         self._versions = self._current_versions()
         self._first: dict[int, str] = {}  # id of a parameter of the module's own -> its first name
@@ -69,7 +73,7 @@ class ShardParameters:
         if module is not None:
             self._take_places(module)
         _LIVE.add(self)
-        _hear_of_optimizers()
+        _watch_optimizers()
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Those that are trained, and their gradients."""
@@ -82,13 +86,13 @@ class ShardParameters:
     def take_changes(self) -> bool:
         """Whether the shards are to be taken for changed; values with memory of their own are copied to where the
         engine reads them. See [Note: who may have changed them]. Raises ModelError where a shape or type changed."""
-        changed = self.stepped or self.may_have_changed
+        changed = self.may_have_changed
         for (name, shard), part, storage in zip(
             self.registered.items(), self._parts, self._storages, strict=True
         ):
             if _storage(shard) == storage:
                 continue
-            found, expected = (_kind(shard), _kind(part))
+            found, expected = _kind(shard), _kind(part)
             if found != expected:
                 raise ModelError(
                     f"the shard of {name!r} has shape {found} now, its part of the parameter {expected}: write values "
@@ -98,12 +102,12 @@ class ShardParameters:
             shard.data = part
             changed = True
         versions = self._current_versions()
-        changed = changed or versions != self._versions
-        self._versions, self.stepped, self.may_have_changed = versions, False, False
+        changed |= versions != self._versions
+        self._versions, self.may_have_changed = versions, False
         return changed
 
     def read_whole(self, whole: bool) -> None:
-        """As attributes, whether weights are gathered to be read outside of a forward."""
+        """Whether attributes give whole weights, which are gathered, outside of a forward too."""
         self.readable = whole or self._whole
 
     def release(self) -> None:
@@ -114,7 +118,7 @@ class ShardParameters:
             handle.remove()
         _LIVE.discard(self)
 
-    # In the place of a module's parameters (`Shown`) -----------------------------------------------------
+    # In the place of a module's parameters (`ParameterView`) -----------------------------------------------
 
     def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
         parameter = dict.__getitem__(own, name)
@@ -122,12 +126,12 @@ class ShardParameters:
             return parameter
         return self.registered[self._first[id(parameter)]]
 
-    def walked(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
+    def listed(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
         if self.in_forward or in_backward():
             return own.plain()
         return {name: self.registered[first] if first else None for name, first in self._names_in(own)}
 
-    def put(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
+    def assign(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
         first = dict(self._names_in(own)).get(name)
         if (
             first is None
@@ -151,7 +155,7 @@ class ShardParameters:
             own = owner.__dict__["_parameters"]
             if not isinstance(own, OwnParameters):
                 own = owner.__dict__["_parameters"] = OwnParameters(own)
-            own.shown = self
+            own.view = self
             self._handles += [
                 owner.register_state_dict_post_hook(_give_pieces),
                 owner.register_load_state_dict_pre_hook(_take_pieces),
@@ -179,7 +183,7 @@ class ShardParameters:
             )
         if not any(id(shard) in updated for shard in self.registered.values()):
             return
-        self.stepped = True
+        self.may_have_changed = True
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             optimizer.register_state_dict_post_hook(_give_optimizer_pieces)
@@ -223,8 +227,8 @@ def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
     own = module.__dict__["_parameters"]
-    assert isinstance(own.shown, ShardParameters), f"{type(module).__name__}: {type(own.shown).__name__}"
-    return own.shown.pieces(own)
+    assert isinstance(own.view, ShardParameters), f"{type(module).__name__}: {type(own.view).__name__}"
+    return own.view.pieces(own)
 
 
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +259,7 @@ def _listed(state: Mapping[str, Any]) -> list[Any]:
 
 
 def _loaded(kept: Any, place: Place) -> Any:
-    return mapped(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+    return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
 
 
 def _places() -> dict[int, Place]:
@@ -267,7 +271,7 @@ _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()
 
 
 @functools.cache
-def _hear_of_optimizers() -> None:
+def _watch_optimizers() -> None:
     """Fused optimizers write weights without a word to autograd. One hook for all: torch goes through its hooks while
     they run, so none may go when what it is for is collected."""
     register_optimizer_step_pre_hook(_before_step)

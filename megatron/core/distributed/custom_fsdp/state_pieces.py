@@ -1,4 +1,4 @@
-"""What `state_dict()` of a sharded module and of its optimizer holds: this rank's pieces, which know of what.
+"""What `state_dict()` of a sharded module and of its optimizer holds: this rank's pieces of tensors, and their places.
 
 `torch.distributed.checkpoint` asks them for rectangles of the whole tensor (its `_Checkpointable` protocol), so that it
 saves whole tensors and reads them into any other number of ranks, or into a plain module. For everything else a piece
@@ -29,13 +29,13 @@ _OF_THE_WHOLE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Elements [start, end) of a parameter's flattened local tensor. foreign: what of that parameter is no such slice
-    though an optimizer keeps it, in its words."""
+    """Elements [start, end) of a parameter's flattened local tensor. refusal: why torch.distributed.checkpoint cannot
+    save what an optimizer keeps for them; empty where it can."""
 
     meta: ParamMeta
     start: int
     end: int
-    foreign: str = ""
+    refusal: str = ""
 
     def pieces(self, local: Tensor) -> list[LocalPiece]:
         return part_pieces("", self.meta, local, self.start, self.end)
@@ -49,7 +49,7 @@ class StatePiece(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, place: Place) -> StatePiece:
-        shape = tuple(local.shape) if place.foreign else place.meta.global_shape
+        shape = tuple(local.shape) if place.refusal else place.meta.global_shape
         piece: StatePiece = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         piece.local, piece.place = local, place
         return piece
@@ -73,7 +73,7 @@ class StatePiece(Tensor):
                 found.append(tensor)
             return as_local(tensor)
 
-        plain = mapped(args, local), mapped(kwargs, local)
+        plain = map_tensors(args, local), map_tensors(kwargs, local)
         first = found[0]
         if func is Tensor.new_empty and tuple(args[1]) == tuple(first.size()):  # as async_save makes copies
             return StatePiece(first.local.new_empty(first.local.shape, **plain[1]), first.place)
@@ -132,22 +132,22 @@ class StatePiece(Tensor):
     def _chunks(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # slow to import
 
-        if self.place.foreign:
-            raise ModelError(self.place.foreign)
+        if self.place.refusal:
+            raise ModelError(self.place.refusal)
         return [
             ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
             for piece in self.place.pieces(self.local)
         ]
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Nested tuples, lists and dicts with other tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(mapped(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     return value
 
 
@@ -180,12 +180,12 @@ def as_pieces(value: Any, place: Place, optimizer: str) -> Any:
             return tensor
         if tuple(tensor.shape) == (place.end - place.start,):
             return StatePiece(tensor, place)
-        foreign = (
+        refusal = (
             f"torch.distributed.checkpoint: {optimizer} keeps a tensor of shape {tuple(tensor.shape)} for "
             f"{place.meta.name!r}, of which this rank has {place.end - place.start} elements: not cut like the weight, "
             "it cannot be cut anew for other ranks; save full_state_dict() of the module, and begin with a new "
             "optimizer"
         )
-        return StatePiece(tensor, dataclasses.replace(place, foreign=foreign))
+        return StatePiece(tensor, dataclasses.replace(place, refusal=refusal))
 
-    return mapped(value, piece)
+    return map_tensors(value, piece)

@@ -23,13 +23,13 @@ class StepDriver:
     module's parameters.
 
     sync: whether the backward that comes next reduces. Each one that does adds to what `zero_grad` has left. used: a
-    forward has run. words: what the engine's units were made of.
+    forward has run. unit_modules: what the engine's units were made of.
     """
 
     def __init__(
-        self, module: nn.Module, engine: FullyShardedDataParallel, words: Sequence[UnitModule]
+        self, module: nn.Module, engine: FullyShardedDataParallel, unit_modules: Sequence[UnitModule]
     ) -> None:
-        self.module, self.engine, self.words = module, engine, words
+        self.module, self.engine, self.unit_modules = module, engine, unit_modules
         engine.weights_changed()
         engine.on_gradient, engine.on_backward = self._contribution, self._arm
         self.sync = True
@@ -73,16 +73,16 @@ class StepDriver:
     def _before(self, module: nn.Module, args: Any) -> None:
         if not in_backward() and (self._running is None or module is self.module):
             self._prepare()
-            self._runs(module)
+            self._set_running(module)
 
-    def _runs(self, module: nn.Module | None) -> None:
+    def _set_running(self, module: nn.Module | None) -> None:
         self._running = module
         self.shards.in_forward = module is not None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self._running or in_backward():
             return
-        self._runs(None)
+        self._set_running(None)
         if module is not self.module or torch.is_grad_enabled() or output is None:  # None: it has failed
             self.engine.weights_were_read()  # its backward may never run, and weights be written next
 
@@ -93,7 +93,7 @@ class StepDriver:
             self._check_trained()
         self.used = True
         self.shards.read_whole(False)
-        self._runs(None)  # an interrupt may have left it
+        self._set_running(None)  # an interrupt may have left it
         self.write_back()
         if self._armed:
             self._abandon_step()

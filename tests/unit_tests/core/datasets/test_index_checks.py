@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets import index_checks
+from megatron.core.datasets import index_builders
 from megatron.core.datasets.index_builders import (
     build_document_index,
     build_sample_index,
@@ -60,7 +60,7 @@ def test_a_change_is_refused_or_changes_no_sample(case, data):
 
     def fault():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(index_checks, "DOCUMENTS_PER_BLOCK", block)
+            patch.setattr(index_builders, "DOCUMENTS_PER_BLOCK", block)
             return index_fault(arrays, lengths, sequences, length, plan, extra_token=extra_token)
 
     assert fault() is None

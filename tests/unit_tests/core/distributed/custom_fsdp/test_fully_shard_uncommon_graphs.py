@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.parameter_reads import _Heard
+from megatron.core.distributed.parameter_reads import _WatchedParameters
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
@@ -102,7 +102,9 @@ def gathered_where_they_are_read_and_ahead_in_later_steps(ctx) -> None:
     model.engine._gatherer.begin(training=True, repeats=False)
     assert order.recorded.count(unit.index) >= 1, (unit, order.recorded)
     # of units that are called nothing is listened to any more
-    kinds = {name: type(module._parameters) is not _Heard for name, module in model.named_modules()}
+    kinds = {
+        name: type(module._parameters) is not _WatchedParameters for name, module in model.named_modules()
+    }
     found = [kinds[name] for name in ("head", "blocks.0.up", "attention.out_proj")]
     assert found == [True, True, False], kinds
 
