@@ -33,11 +33,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.safe_files import locked, open_regular, publish_text
 from megatron.training.lease_holder import STALE_S, Holder, State, from_json, judge, this_machine, to_json
 
-LEASE_FILE = "lease.json"
 LOCK_FILE = ".lease.lock"
 HEARTBEAT_S = 10.0
 PATIENCE_S = STALE_S + 2 * HEARTBEAT_S  # with a former attempt of this job, whose host may have died

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training import lease as lease_module
-from megatron.training.lease import LEASE_FILE, LOCK_FILE, Lease, LeaseError, look, take
+from megatron.training.lease import LOCK_FILE, Lease, LeaseError, look, take
 from megatron.training.lease_holder import (
     STALE_S,
     UNREADABLE,
