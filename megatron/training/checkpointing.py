@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.catalog import (
     checkpoint_config,
     config_of,
     list_entries,
+    nothing_for,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
@@ -197,7 +198,7 @@ class Checkpointer:
         if choice.found is None:
             why = "; ".join(choice.notes)
             if (flag := flags.needs_checkpoint) is not None:
-                raise CheckpointError(f"{why}; {flag} does not allow that")
+                raise CheckpointError(nothing_for(flag, why))
             self._say(f"{why}; starting from scratch")
             return None
         for note in choice.notes:

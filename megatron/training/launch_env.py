@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ class LaunchEnv:
 
     launched: a launcher set RANK and WORLD_SIZE; otherwise this is a world of one.
     restart_count: torchrun's in-place restarts so far (0 on the first attempt). agent_store: torchrun hosts the store
-    at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does.
+    at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does. launcher_pid: of torchrun, which lives as long as its ranks; None
+    where the parent may end before them (srun, mpirun, a shell).
     """
 
     launched: bool = False
@@ -38,6 +40,7 @@ class LaunchEnv:
     agent_store: bool = False
     use_libuv: bool = True
     run_id: str | None = None
+    launcher_pid: int | None = None
     shutdown_timeout_s: int = 30
     cuda_visible_devices: str | None = None
     cuda_device_max_connections: int | None = None
@@ -66,6 +69,7 @@ class LaunchEnv:
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             use_libuv=source.get("USE_LIBUV", "1") == "1",
             run_id=source.get("TORCHELASTIC_RUN_ID"),
+            launcher_pid=_parent_of(os.getpid()) if "TORCHELASTIC_RUN_ID" in source else None,
             shutdown_timeout_s=_integer(source, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30),
             cuda_visible_devices=source.get("CUDA_VISIBLE_DEVICES"),
             cuda_device_max_connections=_optional_integer(source, "CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -117,6 +121,13 @@ class LaunchEnv:
         if self.cuda_visible_devices is not None and self.cuda_visible_devices.strip() in ("", "-1"):
             return False
         return any(path.name[6:].isdigit() for path in dev.glob("nvidia*")) or (dev / "dxg").exists()
+
+
+@functools.cache
+def _parent_of(pid: int) -> int:
+    """Of this process, as first asked: before torch is imported, which takes seconds in which a launcher may die."""
+    assert pid == os.getpid(), f"pid {pid} is not this process, {os.getpid()}"
+    return os.getppid()
 
 
 def _required(source: Mapping[str, str], name: str) -> int:

@@ -33,11 +33,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.safe_files import locked, open_regular, publish_text
 from megatron.training.lease_holder import STALE_S, Holder, State, from_json, judge, this_machine, to_json
 
-LEASE_FILE = "lease.json"
 LOCK_FILE = ".lease.lock"
 HEARTBEAT_S = 10.0
 PATIENCE_S = STALE_S + 2 * HEARTBEAT_S  # with a former attempt of this job, whose host may have died
@@ -80,11 +80,11 @@ def _read(path: Path, renewed_by: str = "") -> tuple[Holder, float]:
 
 
 def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
-    """Make the folder's lease this process's. say: gets a line where a stale one is taken over.
+    """Make the folder's lease this process's. say: gets a line where a stale one is taken over or one is waited for.
 
     A former attempt of the same job is waited for. Raises LeaseError where another run holds it, OSError.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline, waits = time.monotonic() + PATIENCE_S, False
     while (held := _try(folder, me, say)) is not None and held.holder is not None:
         is_same_job = me.run_id is not None and held.holder.run_id == me.run_id
         if not is_same_job or time.monotonic() > deadline:
@@ -93,6 +93,9 @@ def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
                 f"{held.age_s:.0f} s ago ({folder / LEASE_FILE}). It is free when that run ends, or {STALE_S:.0f} s "
                 "after its last heartbeat. Give this run another --save, or wait for that run or stop it"
             )
+        if not waits:
+            waits = True
+            say(f" > --save {folder}: waiting for a former attempt of this job to end ({held.holder.name})")
         time.sleep(_POLL_S)
 
 

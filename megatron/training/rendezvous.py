@@ -22,6 +22,9 @@ from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 
 RESOLVE_S = 10.0  # names of containers that have just been started come late
 ANSWER_S = 10.0  # a store answers in milliseconds
+LAUNCHER_S = (
+    60.0  # a launcher hosts its store before it starts ranks; with thousands, attempts may be refused
+)
 PAUSES_S = (0.02, 1.0)  # between two attempts: the first pause, and the longest
 
 
@@ -77,17 +80,24 @@ def _resolve(env: LaunchEnv) -> None:
 
 
 def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
-    """Wait until somebody listens; torch's own wait is loud."""
-    began = time.monotonic()
+    """Wait until somebody listens; torch's own wait is loud. A launcher's store was there before this rank, so it is
+    not waited for as rank 0 is."""
+    began, patience_s = time.monotonic(), timeout.total_seconds()
+    if env.agent_store:
+        patience_s = min(patience_s, LAUNCHER_S)
     for pause in pauses():
         try:
             socket.create_connection((env.master_addr, env.master_port or 0), timeout=ANSWER_S).close()
             return
         except OSError as error:
             waited_s = time.monotonic() - began
-            if waited_s > timeout.total_seconds():
-                host = "its launcher" if env.agent_store else "rank 0"
-                why = f"{host} has not come: nobody listens at {_place(env)} ({error})"
+            if waited_s > patience_s:
+                host = (
+                    "the launcher, which hosts the store, is gone"
+                    if env.agent_store
+                    else "rank 0 has not come"
+                )
+                why = f"{host}: nobody listens at {_place(env)} ({error})"
                 everyone = tuple(range(env.world_size))
                 raise PeerLostError("rendezvous", "default", everyone, env.rank, waited_s, why) from None
         time.sleep(pause)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -131,7 +130,7 @@ class _Run:
         self.loop: TrainingLoop | None = None
         self.signals = SignalHandler(on_second=self._second_signal)
         self.guard = OrphanGuard(
-            os.getppid() if self.env.run_id is not None else None,
+            self.env.launcher_pid,
             store_trouble=lambda s: None if self.session is None else self.session.watchdog.store_trouble(s),
             where=lambda: "starting" if self.session is None else self.session.watchdog.place,
             end=self._end_aside,

@@ -7,6 +7,7 @@
     ROOT/iter_0000123.trash-1f2e3d4c/       being removed
     ROOT/iter_0000123.kept-1f2e3d4c/        not this run's, put out of the way of a save and never removed
     ROOT/iter_0000123.damaged-1f2e3d4c/     the same of a damaged one
+    ROOT/lease.json                         who writes here now (training/lease.py)
 
 A directory becomes `iter_N` by one rename, with everything in it durable. So a damaged `iter_N` is not the
 rest of a save that was killed but a fault of storage or of somebody's hand, and going on from an older one
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.schema import Place
 from megatron.core.safe_files import read_bytes
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+LEASE_FILE = "lease.json"
 MAX_TRACKER_BYTES = 64
 _SHOWN = 6  # names of a folder that holds none
 _NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept|damaged)-([0-9a-f]{1,32}))?")
@@ -191,7 +193,12 @@ def check_loadable(load: str, *, needed_by: str | None = None) -> None:
     root = Path(load)
     with named_errors(root):
         if not _ours(root) and needed_by is not None and read_tracker(root) is None:
-            raise CheckpointError(f"{_nothing_in(root)}; {needed_by} does not allow that")
+            raise CheckpointError(nothing_for(needed_by, _nothing_in(root)))
+
+
+def nothing_for(flag: str, why: str) -> str:
+    """The message where a flag needs a checkpoint. why: there is none."""
+    return f"{why}; {flag} needs one: give --load the folder that a run has saved to, or leave {flag} out"
 
 
 def _ours(root: Path) -> dict[int, Path]:
@@ -223,9 +230,11 @@ def _one_checkpoint(root: Path) -> str:
 
 
 def _nothing_in(root: Path) -> str:
-    """Why a run starts from scratch, and what is there instead of checkpoints, but for its own lease on the folder."""
-    there = names_in(root) if root.exists() else []
-    names = [name for name in there if name != "lease.json" and not name.startswith(".")]
+    """Why a run starts from scratch, and what is there instead of checkpoints."""
+    if not root.exists():
+        return f"no checkpoint in {root}: there is no such folder"
+    # A run's own lease, and hidden names, say nothing of what the folder was meant for.
+    names = [name for name in names_in(root) if name != LEASE_FILE and not name.startswith(".")]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
     return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"

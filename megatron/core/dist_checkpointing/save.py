@@ -73,7 +73,7 @@ def save(
     retain_interval: once committed, older checkpoints of other iterations are removed, the newest two aside.
     owned: the iterations that this save may replace and remove; None: all. See [Note: what a save may replace].
     cache: keep one between saves, so that an unchanged plan is not made again. log: gets rank 0's lines.
-    guard: called on rank 0 before it cleans up in the folder, and again before it commits.
+    guard: called before rank 0 cleans up in the folder, again before it commits, and where a directory is gone.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together, with nothing left behind
     and older checkpoints untouched.
@@ -136,6 +136,7 @@ class PendingSave:
 
     def _disk_problem(self, path: Path, error: OSError) -> str:
         if isinstance(error, FileNotFoundError) and not self.temporary.is_dir():
+            self.guard()  # knows who has done that, where anybody does
             return f"{self.temporary} was removed while this save was writing it: leave the folder to one run at a time"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return f"{path}: {error.strerror}"

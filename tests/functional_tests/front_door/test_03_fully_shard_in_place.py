@@ -146,6 +146,12 @@ def the_model_stays_what_it_is(ctx, folder) -> None:
         torch.save(model.state_dict(), path)
     with pytest.raises(ModelError, match=r"'new' is registered, tied or removed after fully_shard"):
         model.new = nn.Parameter(torch.ones(2))
+    late = in_torchs_way()
+    late.head = nn.Linear(WIDTH, 2)
+    with pytest.raises(
+        ModelError, match=r"'head.weight', 'head.bias'\] came with a module that was put in after"
+    ):
+        late(tokens(0))
 
 
 class Deep(nn.Module):

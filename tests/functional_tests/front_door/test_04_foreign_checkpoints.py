@@ -246,7 +246,8 @@ def test_nothing_to_load_is_refused_where_a_flag_needs_a_checkpoint(
         assert launched("--load", "model", *more, *last) == status
         told = capsys.readouterr().err
         assert "no checkpoint in model" in told
-        assert f"{more[0]} does not allow that" in told
+        assert f"{more[0]} needs one: give --load the folder that a run has saved to, or leave" in told
+        assert ("there is no such folder" in told) == (there == "missing")
         assert ("'notes.txt'" in told) == (there == "of something")
 
 
@@ -262,7 +263,8 @@ def test_a_run_may_start_from_scratch_in_the_folder_that_it_saves_to(there, tmp_
         make(root, names.get(there, {})).mkdir(exist_ok=True)
     check_loadable(str(root))
     (note,) = choose(root).notes
-    assert note.startswith(f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*")
+    seen = "there is no such folder" if there == "missing" else f"no {TRACKER_NAME}, no iter_*"
+    assert note.startswith(f"no checkpoint in {root}: {seen}")
     for name in names.get(there, {}):
         assert name.partition("/")[0] in note
 
@@ -271,8 +273,7 @@ def test_the_first_start_of_a_restart_loop_says_what_it_saw(tmp_path):
     make(tmp_path / "ck", files("notes.txt"))
     words = [*forgery.FLAGS, "--save", "ck", "--load", "ck", "--train-iters", "1"]
     run = launch.ok(launch.run_forked(words, cwd=tmp_path))
-    assert "'notes.txt'" in run.output
-    assert "; starting from scratch" in run.output
+    assert "; it holds 'notes.txt'; starting from scratch" in run.output, "of its own lease nothing is said"
 
 
 # Our own, but not as --load wants it.

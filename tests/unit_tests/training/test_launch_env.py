@@ -1,5 +1,7 @@
 """What the launcher says."""
 
+import os
+
 import pytest
 
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
@@ -95,3 +97,13 @@ def test_a_gpu_is_seen_by_its_device_file_unless_hidden(tmp_path):
     assert LaunchEnv().gpu_present(tmp_path)
     assert not LaunchEnv.read({"CUDA_VISIBLE_DEVICES": ""}).gpu_present(tmp_path)
     assert LaunchEnv.read({"CUDA_VISIBLE_DEVICES": "0"}).gpu_present(tmp_path)
+
+
+def test_torchruns_pid_is_that_of_the_parent_as_first_asked(monkeypatch):
+    """A launcher that dies while torch is imported is missed all the same."""
+    under_torchrun = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    parent = LaunchEnv.read(under_torchrun).launcher_pid
+    assert parent == os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert LaunchEnv.read(under_torchrun).launcher_pid == parent
+    assert LaunchEnv.read(TORCHRUN).launcher_pid is None, "srun, mpirun and shells may end before their ranks"

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training import lease as lease_module
-from megatron.training.lease import LEASE_FILE, LOCK_FILE, Lease, LeaseError, look, take
+from megatron.training.lease import LOCK_FILE, Lease, LeaseError, look, take
 from megatron.training.lease_holder import (
     STALE_S,
     UNREADABLE,
@@ -151,15 +152,18 @@ def test_one_of_another_machine_is_held_whatever_its_pid_means_here(tmp_path):
 
 def test_a_former_attempt_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
     put(tmp_path, machine=ELSEWHERE, run_id="job1")
-    waits = []
+    waits, said = [], []
 
-    def one_wait(seconds):
+    def two_waits(seconds):
         waits.append(seconds)
-        os.unlink(tmp_path / LEASE_FILE)  # it has ended
+        if len(waits) == 2:
+            os.unlink(tmp_path / LEASE_FILE)  # it has ended
 
-    monkeypatch.setattr(lease_module.time, "sleep", one_wait)
-    take(tmp_path, Holder.this_process("job1", 1), say=pytest.fail)
-    assert len(waits) == 1
+    monkeypatch.setattr(lease_module.time, "sleep", two_waits)
+    take(tmp_path, Holder.this_process("job1", 1), say=said.append)
+    assert len(waits) == 2
+    assert len(said) == 1, "once, however long it takes"
+    assert "waiting for a former attempt of this job to end (host " in said[0]
     put(tmp_path, machine=ELSEWHERE, run_id="none")
     with pytest.raises(LeaseError):
         take(tmp_path, Holder.this_process("none"), say=pytest.fail)

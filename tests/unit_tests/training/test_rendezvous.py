@@ -43,12 +43,14 @@ def test_ranks_find_the_store_of_rank_0_and_attempts_do_not_mix():
     assert not again.check(["key"])
 
 
-def test_a_launchers_store_is_hosted_by_no_rank():
+def test_a_launchers_store_is_hosted_by_no_rank(monkeypatch):
     assert hosts_store(env(0, 1))
     assert not hosts_store(env(1, 1))
     assert not hosts_store(env(0, 1, agent_store=True))
-    with pytest.raises(PeerLostError, match="its launcher has not come"):
-        open_store(env(0, free_port(), agent_store=True), SOON)
+    # It was there before its ranks: where it is not, the launcher has been killed, and ten minutes bring nothing.
+    monkeypatch.setattr(rendezvous, "LAUNCHER_S", 0.2)
+    with pytest.raises(PeerLostError, match="the launcher, which hosts the store, is gone: nobody listens"):
+        open_store(env(0, free_port(), agent_store=True), datetime.timedelta(minutes=10))
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])

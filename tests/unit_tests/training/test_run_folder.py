@@ -5,10 +5,11 @@ import os
 
 import pytest
 
+from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training import exit_status
 from megatron.training.exit_status import ExitRecord, ExitStatus, write_exit_json
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.lease import LEASE_FILE, LOCK_FILE, LeaseError
+from megatron.training.lease import LOCK_FILE, LeaseError
 from megatron.training.run_folder import OutputPathError, RunFolder, fresh_folder, is_held
 
 ENV = LaunchEnv()

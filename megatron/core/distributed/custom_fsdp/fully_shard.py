@@ -43,7 +43,7 @@ from megatron.core.parallel_state import ParallelState
 
 def fully_shard(
     module: nn.Module,
-    ps_or_mesh: ParallelState | DeviceMesh | None = None,
+    mesh: DeviceMesh | ParallelState | None = None,
     config: DistributedDataParallelConfig | None = None,
     *,
     fsdp_unit_modules: Sequence[UnitModule] | None = None,
@@ -53,8 +53,8 @@ def fully_shard(
 
     Modules inside it that were given to fully_shard before are units of it from here on.
 
-    ps_or_mesh: the ranks; a mesh of one dim, or of two (instances, ranks of an instance); all of the default process
-    group if not given. config: strategy and how it runs; optim_grads_params if not given. Both are those of the calls
+    mesh: the ranks, of one dim, or of two (instances, ranks of an instance); all of the default process group if not
+    given. config: strategy and how it runs; optim_grads_params if not given. Both are those of the calls
     inside where there are some. fsdp_unit_modules: classes, their names, or tuples of modules' names; those of the
     config if not given. sync_module_states: all ranks begin with rank 0's weights.
 
@@ -64,7 +64,7 @@ def fully_shard(
     """
     inner = InnerCalls(module)
     refuse_optimizers(module)
-    ps = inner.ps if ps_or_mesh is None and inner else lasting_ranks(ps_or_mesh)
+    ps = inner.ps if mesh is None and inner else lasting_ranks(mesh)
     if config is None and inner:
         config = inner.config
     else:

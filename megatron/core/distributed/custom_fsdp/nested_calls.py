@@ -102,7 +102,7 @@ class InnerCalls:
                 if field.name != "fsdp_unit_modules"
                 and getattr(theirs, field.name) != getattr(config, field.name)
             ]
-            fields += ["ps_or_mesh"] * (driver.engine.ps is not ps)
+            fields += ["mesh"] * (driver.engine.ps is not ps)
             if fields:
                 raise ModelError(
                     f"fully_shard({type(self._module).__name__}): {self._path(driver)!r} inside it was given another "

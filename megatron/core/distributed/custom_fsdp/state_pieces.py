@@ -1,8 +1,8 @@
 """What `state_dict()` of a sharded module and of its optimizer holds: this rank's pieces of tensors, and their places.
 
 `torch.distributed.checkpoint` asks them for rectangles of the whole tensor (its `_Checkpointable` protocol), so that it
-saves whole tensors and reads them into any other number of ranks, or into a plain module. For everything else a piece
-is the rank's 1-D tensor: what is computed from it elementwise is a piece again.
+saves whole tensors and reads them into any other number of ranks, or into a plain module. What is computed from a piece
+elementwise is a piece again; a sum, a row or any other tensor would be the rank's own and is refused.
 """
 
 from __future__ import annotations
@@ -79,15 +79,22 @@ class StatePiece(Tensor):
             return StatePiece(first.local.new_empty(first.local.shape, **plain[1]), first.place)
         for other in (*plain[0], *plain[1].values()):
             if isinstance(other, Tensor) and other.dim() and other.shape != first.local.shape:
-                raise ModelError(
-                    f"{func.__name__} of a tensor of shape {tuple(other.shape)} and this rank's part of "
-                    f"{first.place.meta.name!r}, {first.local.numel()} elements: state_dict() of a sharded module is "
-                    "for torch.distributed.checkpoint; full_state_dict() has the whole weights"
-                )
+                raise first._partial(f"{func.__name__} of a tensor of shape {tuple(other.shape)} and")
+        if func is Tensor.__getitem__:  # of the whole tensor nobody has the rows
+            raise first._partial("an index of")
         result = func(*plain[0], **plain[1])
-        if isinstance(result, Tensor) and result.shape == first.local.shape:
-            return StatePiece(result, first.place)
-        return result
+        if not isinstance(result, Tensor):
+            return result
+        if result.shape != first.local.shape:
+            raise first._partial(f"{func.__name__} of")
+        return StatePiece(result, first.place)
+
+    def _partial(self, asked: str) -> ModelError:
+        return ModelError(
+            f"{asked} this rank's part of {self.place.meta.name!r}, {self.local.numel()} elements: state_dict() of a "
+            "sharded module is for torch.distributed.checkpoint; full_state_dict() has the whole weights, to_local() "
+            "this rank's part"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -91,6 +91,8 @@ class StepDriver:
         training = torch.is_grad_enabled()
         if training:
             self._check_trained()
+        if not self.used:
+            self._check_sharded()
         self.used = True
         self.shards.read_whole(False)
         self._set_running(None)  # an interrupt may have left it
@@ -111,6 +113,15 @@ class StepDriver:
             raise ModelError(
                 f"requires_grad of {sorted(changed)} was changed after fully_shard, which cuts memory by it: "
                 "set it before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
+            )
+
+    def _check_sharded(self) -> None:
+        known = {id(shard) for shard in self.shards.registered.values()}
+        late = [name for name, parameter in self.module.named_parameters() if id(parameter) not in known]
+        if late:
+            raise ModelError(
+                f"{late} came with a module that was put in after fully_shard: each rank would train it by itself; "
+                "do it before"
             )
 
     def _begin_step(self) -> None:

@@ -241,3 +241,20 @@ def test_a_guard_that_refuses_stops_a_save_before_it_cleans_up_and_before_it_com
     assert left.exists() == (allowed == 0)
     assert choose(tmp_path).found.iteration == 1
     assert not (tmp_path / "iter_0000002").exists()
+
+
+def test_whoever_removed_the_directory_of_a_save_under_way_is_named_by_the_guard(tmp_path):
+    """This process was stopped while it wrote, and another run has taken the folder and cleaned up there."""
+    taken = []
+
+    def guard():
+        if taken:
+            raise CheckpointError("the folder is another run's")
+
+    pending = save_module.begin_save(tmp_path, 1, whole_tensors({"w": torch.ones(8)}), {}, {}, guard=guard)
+    shutil.rmtree(pending.temporary)
+    with pytest.raises(CheckpointError, match="was removed while this save was writing it"):
+        pending.write()
+    taken.append(True)
+    with pytest.raises(CheckpointError, match="the folder is another run's"):
+        pending.write()

@@ -42,14 +42,18 @@ def test_chunks_of_all_ranks_make_up_the_tensor(dims, data):
     assert torch.equal(found.view(-1), torch.arange(numel, dtype=torch.float32))
 
 
-def test_computed_with_it_is_the_ranks_own_part():
+def test_what_is_computed_with_it_is_the_ranks_own_part_or_refused():
     one = piece((3, 4), 2, 7)
     assert (one.shape, one.size(0), one.dim(), one.numel()) == ((3, 4), 3, 2, 12)
     assert one.to_local().tolist() == [2, 3, 4, 5, 6]
     for other in (one.clone(), one * 2 / 2, copy.deepcopy(one), one.detach().cpu(), one + torch.zeros(5)):
         assert isinstance(other, StatePiece)
         assert torch.equal(other, one)
-    assert float(one.sum()) == 20
+    for partial in (torch.sum, torch.norm, lambda whole: whole[0], lambda whole: whole.view(-1)[-1]):
+        with pytest.raises(
+            ModelError, match=r" of this rank's part of 'w', 5 elements.*full_state_dict\(\) has"
+        ):
+            partial(one)
     with pytest.raises(ModelError, match=r"of shape \(3, 4\) and this rank's part of 'w', 5 elements"):
         torch.zeros(3, 4).copy_(one)
     with pytest.raises(ModelError, match=r"of shape \(3,\) and this rank's part of 'w', 1 elements"):
