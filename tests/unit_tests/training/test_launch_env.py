@@ -46,7 +46,7 @@ def test_nonsense_is_refused_naming_the_variable(bad):
         ({"MASTER_PORT": "0"}, "MASTER_PORT=0: expected a free port"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected"),
         ({"MASTER_ADDR": " "}, "MASTER_ADDR is empty"),
-        ({"WORLD_SIZE": str(1 << 40)}, "at most 1048576 ranks"),
+        ({"WORLD_SIZE": str(1 << 40)}, "at most 262144 ranks"),
         ({"RANK": ""}, "RANK is not set, or empty"),
         ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS='0': expected a number"),
         ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS='many': expected a number"),
