@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
+from megatron.core.config_base import bounds_of
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.preprocessing.job import Job, Statistics, run_job
 from megatron.core.datasets.preprocessing.progress import Progress
@@ -91,6 +92,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--split-sentences is for BERT-like models and is not supported: leave it out for GPT")
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: must be at least 1")
+    for field in fields(TokenizerConfig):
+        bounds, value = bounds_of(field), getattr(args, field.name)
+        if bounds is not None and value is not None and not bounds.hold(value):
+            told = f"must be from {bounds.least} to {bounds.most}"
+            parser.error(f"--{field.name.replace('_', '-')} {value}: {told}")
     if len(set(args.json_keys)) != len(args.json_keys):
         parser.error(f"--json-keys: a key occurs twice in {' '.join(args.json_keys)}")
     if any("/" in key for key in args.json_keys):

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.training.plans import MOST_FORWARDS
 
 AUTO, ALL = "auto", "all"
 
@@ -154,6 +155,11 @@ def request_of(args: argparse.Namespace, name: str, *, several: bool = False) ->
     if missing or not args.schedule:
         raise PlanError(f"--{' and --'.join(missing or ['schedule'])} must be given")
     chunks, group = chunks_of(args, name, several=several)
+    if (forwards := args.stages * (chunks or 1) * args.microbatches) > MOST_FORWARDS:
+        raise PlanError(
+            f"--stages {args.stages} x chunks {chunks or 1} x --microbatches {args.microbatches} are {forwards} "
+            f"forwards; a plan holds at most {MOST_FORWARDS}: lower one of them"
+        )
     request = Request(args.stages, args.microbatches, chunks, group)
     kind = PLACEMENTS[name]
     placement = Placement(kind, args.stages, 1 if kind == LINEAR else chunks or 2)

@@ -110,7 +110,7 @@ def parse_config(
 
 def _refuse_launcher(error: LaunchEnvError, words: Sequence[str]) -> SystemExit:
     """Every rank says it: what its variables say of its place cannot be trusted."""
-    fix = "start the processes with torchrun, or without any launcher"
+    fix = "set the variable to such a value, or unset it; torchrun sets those that ranks need by itself"
     return _refuse([Problem("launcher", (), str(error), fix)], LaunchEnv(), words)
 
 

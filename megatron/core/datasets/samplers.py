@@ -179,6 +179,7 @@ def _start_worker(worker: int) -> None:
     way and then waits for them, would wait for ever for one that ignores all.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _ignore_once)
 
 

@@ -83,6 +83,38 @@ def test_ids_in_the_text_to_preprocess(tmp_path, tool, vocab_size, workers):
     assert not list(tmp_path.glob("*.bin"))
 
 
+@pytest.mark.parametrize("size", [-1, 2**31, 2**63, 10**30])
+@pytest.mark.parametrize("flag", ["--vocab-size", "--tiktoken-num-special-tokens"])
+def test_sizes_of_a_vocabulary_to_preprocess(tmp_path, tool, flag, size):
+    """An id that such a vocabulary would allow, and no array holds."""
+    (tmp_path / "i.txt").write_text(str(2**63))
+    words = [
+        "--input",
+        tmp_path / "i.txt",
+        "--output-prefix",
+        tmp_path / "o",
+        "--tokenizer-type",
+        "NullTokenizer",
+    ]
+    status, _, said = tool("preprocess_data", *words, flag, size)
+    assert status == 2
+    assert f"{flag} {size}: must be from " in said
+
+
+@pytest.mark.parametrize("flag", ["--stages", "--microbatches", "--chunks"])
+@pytest.mark.parametrize("number", [10**6, 2**63])
+def test_schedules_without_end(tool, flag, number):
+    words = {"--stages": 4, "--microbatches": 8, "--chunks": 2} | {flag: number}
+    for name in ("zb-1p", "interleaved", "auto") if flag != "--chunks" else ("interleaved",):
+        given = [
+            word for pair in words.items() if name == "interleaved" or pair[0] != "--chunks" for word in pair
+        ]
+        status, _, said = tool("show_schedule", "--schedule", name, *given)
+        assert status != 0
+        assert f"{flag.replace('--chunks', 'chunks')} {number}" in said
+        assert "a plan holds at most 262144" in said
+
+
 def test_text_for_preprocessing_of_any_bytes(tmp_path, tool):
     dice = random.Random(0)
     pieces = [

@@ -1,5 +1,6 @@
 """What a user's shell does to a run: a console that is closed or full, a hang-up, few files, a number of threads."""
 
+import os
 import re
 import signal
 
@@ -70,6 +71,15 @@ def test_a_hang_up_saves_like_sigterm(tmp_path):
     record = launch.exit_record(tmp_path / "ck")
     assert (record["status"], record["reason"], record["requeue"]) == (75, "received SIGHUP", True)
     assert record["checkpoint"] == f"ck/iter_{record['iteration']:07d}"
+
+
+def test_a_terminal_that_hangs_up_signals_data_loaders_too(tmp_path):
+    """A terminal and torchrun send it to whole groups of processes."""
+    with launch.forked([*ENDLESS, "--num-workers", "2"], cwd=tmp_path) as group:
+        group.wait_for("iteration        2/")
+        os.killpg(group.pids[0], signal.SIGHUP)
+        launch.ended(group.wait(), 75)
+    assert launch.exit_record(tmp_path / "ck")["reason"] == "received SIGHUP"
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path):
