@@ -17,10 +17,9 @@ from megatron.training.config import Config
 from megatron.training.pipeline_facts import PipelineFacts, pipeline_facts
 from megatron.training.problems import Problem
 from megatron.training.resolve import known_vocabulary
-from megatron.training.rules_run import unusable_files
+from megatron.training.rules_run import MAX_VOCABULARY_BYTES, unusable_files
 
 _SHOWN_GROUPS = 8
-MAX_VOCABULARY_BYTES = 1 << 23  # of GPT-2's kind: 8 times GPT-2's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optional import available
-from megatron.core.safe_files import open_regular
+from megatron.core.safe_files import open_regular, read_json
 from megatron.training.config import Config
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.values import shortened
 
 _MAX_RECORD_BYTES = 1 << 16
+MAX_VOCABULARY_BYTES = 1 << 23  # of GPT-2's kind: 8 times GPT-2's
 _OUTPUTS = "save load tensorboard_dir log_pipeline_timeline data_cache_path wandb_save_dir metrics_file"
 RULES = RuleTable()
 rule = RULES.rule
@@ -183,7 +184,8 @@ def _outputs(s: Situation) -> str | None:
         if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
             problems.append(f"{spelled(name)} {folder} is no folder")
     if file is not None and os.path.exists(file) and not _is_metrics_file(file):
-        problems.append(f"--metrics-file {file} is there and is no file of metrics")
+        what = "--metrics-file" if s.config.given("metrics_file") else "in --save,"
+        problems.append(f"{what} {file} is there and is no file of metrics")
     return "; ".join(problems) or None
 
 
@@ -206,7 +208,18 @@ def _is_metrics_file(path: str) -> bool:
 def _files(s: Situation) -> str | None:
     missing, unfit = unusable_files(s.config)
     told = [f"not found: {', '.join(missing)}"] if missing and not s.check_only else []
+    if s.check_only and not missing and not unfit and s.value("tokenizer_type") == "GPT2BPETokenizer":
+        told += _damaged_vocabulary(s.value("vocab_file"))
     return "; ".join(told + unfit) or None
+
+
+def _damaged_vocabulary(path: str) -> list[str]:
+    """What a launch would end with (status 4), once it builds the tokenizer."""
+    try:
+        read_json(path, max_bytes=MAX_VOCABULARY_BYTES, follow=True)
+    except (OSError, ValueError) as error:
+        return [f"--vocab-file {error}"]
+    return []
 
 
 def unusable_files(config: Config) -> tuple[list[str], list[str]]:

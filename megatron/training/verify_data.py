@@ -30,7 +30,7 @@ def verify_data(session: Session, named: Callable[[], Iterable[str]]) -> None:
             told.setdefault(reason, rank)
     if told:
         raise DataError("; ".join(f"{reason} (seen by rank {rank})" for reason, rank in told.items()))
-    session.print_rank_0(f"data: {count} corpora are what their checksums say")
+    session.print_rank_0(f"data: the checksums of {count} {'corpus' if count == 1 else 'corpora'} are right")
 
 
 def _share(session: Session) -> tuple[int, int]:

@@ -101,6 +101,10 @@ class GPT2BPETokenizer(_Backend):
         library = require("tokenizers", "hf")
         try:
             backend = library.Tokenizer(library.models.BPE(json.loads(vocabulary), _pairs(merges)))
+        except RecursionError:
+            raise TokenizerError(
+                f"--vocab-file {vocab_file}: JSON nested too deeply: give a vocab.json"
+            ) from None
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: {error}") from error
         backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -230,6 +230,22 @@ def test_what_is_no_regular_file_is_refused_without_waiting(flag, kind, tmp_path
     assert f"is {kind}, not a regular file" in refused(*words)
 
 
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, "1" * 5000, "no json"])
+def test_a_vocabulary_that_no_launch_could_read(text, tmp_path):
+    vocabulary, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocabulary.write_text(text)
+    merges.write_text("#version: 0.2\n")
+    words = [
+        "--vocab-file",
+        str(vocabulary),
+        "--merge-file",
+        str(merges),
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+    ]
+    assert f"--vocab-file {vocabulary}: not JSON" in refused(*words)
+
+
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "1" * 5000, '{"ops": ' + "[" + "[]," * 100_000 + "[]]}", '{"ops": []}']
 )

@@ -218,7 +218,7 @@ def test_a_run_verifies_its_corpora_before_it_trains(tmp_path):
         write(tmp_path, name, seed=seed)
     words = flags("--data-path", "0.5", "a", "0.5", "b")
     done = launch.ok(launch.run_forked(words, ranks=2, cwd=tmp_path))
-    assert "2 corpora are what their checksums say" in done.output
+    assert "the checksums of 2 corpora are right" in done.output
     content = bytearray((tmp_path / "b.bin").read_bytes())
     content[9] ^= 1
     (tmp_path / "b.bin").write_bytes(content)
