@@ -146,4 +146,4 @@ class Meeting:
             deadline = time.monotonic() + FAREWELL_S
             arrived = self._store.add("arrived", 0)
             while self._hosts and self._store.add("left", 0) < arrived and time.monotonic() < deadline:
-                time.sleep(0.02)
+                time.sleep(0.002)

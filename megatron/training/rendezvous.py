@@ -25,7 +25,7 @@ ANSWER_S = 10.0  # a store answers in milliseconds
 LAUNCHER_S = (
     60.0  # a launcher hosts its store before it starts ranks; with thousands, attempts may be refused
 )
-PAUSES_S = (0.02, 1.0)  # between two attempts: the first pause, and the longest
+PAUSES_S = (0.002, 1.0)  # between two attempts: the first pause, and the longest
 
 
 def open_store(env: LaunchEnv, timeout: datetime.timedelta) -> dist.Store:
