@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import sys
 
 import pytest
 
@@ -62,7 +61,6 @@ def test_the_soft_limit_is_raised_and_the_hard_one_is_told():
     assert nothing is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space of a process is limited on Linux")
 def test_threads_that_cannot_start_are_a_message():
     def body(ctx):
         limits.try_threads(8)
