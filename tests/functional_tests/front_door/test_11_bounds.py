@@ -345,12 +345,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("share", [0.004, pytest.param(1.0, marks=pytest.mark.full)])
-def test_every_flag_with_hostile_values_gives_a_configuration_that_can_be_planned_or_problems(share):
-    rng = random.Random(7)
-    for flag, value in CASES:
-        if rng.random() > share:
-            continue
+@pytest.mark.parametrize(
+    "cases",
+    [
+        random.Random(7).sample(CASES, len(CASES) // 250),
+        *(pytest.param(CASES[part::10], marks=pytest.mark.full) for part in range(10)),
+    ],
+    ids=["sample", *map(str, range(10))],
+)
+def test_every_flag_with_hostile_values_gives_a_configuration_that_can_be_planned_or_problems(cases):
+    for flag, value in cases:
         words = [*SMALL, flag, *([] if value is None else [value])]
         try:
             with contextlib.suppress(ConfigurationError, CheckpointError):
