@@ -1,8 +1,8 @@
 """Whether indices from disk are such as this program builds for the same request: their layout, and what they say.
 
 A digest tells that a file is whole, not who wrote it. What passes here leads to tokens of the split for every sample,
-each of the right length; the order itself, of which only the sum is looked at, is taken on trust. Checking takes a few
-passes over the arrays, and no search as building does: 30 million samples of 3 million documents take 0.4 s instead of
+each of the right length; the order itself is taken on trust. Checking takes a few
+passes over the arrays, and no search as building does: 30 million samples of 3 million documents take 0.5 s instead of
 3.4.
 """
 
@@ -58,7 +58,9 @@ def index_fault(
         return f"document_index does not have each sequence {plan.num_epochs} times"
     if not _within(shuffle, 0, plan.num_samples):
         return f"shuffle_index has samples outside 0 to {plan.num_samples}"
-    if int(shuffle.sum(dtype=np.uint64)) != plan.num_samples * (plan.num_samples - 1) // 2:
+    seen = np.zeros(plan.num_samples, dtype=bool)
+    seen[shuffle] = True
+    if not seen.all():
         return "shuffle_index does not have each sample once"
     x = int(extra_token)
     if not _cuts(arrays["sample_index"], lengths[documents], sequence_length, plan.tokens - x, x):

@@ -182,6 +182,10 @@ FORGERIES = {
     ),
     "sample beyond the last": ("shuffle_index", changed(0, 2**32 - 1)),
     "sample twice": ("shuffle_index", lambda a: changed(0, a[1])(a)),
+    "samples twice, of the same sum": (
+        "shuffle_index",
+        lambda a: npy(np.where((a == 0) | (a == 2), 1, a).astype(a.dtype)),
+    ),
     "bytes behind the array": ("shuffle_index", lambda a: npy(a) + b"\0"),
     "not numpy's": ("shuffle_index", lambda a: b"\x93NUMPX" + npy(a)[6:]),
     "version 9": ("shuffle_index", lambda a: b"\x93NUMPY\x09" + npy(a)[7:]),
