@@ -59,7 +59,8 @@ def index_fault(
     if not _within(shuffle, 0, plan.num_samples):
         return f"shuffle_index has samples outside 0 to {plan.num_samples}"
     seen = np.zeros(plan.num_samples, dtype=bool)
-    seen[shuffle] = True
+    for first in range(0, len(shuffle), _ROWS_AT_A_TIME):
+        seen[shuffle[first : first + _ROWS_AT_A_TIME]] = True
     if not seen.all():
         return "shuffle_index does not have each sample once"
     x = int(extra_token)
