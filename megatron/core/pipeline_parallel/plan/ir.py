@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     RECV_STATE = 12
     VALIDATE = 13
     STEP = 14
+    HSDP_ALL_REDUCE = 15
 
 
 # Plain ints, for loops over whole plans.
