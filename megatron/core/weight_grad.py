@@ -78,9 +78,9 @@ class WeightGradAccumulator:
     (`backward`): it is seldom the one whose forward ran last. keeps_gathered: see `WeightGradSink`; may be written
     between steps.
 
-    [Note: what is deferred] In a split backward, B files every contribution and W (`flush`) adds it, also those that are
-    put finished, as one row (norms, and whatever autograd computes): gradients are touched in W alone, so they need
-    memory from there on, and only the order of the W's decides their bits.
+    [Note: what is deferred] In a split backward, B files every contribution and W (`flush`) adds it, also those that
+    are put finished, as one row (norms, and whatever autograd computes): gradients are touched in W alone, so they
+    need memory from there on, and only the order of the W's decides their bits.
     """
 
     def __init__(self) -> None:
