@@ -137,14 +137,6 @@ class MixedPrecisionOptimizer(Stepper):
             num_zeros=int(sum(zeros[0])) if zeros else None,
         )
 
-    def local_state(self) -> Tensor:
-        """[regions of the whole model] fp64: squared sums of this rank's own gradients, undivided, 0 at all others.
-
-        Summed over mp (over world where the optimizer is cut) they are the squared norm; one that is not finite belongs
-        to a gradient that is not.
-        """
-        return self._vector.place([squared_sums_of_parts(self._grads)])[0]
-
     def norm(self, sums: Sequence[float], divisor: float) -> float:
         """Of the whole model, or of a part, from squared sums in the model's order."""
         return norm_of(sums) / (divisor / self.buffer.grads_divided_by)
@@ -152,7 +144,7 @@ class MixedPrecisionOptimizer(Stepper):
     def stage_state(
         self, nonfinite: bool, *, count_zero_grads: bool = False, extras: Sequence[float] = ()
     ) -> ValidationState:
-        """What this pipeline stage knows of a step: `local_state` over its ranks, the same on all of them. nonfinite:
+        """What this pipeline stage knows of a step, summed over its ranks and the same on all of them. nonfinite:
         this rank has seen a loss that is not finite. extras: this rank's, to be added up over all. Communicates over
         tp and dp.
 

@@ -319,15 +319,6 @@ def test_snapshots_are_taken_and_given_back_one_at_a_time():
         ours.snapshot()
 
 
-def test_local_state_is_what_the_norm_is_made_of():
-    buffer, ours = make(model())
-    set_grads(buffer, 0)
-    sums = ours.local_state()
-    expected = [float(buffer.main_grad(name).double().square().sum()) for name in buffer.names]
-    assert sums.tolist() == pytest.approx(expected, rel=1e-14)
-    assert math.sqrt(sum(sums.tolist())) / 2 == ours.prepare(2.0).norm
-
-
 # Every strategy, and ranks by inner and outer size, each emulated in this process: nothing communicates in `step`.
 CUTS = [
     ("no_shard", sharding_of("no_shard"), 2, 1),
