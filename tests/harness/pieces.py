@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.pieces import cut_flat_slice
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.rectangles import cut_flat_slice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import math
 
 from torch import Tensor
 
-from megatron.core.distributed.param_parts import region_parts
 from megatron.core.param_meta import ParamMeta
+from megatron.core.param_parts import region_parts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,17 +27,18 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.param_parts import region_slices
 from megatron.core.distributed.sharding import Cut
 from megatron.core.finite import all_finite
 from megatron.core.module import ModelError
-from megatron.core.optimizer.clip_grads import norm_of, squared_sums_of_parts, zero_counts_of_parts
+from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel_state import ParallelState
+from megatron.core.param_parts import region_slices
 from megatron.core.protocols import Stepper
+from megatron.core.squared_sums import squared_sums_of_parts
 from megatron.core.validation_state import ValidationState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.pieces import Rectangle, fill_error
 from megatron.core.dist_checkpointing.state import part_pieces, pieces_of
 from megatron.core.param_meta import ParamMeta, Region
+from megatron.core.rectangles import Rectangle, fill_error
 
 
 @st.composite

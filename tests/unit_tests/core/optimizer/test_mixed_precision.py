@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
@@ -21,6 +20,7 @@ from megatron.core.optimizer.mixed_precision import OptimizerStateError, Rollbac
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta, infer_param_meta
+from megatron.training.weight_pieces import weight_pieces
 from tests.harness.ranks import run_ranks
 
 WHOLE = STRATEGIES["no_shard"]
