@@ -58,7 +58,7 @@ def engine():
 
 def settled(flags, device, world_size=2, held=None):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
-    env = LaunchEnv(world_size=world_size, launched=True, rank=0)
+    env = LaunchEnv(world_size=world_size, rank=0)
     config = parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env)
     plans, session = Plans(config), FakeSession(config, device)
     settle_limits(session, plans, held or engine())
