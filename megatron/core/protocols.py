@@ -91,9 +91,9 @@ class Stage(Protocol):
 class GradSync(Protocol):
     """A data parallel engine seen from a pipeline: what the plan's operations of data parallelism call, unit by unit.
 
-    chunk: local number of a model chunk. unit: its place in the chunk's `StageUnits.units`. What begins here runs beside
-    computations. All communicate over data parallel ranks, which make the same calls in the same order, and raise
-    PeerLostError.
+    chunk: local number of a model chunk. unit: its place in the chunk's `StageUnits.units`. What begins here runs
+    beside computations. All communicate over data parallel ranks, which make the same calls in the same order, and
+    raise PeerLostError.
     """
 
     def unshard(self, chunk: int, unit: int) -> None:

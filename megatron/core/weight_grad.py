@@ -129,7 +129,7 @@ class WeightGradAccumulator:
         assert not self._deferring, f"backward of microbatch {microbatch} inside the B of {self.microbatch}"
         self.microbatch = microbatch
         if split:
-            assert not self._filed.get(microbatch), f"a second B of microbatch {microbatch} before its W"
+            assert microbatch not in self._filed, f"a second B of microbatch {microbatch} before its W"
             self._filed[microbatch] = deque()
         self._deferring = split
         try:

@@ -45,7 +45,8 @@ class UnitEvents:
 
         def returns(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                for node in {tensor.grad_fn for tensor in tensors_in(output)} - {None}:
+                nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+                for node in nodes:
                     node.register_prehook(begins)
 
         self.handles.append(module.register_forward_pre_hook(begins))

@@ -105,8 +105,8 @@ def header_line(plan: Plan, rank: int, pipeline: tuple[int, ...], clock_unix_s: 
 
 
 def op_lines(row: tuple[RawOp, ...]) -> list[str]:
-    """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s), computations
-    beside operations of data parallelism with lane_s too."""
+    """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s), of
+    computations beside operations of data parallelism with lane_s too."""
     lines = []
     has_lane = any(IS_DATA_PARALLEL[op[0]] for op in row)
     for op in row:

@@ -82,8 +82,8 @@ class StepOwner(Protocol):
         reads them any more."""
 
     def weights_changed(self) -> None:
-        """This rank's weights were written, or the forwards that have begun are dropped: what was gathered is of no use.
-        Communicates over dp."""
+        """This rank's weights were written, or the forwards that have begun are dropped: what was gathered is of no
+        use. Communicates over dp."""
 
     def decided(self, outcome: Outcome) -> bool:
         """The step is as it will stay, on all ranks. Whether to go on: False (the same on all ranks) stops the step
@@ -233,7 +233,7 @@ class PostValidator:
         return pending.whole
 
     def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool, bool]:
-        """Make the step what it has to be, and tell the owner; whether that goes on, and whether weights were written."""
+        """Make the step what it has to be, and tell the owner; whether that goes on, and was told of new weights."""
         norm = self._stepper.norm(whole.sums, pending.divisor)
         decision = self._rules.decide(whole, norm)
         self._pending = None

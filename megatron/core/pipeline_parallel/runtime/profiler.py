@@ -25,8 +25,8 @@ MOST_STEPS = 32  # that are kept; of more, the latest
 class Profiler:
     """A `Recorder` (runtime/recorder.py) of the steps start <= iteration < end, and of every `interval`th one.
 
-    interval: 0 = only the window. pipeline: world ranks of this rank's pipeline. transient_bytes: what the engine holds of
-    weights and gradients that come and go; these are no activations.
+    interval: 0 = only the window. pipeline: world ranks of this rank's pipeline. transient_bytes: what the engine holds
+    of weights and gradients that come and go; these are no activations.
 
     Steps that are not watched cost two looks at a clock an operation. In a watched one, each operation on CUDA is
     waited for, so that it overlaps less than others do; with gloo and CPU nothing waits. Steps that broke off, or that

@@ -1,8 +1,8 @@
 """A computation's way through the units of its stage: operations in its middle, and waits for weights.
 
 [Note: boundaries] Hooks tell which unit begins (`UnitListener`), and know nothing of plans; one `UnitBoundaries` hears
-them for all executors of a run. The executor opens it to a computation with units, whose `Crossing` goes on to the access
-that has the unit: it does what the row wants done once so many accesses have begun, and then waits for the weights.
+them for all executors of a run. A computation that is under way goes on to the access that has the unit (`Crossing`):
+it does what the row wants done once so many accesses have begun, and then waits for the weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class UnitBoundaries:
 
 
 class Crossing:
-    """One computation with units. operations: (place in the row, operation) that belong to it, in rising k. chunk: local
-    number of its stage. Raises PlanError for an operation that waits for more accesses than there are."""
+    """One computation with units. operations: (place in the row, operation) that belong to it, in rising k. chunk:
+    local number of its stage. Raises PlanError for an operation that waits for more accesses than there are."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Crossing:
     @contextlib.contextmanager
     def under_way(self, boundaries: UnitBoundaries | None) -> Iterator[None]:
         """Inside, the computation is called. Its first access begins before, whatever the model does until its units
-        run; the others as `boundaries` hears of them, without it before the call too. Behind the call all have begun."""
+        run; the others as `boundaries` hears of them, without it before the call too. Behind it all have begun."""
         self._done = 0
         self._advance(1)
         if boundaries is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 
@@ -239,9 +238,7 @@ def test_w_by_parts():
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 2, 3, 1)])
 def test_a_unit_out_of_order_is_the_models_mistake_once_its_weights_are_gone(order):
     late = one_rank(f"{ALL_FORWARD} 0RESHARD[3:4] 0BW0", orders=({"F": order},))[0]
-    with pytest.raises(
-        ModelError, match=r"0F0: unit 'layers\.0' runs after '.*weights are freed"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"0F0: unit 'layers\.0' runs after '.*weights are freed") as caught:
         late.run(3)
     assert "--fsdp-unit-modules" in str(caught.value)
     assert caught.value.__notes__ == ["pipeline rank 0, stage 0, iteration 3, 0F0"]
@@ -368,11 +365,10 @@ def test_operations_are_recorded_with_their_own_times_and_are_no_computation():
     clock = Clock()
 
     class Timed(Log):
-        costs = {"unshard": 1, "wait": 10, "reshard": 2, "reduce": 3}
-
         def append(self, line):
             super().append(line)
-            clock.time += self.costs.get(line.split()[0], 100 if " in " in line else 0)
+            costs = {"unshard": 1, "wait": 10, "reshard": 2, "reduce": 3}
+            clock.time += costs.get(line.split()[0], 100 if " in " in line else 0)
 
     executor, _ = one_rank(
         "0UNSHARD[0:2] 0UNSHARD[2:3].2 0RESHARD[0:1].2 0F0 0REDUCE[1:4].4 0BW0", log=Timed(), recorder=clock
@@ -505,7 +501,10 @@ def run_model(model, row, units, log, microbatches=1, **executor):
     return log
 
 
-ROW = "0UNSHARD[0:1] 0UNSHARD[1:2].1 0RESHARD[0:1].2 0UNSHARD[2:3].2 0RESHARD[1:2].3 0UNSHARD[3:4].3 0RESHARD[2:3].4 0F0"
+ROW = (
+    "0UNSHARD[0:1] 0UNSHARD[1:2].1 0RESHARD[0:1].2 0UNSHARD[2:3].2 0RESHARD[1:2].3 0UNSHARD[3:4].3 0RESHARD[2:3].4"
+    " 0F0"
+)
 
 
 def test_a_real_model_runs_between_its_gathers():
