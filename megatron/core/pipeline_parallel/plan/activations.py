@@ -13,8 +13,9 @@ def activations(
 ) -> Iterator[tuple[int, float, float]]:
     """For each computation its place, what is held while it runs, and behind it; in the cost model's unit.
 
-    F takes its activation at its start, B, W and BW free it at their ends; a B that leaves more than F did takes the
-    difference at its start. Of a W in parts the last one frees. forward_only: F itself frees at its end.
+    F takes its activation at its start, B, W and BW free it at their ends; a B that leaves more than F did
+    takes the difference at its start. Of a W in parts the last one frees. forward_only: F itself frees at its
+    end.
     """
     num_units = units_of_parts(row)
     left: dict[tuple[int, int], int] = {}  # of a W in parts, units still to come

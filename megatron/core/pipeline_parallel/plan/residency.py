@@ -20,13 +20,14 @@ Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 class Residency:
     """The same on all ranks.
 
-    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and instances of
-    them. outer_optimizer: the optimizer is cut over instances too. policy: --fsdp-reshard-policy. budget: by pipeline
-    rank, bytes of gathered weights and whole gradients that it may hold beyond what policy `memory` does. limit: by
-    pipeline rank, bytes that it may hold in all (states at rest, gathered weights, gradients, activations, whose costs
-    are in bytes then). Policy `budget` has one of the two or both, others none. ahead: bytes of whole weights at any
-    time that gathers ahead of their use keep to, the unit in use included; 0: twice the rank's mean unit.
-    overlap_gather, overlap_reduce: whether gathers and reductions run beside computations.
+    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and
+    instances of them. outer_optimizer: the optimizer is cut over instances too. policy:
+    --fsdp-reshard-policy. budget: by pipeline rank, bytes of gathered weights and whole gradients that it may
+    hold beyond what policy `memory` does. limit: by pipeline rank, bytes that it may hold in all (states at
+    rest, gathered weights, gradients, activations, whose costs are in bytes then). Policy `budget` has one of
+    the two or both, others none. ahead: bytes of whole weights at any time that gathers ahead of their use
+    keep to, the unit in use included; 0: twice the rank's mean unit. overlap_gather, overlap_reduce: whether
+    gathers and reductions run beside computations.
     """
 
     strategy: str
@@ -100,9 +101,9 @@ class PlannedResidency:
 
 @dataclass(frozen=True)
 class LaneCosts:
-    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective, bytes in
-    a unit of time. It is one wire a rank; messages between stages are taken to have another one, which they have not
-    where both go over the same network card."""
+    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective,
+    bytes in a unit of time. It is one wire a rank; messages between stages are taken to have another one,
+    which they have not where both go over the same network card."""
 
     latency: float = 0.0
     bandwidth: float = float("inf")

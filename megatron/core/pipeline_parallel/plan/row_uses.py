@@ -1,8 +1,8 @@
 """When a row's computations use which units: moments, uses and the gaps between them.
 
-[Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more stands for the
-row's end. An operation of data parallelism belongs to a moment: it is issued when that access begins, or before the
-computation is called where it is the computation's first.
+[Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more
+stands for the row's end. An operation of data parallelism belongs to a moment: it is issued when that access
+begins, or before the computation is called where it is the computation's first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import BW, RawOp, Row
-from megatron.core.pipeline_parallel.plan.residency_walk import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 
@@ -27,8 +27,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it. weights:
-    gathered ones; else gradients."""
+    """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it.
+    weights: gathered ones; else gradients."""
 
     start: int
     end: int
@@ -39,11 +39,12 @@ class Gap:
 
 
 class RowUses:
-    """computations: (place in the row, first moment). reads: by unit, when its weights are in use; consecutive accesses
-    are one use, whatever stands between them that reads no weights. adds: by unit, when a computation contributes to
-    its gradients, from the first access to the last. num_moments: without the end. most_adding: the most bytes of
-    gradients that are being added to or reduced, if each is reduced at once (overlap_reduce), or behind the computation.
-    most_read: the most bytes of weights that one access reads."""
+    """computations: (place in the row, first moment). reads: by unit, when its weights are in use;
+    consecutive accesses are one use, whatever stands between them that reads no weights. adds: by unit, when
+    a computation contributes to its gradients, from the first access to the last. num_moments: without the
+    end. most_adding: the most bytes of gradients that are being added to or reduced, if each is reduced at
+    once (overlap_reduce), or behind the computation. most_read: the most bytes of weights that one access
+    reads."""
 
     def __init__(self, row: Row, units: RankUnits, *, overlap_reduce: bool = True) -> None:
         self.row, self.units = row, units
@@ -82,8 +83,9 @@ class RowUses:
                     complete.append(unit)
                 if complete and (overlap_reduce or use is uses[-1]):
                     self.most_adding = max(self.most_adding, adding + sum(under))
-                    under.extend(grad_bytes[unit] for unit in complete)
-                    adding -= sum(grad_bytes[unit] + units.extra_bytes(unit, op[1]) for unit in complete)
+                    sizes = [grad_bytes[unit] + units.extra_bytes(unit, op[1]) for unit in complete]
+                    under.extend(sizes)
+                    adding -= sum(sizes)
                     complete.clear()
                 moment += 1
         self.num_moments = moment

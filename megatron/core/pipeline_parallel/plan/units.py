@@ -1,11 +1,12 @@
-"""What a stage is made of for data parallelism: units, which are gathered and reduced together, and their order.
+"""What a stage is made of for data parallelism: units, which are gathered and reduced together, and their
+order.
 
-[Note: accesses] A computation goes through its stage's units access by access. An access names the units that are
-needed together from one moment on: mostly one unit; layers that are recomputed together are one access of their
-backward. It begins when the first module of one of its units runs, when the first gradient of one arrives, or, in W,
-with the first weight gradient of one. A unit is in use from the beginning of each access that names it to the beginning
-of the next one that does not, or to the computation's end. A W of some units only, `0W7[2:4]`, has the accesses that
-name one of these.
+[Note: accesses] A computation goes through its stage's units access by access. An access names the units that
+are needed together from one moment on: mostly one unit; layers that are recomputed together are one access of
+their backward. It begins when the first module of one of its units runs, when the first gradient of one
+arrives, or, in W, with the first weight gradient of one. A unit is in use from the beginning of each access
+that names it to the beginning of the next one that does not, or to the computation's end. A W of some units
+only, `0W7[2:4]`, has the accesses that name one of these.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ Access = tuple[int, ...]
 class UnitCosts:
     """One unit of one stage: what one microbatch costs on one rank, and what its weights and gradients take.
 
-    name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding). f, b, w:
-    times in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its whole weights as
-    UNSHARD makes them, padding included; 0: nothing to gather. grad_bytes: its whole gradients as REDUCE takes them, 0:
-    frozen; where gradients are sharded they are held from the first contribution to the end of that REDUCE.
-    extra_grad_bytes: accumulators of further uses that this stage's contributions need (a tied matrix's lookup), held
-    from the unit's last access of a computation to its REDUCE, which adds them up first. shard_bytes: what this rank
-    holds of all its states at rest. outer_grad_bytes, outer_weight_bytes: what is summed over instances, and gathered
-    from them where they cut the optimizer. backward_reads: whether B and BW read its weights.
+    name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding).
+    f, b, w: times in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its
+    whole weights as UNSHARD makes them, padding included; 0: nothing to gather. grad_bytes: its whole
+    gradients as REDUCE takes them, 0: frozen; where gradients are sharded they are held from the first
+    contribution to the end of that REDUCE. extra_grad_bytes: accumulators of further uses that this stage's
+    contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end
+    of its REDUCE. shard_bytes: what this rank holds of all its states at rest. outer_grad_bytes,
+    outer_weight_bytes: what is summed over instances, and gathered from them where they cut the optimizer.
+    backward_reads: whether B and BW read its weights.
     """
 
     name: str
@@ -50,8 +52,8 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class StageUnits:
-    """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that is the
-    output layer too). backward: those of B, BW and W."""
+    """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that
+    is the output layer too). backward: those of B, BW and W."""
 
     units: tuple[UnitCosts, ...]
     forward: tuple[Access, ...]
@@ -74,8 +76,9 @@ class StageUnits:
         return tuple(access for access in kept if access)
 
     def shares(self, op: RawOp) -> tuple[float, ...]:
-        """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units' times,
-        each divided evenly over its accesses. Of a W with a range of units they sum up to its part of the whole W."""
+        """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units'
+        times, each divided evenly over its accesses. Of a W with a range of units they sum up to its part of
+        the whole W."""
         times = [_time(unit, op[0]) for unit in self.units]
         whole = sum(times)
         if not whole:
@@ -94,9 +97,9 @@ def _time(unit: UnitCosts, kind: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One access of a computation, by numbers of the rank's units. reads: weights that it needs. begins: units to whose
-    gradients the computation contributes from here on. completes: those to which it has contributed when the access
-    ends."""
+    """One access of a computation, by numbers of the rank's units. reads: weights that it needs. begins:
+    units to whose gradients the computation contributes from here on. completes: those to which it has
+    contributed when the access ends."""
 
     reads: tuple[int, ...]
     begins: tuple[int, ...]
@@ -106,8 +109,8 @@ class Use:
 class RankUnits:
     """The units of one pipeline rank, numbered: those of one name are one.
 
-    stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the place in it of
-    each. weight_bytes, grad_bytes: by number. shard_bytes: of all.
+    stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the
+    place in it of each. weight_bytes, grad_bytes: by number. shard_bytes: of all.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Sequence[StageUnits]) -> None:
@@ -154,7 +157,8 @@ class RankUnits:
         return sum(self.stages[one].units[place].extra_grad_bytes for one, place in places)
 
     def uses(self, op: RawOp) -> tuple[Use, ...]:
-        """What each access of a computation needs, in order; at least one, of nothing where the stage has no units."""
+        """What each access of a computation needs, in order; at least one, of nothing where the stage has no
+        units."""
         key = (op[0], op[1], op[4], op[5])
         found = self._uses.get(key)
         if found is None:

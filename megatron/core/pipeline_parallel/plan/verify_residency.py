@@ -1,11 +1,12 @@
 """What `verify` holds operations of data parallelism to.
 
-V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the end. V3 a
-reduction sums at least one complete contribution, and every contribution is summed, in the groups that the plan names.
-V4, V6 gradients are held from their first contribution to the end of their reduction, of which two are under way at
-most: what `walk_row` counts. V5 all that is held is within what the policy allows. V7 no deadlock (`verify`). V8 nothing
-is gathered or unsummed where a step is decided on. V9 an evaluation reduces nothing. V10 units of one name are one. V11
-one sum over instances behind each unit's last reduction. V12 what is moved is what the policy's closed form says.
+V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the
+end. V3 a reduction sums at least one complete contribution, and every contribution is summed, in the groups
+that the plan names. V4, V6 gradients are held from their first contribution to the end of their reduction, of
+which two are under way at most: what `walk_row` counts. V5 all that is held is within what the policy allows.
+V7 no deadlock (`verify`). V8 nothing is gathered or unsummed where a step is decided on. V9 an evaluation
+reduces nothing. V10 units of one name are one. V11 one sum over instances behind each unit's last reduction.
+V12 what is moved is what the policy's closed form says.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 def verify_residency(
     plan: Plan, stages: Sequence[StageUnits], residency: Residency, costs: CostModel | None = None
 ) -> tuple[RowWalk, ...]:
-    """Hold a plan to V1-V6 and V8-V12 (see above), for these units and this residency; what each row moves and holds.
+    """Hold a plan to V1-V6 and V8-V12 (see above), for these units and this residency; what each row moves
+    and holds.
 
-    costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the plan was
-    made for if that is something else.
+    costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the
+    plan was made for if that is something else.
     """
     walks = []
     of_ranks = [RankUnits(rank, plan.placement, stages) for rank in range(len(plan.rows))]
@@ -54,8 +56,8 @@ def _no_lanes(plan: Plan, rank: int) -> None:
 
 
 def _counts(plan: Plan, residency: Residency, uses: RowUses, walk: RowWalk) -> None:
-    """V12. A policy that keeps nothing gathers for every use and reduces after every contribution; where all is kept,
-    or is whole at rest, once a unit."""
+    """V12. A policy that keeps nothing gathers for every use and reduces after every contribution; where all
+    is kept, or is whole at rest, once a unit."""
     read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
     read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
     gathers: int | None = 0

@@ -1,9 +1,11 @@
-"""Add gathers, reductions and sums over instances: everything that data parallelism does in a step is in the plan.
+"""Add gathers, reductions and sums over instances: everything that data parallelism does in a step is in the
+plan.
 
-Each row is walked as its accesses (see `units`). The policy says which gaps between two uses are kept: `memory` none,
-`step` all, `backward` a microbatch's from F to B, `budget` the shortest ones that there is room for (see `keep`). Every
-stay then has a gather before it, as early as the room for gathers ahead allows, and what was gathered is freed behind
-its last use; a group of microbatches whose gradients stay together has its reduction right behind the last of them.
+Each row is walked as its accesses (see `units`). The policy says which gaps between two uses are kept:
+`memory` none, `step` all, `backward` a microbatch's from F to B, `budget` the shortest ones that there is
+room for (see `keep`). Every stay then has a gather before it, as early as the room for gathers ahead allows,
+and what was gathered is freed behind its last use; a group of microbatches whose gradients stay together has
+its reduction right behind the last of them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
-from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.residency import Grouping, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import LANE, grouping_of
+from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 
 
@@ -32,8 +34,8 @@ def add_residency(
 ) -> Plan:
     """The plan with its operations of data parallelism; the plan itself where nothing is shared.
 
-    plan: with transfers or without, with post-validation or without, of training or evaluation. grouping: of an earlier
-    plan, to keep its bits. Raises PlanError for a policy that the plan cannot have.
+    plan: with transfers or without, with post-validation or without, of training or evaluation. grouping: of
+    an earlier plan, to keep its bits. Raises PlanError for a policy that the plan cannot have.
     """
     assert not any(op[0] in LANE for row in plan.rows for op in row), "add_residency: a second time"
     if residency.policy == "backward" and plan.placement.num_stages > 1:
@@ -61,7 +63,8 @@ def _row(
     grouping: Grouping | None,
     reserved: float,
 ) -> tuple[Row, list[list[dict[int, int]]]]:
-    """One rank's row, and its groups as in `RowWalk`. reserved: bytes of the room that nothing is kept in, for gathers ahead alone."""
+    """One rank's row, and its groups as in `RowWalk`. reserved: bytes of the room that nothing is kept in,
+    for gathers ahead alone."""
     lanes = LaneRow(uses, residency)
     room = room_to_keep(uses, residency, costs, forward_only=plan.forward_only)
     kept = kept_gaps(uses, residency, [one - reserved for one in room], grouping)
@@ -82,9 +85,8 @@ def _row(
         for stay in gathered:
             lanes.gather(stay, 0)
     reduced = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
-    last = {stay.unit: stay for stay in reduced}
+    lanes.reduce(reduced)
     groups: list[list[dict[int, int]]] = [[] for _ in uses.adds]
     for stay in reduced:
-        lanes.reduce(stay, last=last[stay.unit] is stay)
         groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
     return lanes.write(), groups

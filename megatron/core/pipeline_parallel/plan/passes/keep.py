@@ -1,10 +1,11 @@
 """What stays over a gap between two uses: Belady's choice under a capacity that changes in time.
 
-Keeping a unit's weights over a gap saves one gather, keeping its gradients one reduction, and a byte that is held saves
-about the same bytes on the wire in either. So the most is saved by keeping the shortest gaps: wherever all that would
-be kept is more than there is room for, what is used last goes (Belady 1966, IBM Systems Journal 5). With units of one
-size that is the best there is, because gaps are intervals and the capacity of each moment bounds those that cover it.
-With sizes that differ, what a large unit left free by going is filled up again with the shortest gaps that fit.
+Keeping a unit's weights over a gap saves one gather, keeping its gradients one reduction, and a byte that is
+held saves about the same bytes on the wire in either. So the most is saved by keeping the shortest gaps:
+wherever all that would be kept is more than there is room for, what is used last goes (Belady 1966, IBM
+Systems Journal 5). With units of one size that is the best there is, because gaps are intervals and the
+capacity of each moment bounds those that cover it. With sizes that differ, what a large unit left free by
+going is filled up again with the shortest gaps that fit.
 """
 
 from __future__ import annotations

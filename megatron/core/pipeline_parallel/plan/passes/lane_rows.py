@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import BW, Kind, RawOp, Row
-from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import HSDP_ALL_REDUCE, REDUCE, RESHARD, UNSHARD
+from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def gather_moments(
 ) -> list[int]:
     """When each gather is issued: as early as the room allows, in the order in which units are needed.
 
-    room: by moment, bytes of whole weights for gathers ahead, all that is gathered included. No unit is gathered ahead
-    of its own last use. overlap: else each is issued at its first use.
+    room: by moment, bytes of whole weights for gathers ahead, all that is gathered included. No unit is
+    gathered ahead of its own last use. overlap: else each is issued at its first use.
     """
     if not overlap:
         return [stay.first for stay in gathered]
@@ -69,8 +69,8 @@ def gather_moments(
 
 
 class LaneRow:
-    """Collects operations by moment, and writes them into the row. At one moment weights are freed first, and gathers
-    come before reductions: computations wait for gathers sooner."""
+    """Collects operations by moment, and writes them into the row. At one moment weights are freed first, and
+    gathers come before reductions: computations wait for gathers sooner."""
 
     def __init__(self, uses: RowUses, residency: Residency) -> None:
         self._uses, self._residency = uses, residency
@@ -80,25 +80,35 @@ class LaneRow:
         self._reduced: list[list[RawOp]] = [[] for _ in range(uses.num_moments + 1)]
 
     def gather(self, stay: Stay, moment: int) -> None:
-        self._gathered[moment].append(self._op(UNSHARD, stay.unit, stay.uses[0].begin))
+        self._gathered[moment].append(self._op(UNSHARD, stay))
 
     def free(self, stay: Stay) -> None:
-        self._freed[stay.last + 1].append(self._op(RESHARD, stay.unit, stay.uses[-1].end))
+        self._freed[stay.last + 1].append(self._op(RESHARD, stay))
 
-    def reduce(self, stay: Stay, *, last: bool) -> None:
-        """Behind the stay. last: of the unit in this row; then instances sum too."""
-        moment = stay.last + 1
-        if not self._residency.overlap_reduce:
-            end = self._uses.num_moments
-            place = bisect_left(self._firsts, moment)
-            moment = self._firsts[place] if self._residency.grads_cut and place < len(self._firsts) else end
-        self._reduced[moment].append(self._op(REDUCE, stay.unit, stay.uses[-1].end))
-        if last and self._residency.outer > 1:
-            self._reduced[moment].append(self._op(HSDP_ALL_REDUCE, stay.unit, stay.uses[-1].end))
+    def reduce(self, groups: Sequence[Stay]) -> None:
+        """Each unit's gradients behind each of its stays. groups: by their ends. A unit's sum over instances,
+        behind its last reduction, waits for that one, and so stands behind the next one in the row."""
+        last = {stay.unit: stay for stay in groups}
+        waiting: list[RawOp] = []
+        end = self._uses.num_moments
+        for stay in groups:
+            moment = stay.last + 1
+            if not self._residency.overlap_reduce:
+                place = bisect_left(self._firsts, moment)
+                moment = (
+                    self._firsts[place] if self._residency.grads_cut and place < len(self._firsts) else end
+                )
+            self._reduced[moment] += [self._op(REDUCE, stay), *waiting]
+            waiting = []
+            if self._residency.outer > 1 and last[stay.unit] is stay:
+                waiting.append(self._op(HSDP_ALL_REDUCE, stay))
+        self._reduced[end] += waiting
 
-    def _op(self, kind: int, unit: int, user: RawOp) -> RawOp:
-        place = self._uses.units.of[user[1]].index(unit)
-        return (kind, user[1], -1, 0, place, place + 1, -1, -1)
+    def _op(self, kind: int, stay: Stay) -> RawOp:
+        """Named as a unit of the stage that uses it first, or last."""
+        stage = stay.uses[0 if kind == UNSHARD else -1].begin[1]
+        place = self._uses.units.of[stage].index(stay.unit)
+        return (kind, stage, -1, 0, place, place + 1, -1, -1)
 
     def write(self) -> Row:
         """The row. What belongs to its end stands behind its last transfer and before the step is decided on."""

@@ -9,15 +9,15 @@ from megatron.core.pipeline_parallel.plan.activations import activations
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError
 from megatron.core.pipeline_parallel.plan.passes.keep import keep_gaps
-from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
+from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 
 
 def room_to_keep(uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool) -> list[float]:
     """By moment, bytes of weights and gradients that may be kept over gaps.
 
-    Of a limit in bytes what is left beside states at rest, activations, gathers ahead and the gradients that are just
-    being added to and reduced: C(t) of docs/design/007-one-plan.md.
+    Of a limit in bytes what is left beside states at rest, activations, gathers ahead and the gradients that
+    are just being added to and reduced: C(t) of docs/design/007-one-plan.md.
     """
     count = uses.num_moments
     if residency.policy != "budget":
@@ -39,7 +39,8 @@ def room_to_keep(uses: RowUses, residency: Residency, costs: CostModel, *, forwa
 def kept_gaps(
     uses: RowUses, residency: Residency, room: Sequence[float], grouping: Grouping | None
 ) -> set[Gap]:
-    """The gaps over which weights and gradients are kept. grouping: which gradients are, whatever the policy says."""
+    """The gaps over which weights and gradients are kept. grouping: which gradients are, whatever the policy
+    says."""
     weights, grads = uses.gaps()
     kept: set[Gap] = set()
     if not residency.weights_cut:  # whole at rest
@@ -85,7 +86,8 @@ def _to_backward(spans: Sequence[Span], gap: Gap) -> bool:
 
 
 def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap]:
-    """Of the gaps between contributions those inside a group. Raises PlanError where the row's order forbids them."""
+    """Of the gaps between contributions those inside a group. Raises PlanError where the row's order forbids
+    them."""
     kept = []
     by_place = {(gap.unit, gap.index): gap for gap in gaps}
     for unit, spans in enumerate(uses.adds):
@@ -95,8 +97,8 @@ def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap
                 kept.append(by_place[unit, index])
             elif groups[index] > groups[index + 1]:
                 raise PlanError(
-                    f"rank {uses.units.rank}: unit {uses.units.unit(unit).name} cannot be reduced as the stored grouping "
-                    "says: two stages add to it in another order; leave the stored grouping out"
+                    f"rank {uses.units.rank}: unit {uses.units.unit(unit).name} cannot be reduced as the stored "
+                    "grouping says: two stages add to it in another order; leave the stored grouping out"
                 )
     return kept
 
@@ -112,8 +114,8 @@ def _groups_of(uses: RowUses, unit: int, spans: Sequence[Span], grouping: Groupi
         mine = left[span.begin[1]]
         if not mine:
             raise PlanError(
-                f"rank {uses.units.rank}: the stored grouping of unit {uses.units.unit(unit).name} has fewer microbatches"
-                " than the plan"
+                f"rank {uses.units.rank}: the stored grouping of unit {uses.units.unit(unit).name} has fewer"
+                " microbatches than the plan"
             )
         found.append(mine.pop())
     return found
