@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, PlanError, RawOp, W, op_text
-from megatron.core.pipeline_parallel.plan.units import Access, StageUnits
+from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import DataParallelLane
 
 
@@ -45,7 +45,7 @@ class Crossing:
     ) -> None:
         self._op, self._chunk, self._lane = op, chunk, lane
         self._operations = tuple(operations)
-        self._accesses = accesses(units, op) or ((),)
+        self._accesses = units.accesses(op) or ((),)
         for _, one in operations:
             if one[3] > len(self._accesses):
                 raise PlanError(
@@ -122,14 +122,3 @@ class Crossing:
         """Whether an operation in this computation's middle has taken the unit's gradients."""
         name, done = self._lane.name(self._op[1], unit), self._operations[: self._done]
         return any(op[0] == Kind.REDUCE and name in self._lane.names(op) for _, op in done)
-
-
-def accesses(units: StageUnits, op: RawOp) -> tuple[Access, ...]:
-    """Those of a computation, in order; of a W with a range of units only its own."""
-    kind, first, end = op[0], op[4], op[5]
-    if kind == F:
-        return units.forward
-    if first < 0:
-        return units.backward
-    kept = (tuple(unit for unit in access if first <= unit < end) for access in units.backward)
-    return tuple(access for access in kept if access)

@@ -209,3 +209,11 @@ def test_the_window_moves():
     assert [n for n in range(10) if profiler.watches(n)] == [3, 4]
     profiler.move_window(7, 9)
     assert [n for n in range(10) if profiler.watches(n)] == [7, 8]
+
+
+def test_what_comes_and_goes_by_the_plan_is_no_activation():
+    held = [0]
+    profiler = Profiler(Device("cpu"), (0,), start=0, end=1, transient_bytes=lambda: held[0])
+    before = profiler.in_use()
+    held[0] = 1 << 40
+    assert profiler.in_use() < before - (1 << 39)
