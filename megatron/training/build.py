@@ -20,7 +20,7 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     declared_units,
 )
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.ledger import Ledger
@@ -67,7 +67,7 @@ class Engine:
     """Everything that one training step touches on this rank."""
 
     chunks: tuple[Chunk, ...]
-    model: DistributedDataParallel
+    model: HookDrivenDataParallel
     param_meta: dict[str, ParamMeta]
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler
@@ -184,13 +184,13 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
 
 def _data_parallel(
     config: Config, ps: ParallelState, chunks: tuple[Chunk, ...], meta: dict[str, ParamMeta]
-) -> DistributedDataParallel:
+) -> HookDrivenDataParallel:
     """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
     modules = [chunk.module for chunk in chunks]
     sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
     units = declared_units(modules)
     if not config.ddp.use_custom_fsdp:
-        return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
+        return HookDrivenDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
     return FullyShardedDataParallel(
         modules,
         ps,

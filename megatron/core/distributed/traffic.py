@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from megatron.core.traffic_counter import NOTHING, Moved
+from megatron.core.traffic_counter import NOTHING, Moved, TrafficCounter
 
 
 def moved(payloads: Iterable[int], times: int = 1) -> Moved:
@@ -43,3 +43,13 @@ class Traffic:
         inner += 2 * self.all_reduce.payload_bytes
         outer += 2 * self.outer_all_reduce.payload_bytes
         return inner * (inner_size - 1) / inner_size + outer * (outer_size - 1) / outer_size
+
+
+def traffic_of(gather: TrafficCounter, reduce: TrafficCounter, outer: TrafficCounter) -> Traffic:
+    """What groups of gathers and reductions over the inner ranks, and the one over the outer ranks, have moved."""
+    return Traffic(
+        gather.moved("all_gather"),
+        reduce.moved("reduce_scatter"),
+        reduce.moved("all_reduce"),
+        *(outer.moved(collective) for collective in ("all_gather", "reduce_scatter", "all_reduce")),
+    )
