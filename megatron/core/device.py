@@ -201,23 +201,13 @@ def set_threads(local_world_size: int, cores: int | None = None, *, threads: int
     return threads
 
 
-_mapped_bytes = 0
-
-
-def count_mapped(num_bytes: int) -> None:
-    """So many bytes more (less) of tensors that this process has put beside the C heap."""
-    global _mapped_bytes
-    _mapped_bytes += num_bytes
-
-
 def heap_bytes() -> int | None:
-    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`), and what `count_mapped` was told of;
-    None where there is no such count."""
+    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is no such count."""
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return None
     info = mallinfo2()
-    return int(info.uordblks + info.hblkhd) + _mapped_bytes
+    return int(info.uordblks + info.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -38,7 +38,7 @@ class WeightGradSink(Protocol):
 
         x floating [tokens..., in], dy [tokens..., out]: a matrix, gradient dy^T x.
         x integer [tokens...], dy [tokens..., out]: a lookup table, rows of dy added at x.
-        x None, dy [tokens..., out] or [out]: a bias or norm, gradient the sum over tokens.
+        x None, dy [tokens..., out]: a bias, gradient the sum over tokens; dy of the gradient's shape: the gradient.
         """
 
     def done(self, key: str, microbatch: int) -> None:

@@ -32,7 +32,7 @@ def accumulate_wgrad(
     overwrite: main_grad = instead, whatever it holds, which may be anything.
     """
     if x is None:
-        total = dy if dy.dim() == 1 else dy.flatten(0, -2).sum(0, dtype=main_grad.dtype)
+        total = dy if dy.shape == main_grad.shape else dy.flatten(0, -2).sum(0, dtype=main_grad.dtype)
         add_gradient(main_grad, total, overwrite=overwrite, scale=scale)
         return
     dy = dy.flatten(0, -2)  # [tokens, out]
@@ -78,9 +78,9 @@ class WeightGradAccumulator:
     (`backward`): it is seldom the one whose forward ran last. keeps_gathered: see `WeightGradSink`; may be written
     between steps.
 
-    [Note: what is deferred] In a split backward, B files what a matrix, a lookup table or a bias needs (x, dy) and W
-    (`flush`) computes it. A gradient that is put finished, as one row (norms), is added in B: there is nothing left
-    to compute.
+    [Note: what is deferred] In a split backward, B files every contribution and W (`flush`) adds it, also those that
+    are put finished, as one row (norms, and whatever autograd computes): gradients are touched in W alone, so they
+    need memory from there on, and only the order of the W's decides their bits.
     """
 
     def __init__(self) -> None:
@@ -108,12 +108,12 @@ class WeightGradAccumulator:
 
     @property
     def deferring(self) -> bool:
-        """Whether `put` files what can wait for W."""
+        """Whether `put` files what it is given, for W."""
         return self._deferring
 
     @contextlib.contextmanager
     def backward(self, microbatch: int, *, split: bool = False) -> Iterator[None]:
-        """What is put inside belongs to `microbatch`. split: this is a B, file for its W what can wait."""
+        """What is put inside belongs to `microbatch`. split: this is a B, file it for its W."""
         assert not self._deferring, f"backward of microbatch {microbatch} inside the B of {self.microbatch}"
         self.microbatch = microbatch
         if split:
@@ -129,7 +129,7 @@ class WeightGradAccumulator:
         assert key in self.main_grads, (
             f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
         )
-        if self._deferring and (x is not None or dy.dim() > 1):
+        if self._deferring:
             if isinstance(x, Tensor) and x.requires_grad:
                 x = (
                     x.detach()

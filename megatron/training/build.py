@@ -264,8 +264,8 @@ def refuse_unsplittable(module: nn.Module, asked: str) -> None:
     """Raises UnsplittableError naming what the schedule's B and W cannot be split for. asked: the flag that asks for
     the schedule.
 
-    What goes to a sink can wait for W. Norms and other 1-D parameters are computed in B, in microbatch order as well,
-    whoever adds them up; a matrix that autograd accumulates would make of every B a whole backward.
+    What goes to a sink can wait for W. Gradients of 1-D parameters may be computed in B, whoever does so: they wait for
+    W to be added. A matrix that autograd accumulates would make of every B a whole backward.
     """
     ours = isinstance(module, MegatronModule)
     facts = module.param_meta if isinstance(module, MegatronModule) else {}

@@ -23,7 +23,6 @@ class FlagList:
 
 ZERO_BUBBLE = "roadmap: zero-bubble schedules"
 CUSTOM_FSDP = "roadmap: custom FSDP"
-FULLY_SHARDED_PIPELINES = "roadmap: fully sharded pipelines"
 CONTEXT_PARALLEL = "roadmap: context parallel"
 MOE = "roadmap: mixture of experts"
 MLA = "roadmap: multi-latent attention"

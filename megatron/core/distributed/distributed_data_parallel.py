@@ -38,7 +38,6 @@ from megatron.core.distributed.step_reduction import StepReduction
 from megatron.core.distributed.traffic_counter import TrafficCounter
 from megatron.core.distributed.units import Unit, find_units
 from megatron.core.distributed.whole_weights import WholeWeights
-from megatron.core.host_memory import meet_on_host, shared_zeros
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
@@ -99,8 +98,6 @@ class DistributedDataParallel(GradSync):
         self.on_gradient: Callable[[], None] | None = None
         self.on_backward: Callable[[], None] | None = None
         self.units = self._find_units(units)
-        for group in (ps.dp_gather_group, ps.dp_reduce_group):
-            meet_on_host(group)
         self.buffer = self._new_buffer(param_meta)
         outer = OuterSums(self.buffer, ps.dp_outer_group, self.traffic, self.ledger)
         self._reduction = self._new_reduction(outer)
@@ -146,7 +143,6 @@ class DistributedDataParallel(GradSync):
             units=unit_of,
             new_full=new_full,
             reading=reading,
-            new_shared=lambda numel, dtype: shared_zeros(numel, dtype, self.ps.dp_gather_group),
         )
 
     def _new_reduction(self, outer: OuterSums) -> Reduction:

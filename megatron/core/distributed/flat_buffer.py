@@ -31,7 +31,6 @@ from megatron.core.distributed.bucket_memory import (
     ArenaMaker,
     BucketMemory,
     NewFull,
-    NewShared,
     bucket_name,
     grad_comm_dtype,
     num_bytes,
@@ -61,8 +60,7 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
     (config's sizes of buckets have no effect); None: buckets by size.
-    new_full: makes transient tensors. reading: a bucket's parameters are read inside it. new_shared: makes weights at
-    rest that other ranks gather from, without messages.
+    new_full: makes transient tensors. reading: a bucket's parameters are read inside it.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device get memory here and no value: the caller fills them (`write_weight`).
@@ -81,7 +79,6 @@ class FlatBuffer:
         units: Mapping[str, str] | None = None,
         new_full: NewFull = own_storage,
         reading: Reading = as_they_are,
-        new_shared: NewShared | None = None,
         placement: Placement = "flat",
     ) -> None:
         _check(parameters, param_meta, units)
@@ -109,7 +106,7 @@ class FlatBuffer:
         )
         dtypes = {str(p.dtype): p.dtype for p in parameters.values()}
         maker = ArenaMaker(
-            layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device, new_shared
+            layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device
         )
         self.arenas = tuple(maker.arenas)
         self._main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
@@ -129,12 +126,6 @@ class FlatBuffer:
                 self._weights[name] = parameter.detach()
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether other ranks read this one's weights at rest without a message (the same on all of dp_gather): see
-        host_memory, [Note: whose turn it is]."""
-        return any(arena.weights_of_ranks is not None for arena in self.arenas)
 
     def buckets_of_unit(self, unit: str) -> tuple[BucketMemory, ...]:
         """The buckets that hold parameters of a unit, trained and frozen."""

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
-from megatron.core.distributed.custom_fsdp.outbox import Outbox
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
@@ -117,13 +116,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def _new_reduction(self, outer: OuterSums) -> Reduction:
         if self.sharding.main_grads is Cut.WHOLE:
             return super()._new_reduction(outer)
-        fulls = [
-            [one.full_grads for one in self.buffer.buckets_of_unit(unit.name) if one.full_grads is not None]
-            for unit in self.units
-        ]
-        outbox = Outbox.of_units(fulls, self.ps.dp_reduce_group)
-        if outbox is not None:
-            self.ledger.hold("outbox", "", outbox.num_bytes)
         self._by_microbatch = MicrobatchReduction(
             self.units,
             self.buffer,
@@ -134,7 +126,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self.ledger,
             self.traffic,
             bound=self.plan.bound,
-            outbox=outbox,
             forward=self.plan.order if self._reduces_in_one_order else None,
             on_complete=self._unit_complete,
         )
@@ -244,12 +235,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
         """What `wait` gathered to be read outside of the model is not needed any more."""
         if self.sharding.weights is not Cut.WHOLE:
             self._gatherer.unfetch(unit)
-
-    def weights_were_read(self) -> None:
-        """On return all ranks have read what they needed so far, and this rank's weights may be written. Needed only
-        between a forward in training and a write without that forward's backward: steps and evaluations end so."""
-        if self.sharding.weights is not Cut.WHOLE:
-            self._gatherer.fence()
 
     def reshard(self, chunk: int, unit: int | None = None) -> None:
         """Free the whole weights of a unit, or of all: at once what `wait` gathered, what the model uses when it needs

@@ -6,7 +6,8 @@ import functools
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, SEND_B, SEND_F, Plan, PlanError, op_text
+from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Plan, PlanError, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.timeline import Timeline, execute
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
@@ -29,7 +30,7 @@ class Simulation:
         """By rank: start of its first computation, end of its last."""
         spans = []
         for rank, row in enumerate(self.plan.rows):
-            places = [place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE]
+            places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
             spans.append((self.timeline.starts[rank][places[0]], self.timeline.ends[rank][places[-1]]))
         return spans
 
@@ -81,7 +82,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     timeline = execute(plan, costs)
     _refuse_deadlock(plan, timeline)
     durations = costs.durations()
-    busy = tuple(sum(durations[op[0]][op[1]] for op in row if op[0] <= LAST_COMPUTE) for row in plan.rows)
+    busy = tuple(sum(durations[op[0]][op[1]] for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
     return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
 

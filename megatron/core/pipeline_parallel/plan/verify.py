@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_F,
     SEND_B,
     SEND_F,
@@ -21,9 +19,10 @@ from megatron.core.pipeline_parallel.plan.ir import (
     RawOp,
     Row,
     W,
-    is_overlapped,
     op_text,
+    partner_of,
 )
+from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
@@ -46,9 +45,9 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
     its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
-    activations never negative; gradients of a stage in microbatch order, unless the plan is not bitwise (in B and in
-    W: norms are computed in B). A forward_only plan has one F each and no backward. Operations of post-validation are
-    all there or none, see `verify_state`.
+    activations never negative; W (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
+    added there alone. A forward_only plan has one F each and no backward. Operations of post-validation are all there
+    or none, see `verify_state`.
     deadlock: False leaves that check to a pass that walks the plan next.
     Raises PlanError naming rank, place and operation.
     """
@@ -96,9 +95,7 @@ class _Check:
         # (sender, receiver, kind of send) -> inputs in order, at each end
         self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        # By stage: microbatch of the last B (or BW) and of the last W (or BW).
-        self.last_input = [-1] * len(self.ranks)
-        self.last_weight = [-1] * len(self.ranks)
+        self.last_weight = [-1] * len(self.ranks)  # by stage: microbatch of the last W (or BW)
         self.out_of_order = ""
         self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
 
@@ -109,40 +106,42 @@ class _Check:
         """Check one rank's operations in order."""
         row = self.plan.rows[rank]
         mine = [one == rank for one in self.ranks]
+        partner = -1
         for place, op in enumerate(row):
             kind, stage, microbatch, part, first, _, _, pair = op
-            if kind >= Kind.SEND_STATE:
+            if IS_VALIDATION[kind]:
                 self.states.append(pair)
                 continue
-            if kind > LAST_TRANSFER or part or first >= 0 or not 0 <= stage < len(mine) or not mine[stage]:
+            if (
+                not HAS_MICROBATCH[kind]
+                or part
+                or first >= 0
+                or not 0 <= stage < len(mine)
+                or not mine[stage]
+            ):
                 raise PlanError(f"{self.where(rank, place)}: {self._misplaced(op)}")
             if not 0 <= microbatch < self.total:
                 raise PlanError(f"{self.where(rank, place)}: microbatches are 0 to {self.total - 1}")
-            if kind <= LAST_COMPUTE:
+            if IS_COMPUTE[kind]:
                 wrong = self._compute(rank, kind, stage, microbatch)
-                if pair >= 0 and not (is_overlapped(row, place) or (place and is_overlapped(row, place - 1))):
-                    wrong = "overlaps with nothing beside it"
+                if pair >= 0:
+                    alone, partner = place != partner, partner_of(row, place)
+                    if alone and partner < 0:
+                        wrong = "overlaps with nothing beside it"
             elif kind in (SEND_F, SEND_B):
                 wrong = self._send(rank, op)
             else:
                 wrong = self._receive(rank, op)
             if wrong:
                 raise PlanError(f"{self.where(rank, place)}: {wrong}")
-            if kind in (B, BW):
-                self._in_order(self.last_input, rank, place, op)
             if kind in (W, BW):
-                self._in_order(self.last_weight, rank, place, op)
-
-    def _in_order(self, last: list[int], rank: int, place: int, op: RawOp) -> None:
-        """Gradients are added in B (norms) and in W (the others), both in microbatch order."""
-        stage, microbatch = op[1], op[2]
-        if microbatch < last[stage] and not self.out_of_order:
-            self.out_of_order = self.where(rank, place)
-        last[stage] = microbatch
+                if microbatch < self.last_weight[stage] and not self.out_of_order:
+                    self.out_of_order = self.where(rank, place)
+                self.last_weight[stage] = microbatch
 
     @staticmethod
     def _misplaced(op: RawOp) -> str:
-        if op[0] > LAST_TRANSFER:
+        if not HAS_MICROBATCH[op[0]]:
             return f"no rule for {Kind(op[0]).name} yet"
         return "no rule for slices and units yet" if op[3] or op[4] >= 0 else "the stage is not on this rank"
 
@@ -276,7 +275,7 @@ def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool
     held = peak = 0.0
     for place, op in enumerate(row):
         kind = op[0]
-        if kind > LAST_COMPUTE:
+        if not IS_COMPUTE[kind]:
             continue
         size = costs.activation[op[1]]
         if kind == F:

@@ -8,8 +8,8 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.text import (
     from_csv,
     from_json,
@@ -29,7 +29,7 @@ def plans():
         yield forward_only(plan)
         yield lower(forward_only(plan), CostModel.of_ranks(plan.placement))
     rows = (
-        parse_row("0F0 3F0.1[0:2] (0F1;3BW0) (0F2;3BW1)".split()),
+        parse_row("0F0 3F0[0:2].1 (0F1;3BW0) (0F2;3BW1)".split()),
         parse_row("1UNSHARD 1F0 1REDUCE[1:4] 1SEND_STATE@0#3 1VALIDATE 1STEP".split()),
     )
     yield Plan("all kinds", Placement("v", 2, 2), 3, rows, bitwise=False)

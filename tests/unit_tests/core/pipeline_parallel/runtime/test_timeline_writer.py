@@ -11,8 +11,8 @@ import torch
 from megatron.core.parallel_state import single_process
 from megatron.core.pipeline_parallel.plan.ir import op_text
 from megatron.core.pipeline_parallel.plan.measured import read_timeline
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_F,
     SEND_F,
     F,
@@ -18,11 +16,12 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
     plan_hash,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.timeline import execute
@@ -168,7 +167,7 @@ def test_a_state_takes_the_latency_of_a_message():
     first, last = (timeline.ends[rank][_validate(plan, rank)] for rank in (0, 1))
     assert first == last + 5.0
     steps = [timeline.ends[rank][-1] for rank in (0, 1)]
-    done = [timeline.ends[rank][max(i for i, op in enumerate(plan.rows[rank]) if op[0] <= LAST_COMPUTE)]
+    done = [timeline.ends[rank][max(i for i, op in enumerate(plan.rows[rank]) if IS_COMPUTE[op[0]])]
             for rank in (0, 1)]  # fmt: skip
     assert steps[0] == done[0]
     assert steps[1] == max(done[1], steps[0] + 5.0)
@@ -178,4 +177,4 @@ def test_transfers_are_needed_before_it():
     _, plan, costs = validated("1f1b", 2, 2)
     with pytest.raises(AssertionError, match="a second time"):
         post_validation(plan, costs)
-    assert any(op[0] > LAST_TRANSFER for op in plan.rows[0])
+    assert any(IS_VALIDATION[op[0]] for op in plan.rows[0])
