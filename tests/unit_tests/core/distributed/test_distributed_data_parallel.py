@@ -12,7 +12,7 @@ from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.initial_weights import broadcast_weights
+from megatron.core.initial_weights import broadcast_weights
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
