@@ -20,8 +20,8 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
 )
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.initial_weights import broadcast_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.module import MegatronModule, ModelContext, ModelError
