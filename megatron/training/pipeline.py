@@ -74,9 +74,9 @@ class _TimedStage(ModelStage):
         with self._timers("backward-compute", log_level=2):
             return super().backward_input(microbatch, grad)
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
         with self._timers("backward-compute", log_level=2):
-            super().backward_weight(microbatch)
+            super().backward_weight(microbatch, units)
 
 
 class PipelineRunner:

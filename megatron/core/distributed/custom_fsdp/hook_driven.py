@@ -41,7 +41,7 @@ from megatron.core.distributed.whole_weights import WholeWeights
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
-from megatron.core.protocols import GradSync, Work
+from megatron.core.protocols import Work
 
 
 @dataclasses.dataclass
@@ -55,7 +55,7 @@ class _Step:
     chunks_left: list[int] | None
 
 
-class HookDrivenDataParallel(GradSync):
+class HookDrivenDataParallel:
     """Reduces the gradients of any `nn.Module`s over the data parallel ranks: rows `no_shard` and `optim`.
 
     chunks: this rank's model chunks, or its only one; their parameters' names are those of the whole model.
