@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -135,7 +135,7 @@ class ToyTrainer:
             for name, p in chunk.module.named_parameters()
         }
         chunks = list(self.chunks.values())
-        self.engine = HookDrivenDataParallel(
+        self.engine = DistributedDataParallel(
             [chunk.module for chunk in chunks],
             ps,
             run.ddp,

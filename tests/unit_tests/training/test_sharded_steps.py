@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.training.arguments import parse_config
 from megatron.training.build import build_engine, build_gpt_model
 from megatron.training.evaluate import evaluate
@@ -232,7 +232,7 @@ def kinds(ctx):
     for row, words in ROWS.items():
         engine = Trainer(ctx, words).engine
         told[row] = type(engine.model) is FullyShardedDataParallel
-        assert isinstance(engine.model, HookDrivenDataParallel)
+        assert isinstance(engine.model, DistributedDataParallel)
     return told
 
 
