@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from megatron.core import host_data
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
-    FullyShardedDataParallel,
     declared_units,
 )
-from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.ledger import Ledger
@@ -67,7 +66,7 @@ class Engine:
     """Everything that one training step touches on this rank."""
 
     chunks: tuple[Chunk, ...]
-    model: HookDrivenDataParallel
+    model: DistributedDataParallel
     param_meta: dict[str, ParamMeta]
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler
@@ -184,23 +183,11 @@ def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider
 
 def _data_parallel(
     config: Config, ps: ParallelState, chunks: tuple[Chunk, ...], meta: dict[str, ParamMeta]
-) -> HookDrivenDataParallel:
+) -> DistributedDataParallel:
     """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
     modules = [chunk.module for chunk in chunks]
     sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
-    units = declared_units(modules)
-    if not config.ddp.use_custom_fsdp:
-        return HookDrivenDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
-    return FullyShardedDataParallel(
-        modules,
-        ps,
-        config.ddp,
-        meta,
-        sinks=sinks,
-        stages=stages,
-        units=units,
-        fsdp_unit_modules=config.ddp.fsdp_unit_modules,
-    )
+    return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
 
 
 def _build_chunk(
