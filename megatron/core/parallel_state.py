@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.device import Device, current_device
+from megatron.core.host_transport import HostTransport, meet_on_host
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_grid import RankGrid
 from megatron.core.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
@@ -36,7 +37,8 @@ class Group:
     """Ranks that talk for one purpose, seen from one of them.
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
-    one, which never communicates. observer: hears of every collective before it begins.
+    one, which never communicates. observer: hears of every collective before it begins. host: what moves tensors
+    between its ranks without messages, where there is one.
     """
 
     purpose: str
@@ -47,6 +49,7 @@ class Group:
     device: Device
     timeout: datetime.timedelta
     observer: Observer | None = None
+    host: HostTransport | None = dataclasses.field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -261,6 +264,7 @@ def make_state_of_parts(
     """
     rank = dist.get_rank()
     groups: dict[str, Group] = {}
+    transports: list[HostTransport] = []
     for purpose in PURPOSES:
         ranks = own.own_ranks(purpose, rank)
         lists = [one for part in parts for one in part.rank_lists(purpose)]
@@ -269,9 +273,9 @@ def make_state_of_parts(
             observer("new_group", purpose.name, ranks)
         with peer_loss_named("new_group", purpose.name, ranks, rank):
             process_group = _make_communicator(purpose, lists, ranks, backend, timeout)
-        groups[purpose.name] = Group(
-            purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout, observer
-        )
+        group = Group(purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout)
+        host = meet_on_host(group, transports) if purpose.on_host else None
+        groups[purpose.name] = dataclasses.replace(group, observer=observer, host=host)
     place, size = own.ranks.index(rank), len(own.ranks)
     return ParallelState(place, size, own.grid, device, timeout, MappingProxyType(groups))
 
