@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core import host_transport
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.training.arguments import parse_config
@@ -266,8 +267,10 @@ def booked(ctx):
     return told
 
 
-def test_every_row_has_a_ledger():
-    """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too."""
+def test_every_row_has_a_ledger(monkeypatch):
+    """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too. Ranks send
+    messages, as those of several hosts."""
+    monkeypatch.setattr(host_transport, "_new_file", lambda token: -1)
     for told in run_ranks(booked, 2):
         for row, (held, reported, transient, exchange, casts, sizes, own) in told.items():
             assert (held, reported, transient) == (0, 0, 0), row
