@@ -19,7 +19,6 @@ from megatron.training.evaluate import evaluate
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plans import Plans
 from megatron.training.replica_check import check_replicas
 from megatron.training.run_clock import RunClock
 from megatron.training.step import StepRunner, StepTask
@@ -64,12 +63,11 @@ class Trainer:
         env = LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank)
         self.config = parse_config([*flags, "--nan-policy", policy], env=env)
         self.ps = ps or ctx.ps
-        plans = Plans(self.config)
         self.engine = build_engine(
-            self.config, self.ps, plans, provider or partial(build_gpt_model, self.config, self.ps)
+            self.config, self.ps, provider or partial(build_gpt_model, self.config, self.ps)
         )
         self.runner = PipelineRunner(
-            plans, self.ps, self.engine, forward_step, Timers(0), per_token_loss=False
+            self.config.schedule_spec, self.ps, self.engine, forward_step, Timers(0), per_token_loss=False
         )
         self.steps = StepRunner(
             self.config,
