@@ -91,8 +91,8 @@ def timed_ranks(ctx: RankContext, work: Work, names: Sequence[str], steps: int) 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """One rank's memory, in bytes. live: at most, over what was alive before. planned, counted: of ours, by kind, at the
-    moment at which the plan is fullest, and the most of each kind that the engine has held."""
+    """One rank's memory, in bytes. live: at most, over what was alive before. planned, counted: of ours, by kind, at
+    the moment at which the plan is fullest, and the most of each kind that the engine has held."""
 
     live: int
     losses: tuple[float | None, ...]
@@ -147,7 +147,8 @@ def run_memory(work: Work, names: Sequence[str], args: argparse.Namespace) -> di
         if base in names and name in OURS and name != base
     }
     missed = [
-        f"{dtype}: {name}: {told(found)} below {base}, {told(said)} planned, more than {MEMORY_BAR:.0%} of {told(live[base])}"
+        f"{dtype}: {name}: {told(found)} below {base}, {told(said)} planned: more than {MEMORY_BAR:.0%} of "
+        f"{told(live[base])} apart"
         for name, (found, said) in saved.items()
         if abs(found - said) > MEMORY_BAR * live[base]
     ]

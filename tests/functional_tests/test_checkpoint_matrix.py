@@ -33,7 +33,8 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()  # TP ranks have
 FLAGS = [
     *launch.TINY,
     *NO_DROPOUT,
-    *"--num-layers 4 --padded-vocab-size 128 --save ck --load ck --save-interval 50 --train-iters 50 --override-opt_param-scheduler".split(),
+    *"--num-layers 4 --padded-vocab-size 128 --train-iters 50 --override-opt_param-scheduler".split(),
+    *"--save ck --load ck --save-interval 50".split(),
 ]
 SAVED = 3  # iterations that a source trains
 PAIRS = list(itertools.permutations(LAYOUTS, 2))
@@ -55,7 +56,7 @@ def losses_of(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """layout -> folder of a run that saved after the third iteration, and the loss with these weights of each next one."""
+    """layout -> folder of a run that saved after the third iteration, and the loss of each next one with its weights."""
 
     @functools.cache
     def one(layout):
