@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """pretrain_gpt.py of which a rank goes away as it calls a collective: the others are in it, or about to be.
 
---fault-at OP:PURPOSE:N, as in all_gather:dp_gather:3, is the rank's N-th such call in iteration --fault-iteration;
---fault-how kill ends the rank there, stop holds it up, for ever.
+--fault-at PURPOSE:N, as in dp_gather:3, is the rank's N-th call over its group of this purpose in iteration
+--fault-iteration; --fault-how kill ends the rank there, stop holds it up, for ever.
 """
 
 import os
@@ -31,12 +31,15 @@ def go_away_at(fault, how, rank, iteration):
     from megatron.core import collectives
     from megatron.training import get_args
 
-    op, purpose, number = fault.split(":")
+    purpose, number = fault.split(":")
     calls, observe = [], collectives._observe
 
     def observed(called, group):
-        mine = os.environ["RANK"] == str(rank) and (called, group.purpose) == (op, purpose)
-        if mine and get_args().curr_iteration + 1 == iteration:
+        if (
+            os.environ["RANK"] == str(rank)
+            and group.purpose == purpose
+            and get_args().curr_iteration + 1 == iteration
+        ):
             calls.append(None)
             if len(calls) == int(number):
                 print(f"rank {rank} goes away", flush=True)
@@ -44,6 +47,15 @@ def go_away_at(fault, how, rank, iteration):
         observe(called, group)
 
     collectives._observe = observed
+
+
+def datasets_provider(num_samples):
+    from megatron.training import get_args
+
+    args = get_args()
+    if args.fault_at:
+        go_away_at(args.fault_at, args.fault_how, args.fault_rank, args.fault_iteration)
+    return pretrain_gpt.train_valid_test_datasets_provider(num_samples)
 
 
 if __name__ == "__main__":
@@ -56,11 +68,8 @@ if __name__ == "__main__":
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
-    if config.extra["fault_at"]:
-        names = ("fault_at", "fault_how", "fault_rank", "fault_iteration")
-        go_away_at(*(config.extra[name] for name in names))
     pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
+        datasets_provider,
         pretrain_gpt.model_provider,
         ModelType.encoder_or_decoder,
         pretrain_gpt.forward_step,
