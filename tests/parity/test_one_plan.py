@@ -1,7 +1,8 @@
 """Pipelines x sharding x everything that acts with them, on 8 ranks, against a plain PyTorch loop on one process.
 
-fp64, clipped AdamW steps: losses, norms and weights agree to 1e-10, over the covering array of `tests.harness.covering`: every
-pair of choices, and every triple of strategy, schedule and policy. Of validated steps each is taken back once, as it is clipped.
+fp64, clipped AdamW steps: losses, norms and weights agree to 1e-10, over the covering array of `tests.harness.covering`:
+every pair of choices, and every triple of strategy, schedule and policy. Of validated steps each is taken back once, as
+it is clipped.
 """
 
 from __future__ import annotations
@@ -87,13 +88,14 @@ class NoWatchdog:
 
 
 def train_validated(ctx, layout, words, global_batch, steps):
-    """As `train`, by the trainer's validated steps. Returns losses, norms, main weights, and how often it stepped back."""
+    """As `train`, by the trainer's validated steps: losses, norms, main weights, and how many were taken back."""
     run = Run(ctx, layout, words, global_batch=global_batch)
     common = run.config, run.ps, run.engine, run.runner, NanPolicy("skip", 100, dynamic_loss_scale=False)
     plain = StepRunner(*common, Timers(0), NoWatchdog(), RunClock())
     runner = ValidatedStepRunner(*common, plain, RunClock(), lambda _: None)
     batches = StepBatches(
-        (one for step in range(1, steps + 1) for one in run.microbatches(step)), reads=run.reads_data
+        (one for step in range(1, steps + 1) for one in run.microbatches(step)),
+        reads=run.spec.reads_data(run.ps.pp_rank),
     )
     results = []
     for step in range(1, steps + 1):
