@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.live_peak import LivePeak
 from megatron.core.models.gpt.loss import gpt_loss
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, Plan, op_text
+from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.runtime.profiler import bytes_in_use
 from megatron.training.arguments import parse_config
@@ -128,7 +129,7 @@ class HeapRecorder:
         self._row = plan.rows[rank]
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
-        if self._row[place][0] > LAST_COMPUTE:
+        if not IS_COMPUTE[self._row[place][0]]:
             return
         used = bytes_in_use(self._device)
         if used > self.peak:

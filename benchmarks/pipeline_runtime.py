@@ -49,9 +49,10 @@ from megatron.core import collectives
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.echoes import Key
-from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, B, F, PlanError, W
-from megatron.core.pipeline_parallel.plan.registry import build_plan
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, W
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
 from megatron.core.pipeline_parallel.runtime.executor import Executor
@@ -265,7 +266,7 @@ def figures(simulation: Simulation, by_rank: list[list[Step]]) -> dict[str, Any]
         "least_cost_ms": least,
         "measured_costs_ms": measured_ms,
         "peak_activation": max(simulation.peak_activation),
-        "computations_per_rank": max(sum(op[0] <= LAST_COMPUTE for op in row) for row in rows),
+        "computations_per_rank": max(sum(IS_COMPUTE[op[0]] for op in row) for row in rows),
         "messages": simulation.num_messages,
     }
 

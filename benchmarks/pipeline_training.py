@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine_load import busy_s
 from benchmarks.pipeline_contestants import NUM_RANKS, PEERS, OurPipeline, TorchPipeline, Work
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from tests.harness.ranks import RankContext, run_ranks
 
 DTYPES = ("fp32", "bf16")

@@ -11,11 +11,10 @@ from types import TracebackType
 
 from benchmarks.machine_load import busy_s
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.placement import LINEAR
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan, known
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 
 MS = 1e-3
@@ -34,16 +33,10 @@ def planned(
 ) -> Simulation:
     """A registered schedule, made for these costs and with its transfers; times in ms of a whole rank, one for all or
     one a rank. num_chunks: of the schedules that have several; None: 2. Raises PlanError for what cannot be planned."""
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
-    kind = PLACEMENTS[schedule]
-    chunks = 1 if kind == LINEAR else (num_chunks or 2)
-    costs = CostModel.of_ranks(
-        Placement(kind, num_ranks, chunks), time_f=time_f, time_b=time_b, time_w=time_w, comm=comm
-    )
-    plan = build_plan(
-        schedule, Request(num_ranks, num_microbatches, None if kind == LINEAR else chunks, costs=costs)
-    )
+    placement = known(schedule).placed(num_ranks, num_chunks)
+    costs = CostModel.of_ranks(placement, time_f=time_f, time_b=time_b, time_w=time_w, comm=comm)
+    chunks = None if placement.kind == LINEAR else placement.num_chunks
+    plan = build_plan(schedule, Request(num_ranks, num_microbatches, chunks, costs=costs))
     return simulate(lower(plan, costs), costs)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES
+from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.training.plans import MOST_FORWARDS
 
-AUTO, ALL = "auto", "all"
+ALL = "all"
 
 
 def numbers(text: str) -> list[float]:
@@ -144,7 +144,7 @@ def names_of(args: argparse.Namespace) -> list[str]:
 
 def chunks_of(args: argparse.Namespace, name: str, *, several: bool) -> tuple[int | None, int | None]:
     """(chunks, group size) of a schedule: among several, what only interleaving has is only for interleaving."""
-    if several and PLACEMENTS[name] != LOOPED:
+    if several and SCHEDULES[name].placement != LOOPED:
         return None, None
     return args.chunks, args.group_size
 
@@ -161,7 +161,5 @@ def request_of(args: argparse.Namespace, name: str, *, several: bool = False) ->
             f"forwards; a plan holds at most {MOST_FORWARDS}: lower one of them"
         )
     request = Request(args.stages, args.microbatches, chunks, group)
-    kind = PLACEMENTS[name]
-    placement = Placement(kind, args.stages, 1 if kind == LINEAR else chunks or 2)
-    costs = costs_of(args, placement)
+    costs = costs_of(args, SCHEDULES[name].placed(args.stages, chunks))
     return dataclasses.replace(request, costs=costs, memory_limit=limits_of(args, args.stages)), costs

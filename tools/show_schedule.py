@@ -35,19 +35,19 @@ from megatron.core.pipeline_parallel.plan.compare import (
     table,
 )
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, PlanError, plan_hash, row_texts
+from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES, SEARCHED, build_plan
 from megatron.core.pipeline_parallel.plan.render import columns_per_unit, to_svg, to_text, to_trace
 from megatron.core.pipeline_parallel.plan.render_html import to_html
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from tools.schedule_flags import AUTO, chunks_of, costs_of, limits_of, names_of, parser, request_of
+from tools.schedule_flags import chunks_of, costs_of, limits_of, names_of, parser, request_of
 
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
 
@@ -65,7 +65,7 @@ def figures(
         "bubble_time": simulation.bubble_time,
         "bubble_rate": simulation.bubble_rate,
         "peak_activation": list(simulation.peak_activation),
-        "order": [row_texts([op for op in row if op[0] <= LAST_COMPUTE]) for row in plan.rows],
+        "order": [row_texts([op for op in row if IS_COMPUTE[op[0]]]) for row in plan.rows],
         "p2p_messages": simulation.num_messages,
         "p2p_bytes": None if message_bytes is None else simulation.num_messages * message_bytes,
         "solve_seconds": solve_seconds,
@@ -128,7 +128,7 @@ def chosen(args: argparse.Namespace) -> tuple[Entry, list[str]]:
     both = {name: request_of(args, name, several=True) for name in SCHEDULES}
     first = both["1f1b"][0]
     choice = choose(
-        SCHEDULES,
+        {name: row.generate for name, row in SCHEDULES.items()},
         Request(first.num_ranks, first.num_microbatches, memory_limit=first.memory_limit),
         costs=lambda name, plan: both[name][1],
         requests={name: request for name, (request, _) in both.items()},
@@ -264,8 +264,7 @@ def measured_page(
         if name == plan.schedule:
             continue
         chunks, group = chunks_of(args, name, several=True)
-        kind = PLACEMENTS[name]
-        placement = Placement(kind, ran.num_ranks, 1 if kind == LINEAR else chunks or 2)
+        placement = SCHEDULES[name].placed(ran.num_ranks, chunks)
         own, remark = costs, "From the run's measured times of each stage."
         if placement != ran:
             own = of_rank_totals(costs, ran, placement)
@@ -318,9 +317,8 @@ def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulat
     over = over_limit(simulation, limits)
     if over is not None and limits is not None:
         rank, peak = over
-        fix = (
-            "" if simulation.plan.schedule in SEARCHED else f"{', '.join(sorted(SEARCHED))} keep to a limit; "
-        )
+        searched = sorted(name for name, row in SCHEDULES.items() if row.searched)
+        fix = "" if simulation.plan.schedule in searched else f"{', '.join(searched)} keep to a limit; "
         raise PlanError(
             f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
             f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"

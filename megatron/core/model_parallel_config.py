@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from megatron.core.config_base import BYTES, INDEX, LAYERS, RANKS, STAGES, Bounds, arg
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -76,22 +77,7 @@ class ModelParallelConfig:
         unit="microbatches",
         derived="PP, with interleaving",
     )
-    pipeline_schedule: Literal[
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "gis",
-        "zb-h1",
-        "zb-h2",
-        "zb-1p",
-        "zb-2p",
-        "zbv",
-        "v-half",
-        "v-min",
-        "1f1b-v",
-        "dualpipe-v",
-        "auto",
-    ] = arg(
+    pipeline_schedule: Literal[(*SCHEDULES, AUTO)] = arg(  # type: ignore[valid-type]
         None,
         "order of the pipeline's forwards and backwards; auto: the fastest that fits the memory limit",
         derived="what the flags of schedules ask for; else interleaved with more than one chunk a rank, else 1f1b",

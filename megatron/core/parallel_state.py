@@ -135,10 +135,6 @@ class ParallelState:
         return self.coordinates["tp"]
 
     @property
-    def cp_rank(self) -> int:
-        return self.coordinates["cp"]
-
-    @property
     def dp_rank(self) -> int:
         return self.coordinates["dp"]
 
@@ -149,10 +145,6 @@ class ParallelState:
     @property
     def tp_size(self) -> int:
         return self.grid.tp
-
-    @property
-    def cp_size(self) -> int:
-        return self.grid.cp
 
     @property
     def dp_size(self) -> int:

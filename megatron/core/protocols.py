@@ -116,9 +116,6 @@ class GradSync(Protocol):
 class Stepper(Protocol):
     """An optimizer whose step can be decided on, and undone."""
 
-    def local_state(self) -> Tensor:
-        """This rank's part of what a step is decided on: squared sums of its gradients, finite if these are."""
-
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update the weights with gradients * clip_coefficient / divisor."""
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron.core import host_data
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     declared_units,
@@ -42,6 +41,7 @@ from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
 from megatron.training.plans import Plans
 from megatron.training.schedule_choice import told_schedule
+from megatron.training.weight_pieces import weight_pieces
 
 ModelProvider = Callable[..., nn.Module]
 

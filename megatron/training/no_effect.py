@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.registry import SEARCHED
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.training.rule_table import spelled
-from megatron.training.schedule_choice import AUTO
 
 Values = Mapping[str, Any]
 
@@ -61,6 +60,8 @@ def _idle(v: Values) -> Iterator[tuple[str, str]]:
 
 def _idle_in_pipelines(v: Values) -> Iterator[tuple[str, str]]:
     schedule, on_a_v = v["pipeline_schedule"], v["zero_bubble_v_schedule"]
+    searched = [name for name, row in SCHEDULES.items() if row.searched]
+    group = "microbatch_group_size_per_vp_stage"
     runs = f"with the schedule {schedule}"
     if v["pipeline_schedule_file"] is not None:
         runs, schedule = "with --pipeline-schedule-file: the file says what is run", "of the file"
@@ -70,14 +71,14 @@ def _idle_in_pipelines(v: Values) -> Iterator[tuple[str, str]]:
         yield _SETUP, "without --zero-bubble-v-schedule"
     if on_a_v:
         yield _PENDING, "with --zero-bubble-v-schedule: --zero-bubble-v-schedule-mem-setup says its limit"
-    elif schedule not in (None, AUTO, *SEARCHED):
+    elif schedule not in (None, AUTO, *searched):
         yield _PENDING, runs
-    if schedule not in (None, AUTO, "interleaved"):
-        yield "microbatch_group_size_per_vp_stage", runs
+    if schedule not in (None, AUTO, *(name for name, row in SCHEDULES.items() if row.group_size == group)):
+        yield group, runs
     percentile = "zero_bubble_adaptive_memory_limit_percentile"
     if on_a_v:
         yield percentile, "with --zero-bubble-v-schedule, whose limit does not depend on the device"
-    elif schedule not in (None, *SEARCHED):
+    elif schedule not in (None, *searched):
         yield percentile, runs
     elif not v["enable_zero_bubble"]:
         yield percentile, "without --enable-zero-bubble"

@@ -8,19 +8,18 @@ import functools
 from megatron.core import safe_files
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, B, Kind, Plan, PlanError, W
+from megatron.core.pipeline_parallel.plan.ir import B, Kind, Plan, PlanError, W
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
-from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import FUSED, SEARCHED, build_plan
+from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
 from megatron.training.config import Config
 from megatron.training.schedule_choice import (
-    AUTO,
-    V_CHUNKS,
     Layout,
     choose_again,
     choose_layout,
@@ -118,7 +117,7 @@ class Plans:
         """Whether weight gradients are computed apart from the backward of the input."""
         if self._file is not None:
             return any(op[0] in (B, W) for row in self._file.rows for op in row)
-        return self.schedule not in FUSED
+        return SCHEDULES[self.schedule].splits
 
     @property
     def of_file(self) -> bool:
@@ -129,7 +128,7 @@ class Plans:
     def reads_costs(self) -> bool:
         """Whether other costs may make another plan: a schedule that is searched, or `auto`."""
         chosen = self._config.parallel.pipeline_schedule == AUTO
-        return self._file is None and (chosen or self.schedule in SEARCHED)
+        return self._file is None and (chosen or SCHEDULES[self.schedule].searched)
 
     @property
     def asks_device(self) -> bool:
@@ -247,9 +246,7 @@ class Plans:
         """The fewest microbatches that the schedule can be planned for."""
         if self._file is not None:
             return self._file.num_microbatches
-        if self.schedule == "dualpipe-v":
-            return 2 * self.placement.num_ranks
-        return (self.group_size or self.placement.num_ranks) if self.placement.kind == LOOPED else 1
+        return SCHEDULES[self.schedule].least_microbatches(self.placement.num_ranks, self.group_size)
 
     def _of_file(self, num_microbatches: int) -> Plan:
         """The file's computations. Raises PlanError for another number of microbatches."""
@@ -262,12 +259,12 @@ class Plans:
                 "--global-batch-size, or save a plan for it"
             )
         self._check_limits(plan)
-        rows = tuple(tuple(op for op in row if op[0] <= LAST_COMPUTE) for row in plan.rows)
+        rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
         return dataclasses.replace(plan, rows=rows)
 
     def _check_limits(self, plan: Plan) -> None:
         """Searches keep to limits; fixed orders hold what they hold. Raises PlanError."""
-        if self.limits is None or (self._file is None and self.schedule in SEARCHED):
+        if self.limits is None or (self._file is None and SCHEDULES[self.schedule].searched):
             return
         for rank, limit in enumerate(self.limits):
             peak = peak_activation(rank, plan.rows[rank], self.costs)
@@ -284,8 +281,9 @@ def size_fault(config: Config, num_stages: int) -> str | None:
     V's too."""
     schedule, ranks = config.parallel.pipeline_schedule, config.parallel.pipeline_model_parallel_size
     if schedule == AUTO and ranks > 1:
-        num_stages = max(num_stages, V_CHUNKS * ranks)
-    most = MOST_SEARCHED_FORWARDS if schedule == AUTO or schedule in SEARCHED else MOST_FORWARDS
+        num_stages = max(num_stages, ranks * max(row.chunks for row in SCHEDULES.values()))
+    searched = schedule == AUTO or (schedule in SCHEDULES and SCHEDULES[schedule].searched)
+    most = MOST_SEARCHED_FORWARDS if searched else MOST_FORWARDS
     microbatches = last_num_microbatches(config)
     if microbatches * num_stages <= most:
         return None

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.plan.placement import LOOPED, V_SHAPED
-from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
-from megatron.training.schedule_choice import AUTO, asked_schedules, told_schedule
+from megatron.training.schedule_choice import asked_schedules, told_schedule
 
 RULES = RuleTable()
 rule = RULES.rule
 
-INTERLEAVED, DUALPIPE_V = "interleaved", "dualpipe-v"
-_ALONE = ("gpipe", "1f1b", AUTO)  # what a pipeline of one rank can do
+_GROUP = "microbatch_group_size_per_vp_stage"
+_COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 def schedule_of(s: Situation) -> str | None:
     """The schedule by name; None where a file says it."""
     name: str | None = s.value("pipeline_schedule")
     return None if s.value("pipeline_schedule_file") is not None else name
+
+
+def _row(s: Situation) -> Schedule | None:
+    """The schedule by name; None for `auto`, and where a file says it."""
+    return SCHEDULES.get(schedule_of(s) or "")
 
 
 def _told(s: Situation) -> str:
@@ -42,10 +47,10 @@ def _schedule_flags(s: Situation) -> str | None:
         return " and ".join(f"{flag} ({name})" for flag, name in asked.items()) + " are different schedules"
     if not s.given("pipeline_schedule"):
         return None
+    row = _row(s)
     for flag, name in asked.items():
-        any_split = (
-            flag == "--enable-zero-bubble" and schedule not in FUSED
-        )  # auto: the fastest, whichever it is
+        # auto: the fastest, whichever it is
+        any_split = flag == "--enable-zero-bubble" and (row is None or row.splits)
         if name != schedule and not any_split:
             return f"{flag} asks for {name}, --pipeline-schedule for {schedule}"
     return None
@@ -57,8 +62,8 @@ def _schedule_flags(s: Situation) -> str | None:
     "use 2 pipeline ranks or more; one rank runs gpipe, 1f1b or auto",
 )
 def _schedule_ranks(s: Situation) -> str | None:
-    schedule = schedule_of(s)
-    if schedule is None or s.value("pipeline_model_parallel_size") != 1 or schedule in _ALONE:
+    row = _row(s)
+    if row is None or s.value("pipeline_model_parallel_size") != 1 or row.alone:
         return None
     return f"{_told(s)} needs --pipeline-model-parallel-size 2 or more"
 
@@ -71,8 +76,8 @@ def _schedule_ranks(s: Situation) -> str | None:
     "of one chunk",
 )
 def _interleaving_chunks(s: Situation) -> str | None:
-    schedule, chunks = schedule_of(s), chunks_of(s)
-    if PLACEMENTS.get(schedule or "") != LOOPED or chunks != 1 or _schedule_ranks(s) is not None:
+    row = _row(s)
+    if row is None or row.placement != LOOPED or chunks_of(s) != 1 or _schedule_ranks(s) is not None:
         return None
     return f"{_told(s)} needs several chunks of the model a rank: the flags ask for one"
 
@@ -85,10 +90,10 @@ def _interleaving_chunks(s: Situation) -> str | None:
     "with two",
 )
 def _pipeline_schedule(s: Situation) -> str | None:
-    schedule, chunks = schedule_of(s), chunks_of(s)
-    if schedule is None or chunks is None or schedule == AUTO or _schedule_ranks(s) is not None:
+    row, chunks = _row(s), chunks_of(s)
+    if row is None or chunks is None or _schedule_ranks(s) is not None:
         return None
-    if PLACEMENTS[schedule] not in (LOOPED, V_SHAPED) and chunks > 1:
+    if row.placement == LINEAR and chunks > 1:
         return f"{_told(s)} has one chunk of the model a rank, and the flags ask for {chunks}"
     return None
 
@@ -99,10 +104,11 @@ def _pipeline_schedule(s: Situation) -> str | None:
     "leave it out, or give the number of pipeline ranks at least",
 )
 def _microbatch_group(s: Situation) -> str | None:
-    group, ranks = s.value("microbatch_group_size_per_vp_stage"), s.value("pipeline_model_parallel_size")
-    if group is None or not 1 <= group < ranks or schedule_of(s) not in (INTERLEAVED, AUTO):
+    group, ranks, row = s.value(_GROUP), s.value("pipeline_model_parallel_size"), _row(s)
+    used = schedule_of(s) == AUTO or (row is not None and row.group_size == _GROUP)
+    if group is None or not 1 <= group < ranks or not used:
         return None  # without interleaving a warning
-    return f"{spelled('microbatch_group_size_per_vp_stage')} {group} is below --pipeline-model-parallel-size {ranks}"
+    return f"{spelled(_GROUP)} {group} is below --pipeline-model-parallel-size {ranks}"
 
 
 @rule(
@@ -124,24 +130,26 @@ def _interleave_group(s: Situation) -> str | None:
     "use a larger global batch (and a larger first batch of the ramp), smaller microbatches, or no interleaving",
 )
 def _interleaving_microbatches(s: Situation) -> str | None:
-    group = s.value("microbatch_group_size_per_vp_stage")
-    if group is None or schedule_of(s) != INTERLEAVED or (chunks_of(s) or 1) == 1:
+    group, row = s.value(_GROUP), _row(s)
+    if group is None or row is None or not row.whole_group or (chunks_of(s) or 1) == 1:
         return None
-    given = s.given("microbatch_group_size_per_vp_stage")
+    given = s.given(_GROUP)
     flag = "--microbatch-group-size-per-virtual-pipeline-stage" if given else "--pipeline-model-parallel-size"
     return _too_few(s, group, f"fewer than the {group} that interleaving takes in turn ({flag})")
 
 
 @rule(
-    "dualpipe-v-microbatches",
+    "dualpipe-v-microbatches",  # of every schedule that needs several a rank
     "--global-batch-size --micro-batch-size --rampup-batch-size --pipeline-model-parallel-size --pipeline-schedule",
     "use a larger global batch (and a larger first batch of the ramp), smaller microbatches, or the schedule zbv",
 )
 def _dualpipe_v_microbatches(s: Situation) -> str | None:
-    ranks = s.value("pipeline_model_parallel_size")
-    if schedule_of(s) != DUALPIPE_V or ranks < 2:
+    ranks, row = s.value("pipeline_model_parallel_size"), _row(s)
+    if row is None or not row.microbatches_a_rank or ranks < 2:
         return None
-    return _too_few(s, 2 * ranks, f"fewer than two a pipeline rank, {2 * ranks}, which dualpipe-v needs")
+    each, least = row.microbatches_a_rank, row.least_microbatches(ranks)
+    why = f"fewer than {_COUNTS.get(each, each)} a pipeline rank, {least}, which {row.name} needs"
+    return _too_few(s, least, why)
 
 
 def _too_few(s: Situation, least: int, why: str) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.training.config import FIELDS, Config
 from megatron.training.plans import Plans, size_fault
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.rules_pipeline import OF_SCHEDULES
-from megatron.training.schedule_choice import AUTO
 
 RULES = RuleTable()
 rule = RULES.rule

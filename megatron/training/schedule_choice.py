@@ -13,16 +13,12 @@ from megatron.core.pipeline_parallel.plan.auto import Choice, Words, choose
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS, SCHEDULES, SEARCHED
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.training import pipeline_lines
 from megatron.training.config import Config
 
-AUTO = "auto"
-V_CHUNKS = LOOPED_CHUNKS = 2
 V_BY_MEMORY = {"zb": "zbv", "half": "v-half", "min": "v-min"}
-# Under one memory limit these search what zb-1p and zbv search.
-_SAME_UNDER_A_LIMIT = frozenset(("zb-2p", "v-half", "v-min"))
 
 
 def asked_schedules(parallel: ModelParallelConfig) -> dict[str, str]:
@@ -56,8 +52,10 @@ def told_schedule(config: Config, runs: str | None = None) -> str:
 
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
     """The stages of a schedule by name; None: of the flags alone. Raises StageLayersError."""
-    kind = PLACEMENTS.get(schedule or "")
-    return split_stages(parallel, num_layers, chunks=V_CHUNKS if kind == V_SHAPED else None, kind=kind)
+    row = SCHEDULES.get(schedule or "")
+    if row is None or row.placement != V_SHAPED:  # then the flags say how many chunks
+        return split_stages(parallel, num_layers, kind=None if row is None else row.placement)
+    return split_stages(parallel, num_layers, chunks=row.chunks, kind=row.placement)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +97,11 @@ def layout_of(config: Config, schedule: str, *, placement: Placement | None = No
     else:
         stages = stages_of(parallel, num_layers, schedule)
         placement = _placement(parallel, schedule, stages)
-    group = None
-    if placement.num_chunks > 1 and schedule == "interleaved":
-        group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
-    elif schedule == "gis":
-        group = parallel.interleave_group_size or parallel.pipeline_model_parallel_size
+    row, group = SCHEDULES.get(schedule), None
+    if row is not None and row.group_size is not None and placement.num_chunks > 1:
+        group = getattr(parallel, row.group_size) or parallel.pipeline_model_parallel_size
     limited = parallel.pipeline_memory_limit is not None or parallel.pipeline_schedule == AUTO
-    model = model_costs(config) if limited or schedule in SEARCHED else None
+    model = model_costs(config) if limited or (row is not None and row.searched) else None
     costs = CostModel.of_ranks(placement) if model is None else model.of_stages(stages)
     return Layout(schedule, placement, stages, group, costs, model is not None)
 
@@ -114,7 +110,8 @@ def _placement(parallel: ModelParallelConfig, schedule: str, stages: Sequence[St
     ranks = parallel.pipeline_model_parallel_size
     num_chunks = len(stages) // ranks
     kind = LINEAR if num_chunks == 1 else LOOPED
-    return Placement(V_SHAPED if PLACEMENTS.get(schedule) == V_SHAPED else kind, ranks, num_chunks)
+    row = SCHEDULES.get(schedule)
+    return Placement(V_SHAPED if row is not None and row.placement == V_SHAPED else kind, ranks, num_chunks)
 
 
 def model_costs(config: Config) -> ModelCosts | None:
@@ -167,7 +164,7 @@ def with_gathered_inputs(
     """The same schedule with what sequence parallel has gathered kept from F to W, where all ranks have memory for that
     and the step takes no longer; else the layout as it is. limits: in bytes."""
     model = model_costs(config)
-    if not config.parallel.sequence_parallel or not layout.estimated or layout.schedule in FUSED:
+    if not config.parallel.sequence_parallel or not layout.estimated or not SCHEDULES[layout.schedule].splits:
         return layout
     assert model is not None, "estimated costs of an incomplete model"
     kept = dataclasses.replace(model, keeps_gathered=True).of_stages(layout.stages)
@@ -226,7 +223,8 @@ def choose_again(
             one, costs=costs, estimated=current.estimated, keeps_gathered=current.keeps_gathered
         )
         for name, one in _candidates(config)[0].items()
-        if (one.placement, one.stages) == (current.placement, current.stages) and (splits or name in FUSED)
+        if (one.placement, one.stages) == (current.placement, current.stages)
+        and (splits or not SCHEDULES[name].splits)
     }
     requests = tuple((name, one.request(num_microbatches, limits)) for name, one in layouts.items())
     words = Words(pipeline_lines.told_ns)
@@ -241,18 +239,18 @@ def _candidates(config: Config) -> tuple[dict[str, Layout], list[str]]:
     parallel = config.parallel
     layouts: dict[str, Layout] = {}
     errors: list[tuple[str, StageLayersError]] = []
-    for name, kind in PLACEMENTS.items():
-        if name in _SAME_UNDER_A_LIMIT or (parallel.pipeline_model_parallel_size == 1 and name != "1f1b"):
+    for name, row in SCHEDULES.items():
+        if row.like is not None or (parallel.pipeline_model_parallel_size == 1 and name != "1f1b"):
             continue
         try:
             one = layout_of(config, name)
-            if kind == LOOPED and one.placement.num_chunks == 1:
-                # no flag says how many chunks: as many as interleaving has at least
-                one = layout_of(config.replace(num_virtual_stages_per_pipeline_rank=LOOPED_CHUNKS), name)
+            if row.placement == LOOPED and one.placement.num_chunks == 1:
+                # no flag says how many chunks
+                one = layout_of(config.replace(num_virtual_stages_per_pipeline_rank=row.chunks), name)
         except StageLayersError as error:
             errors.append((name, error))
             continue
-        if kind != LINEAR or one.placement.num_chunks == 1:
+        if row.placement != LINEAR or one.placement.num_chunks == 1:
             layouts[name] = one
     if not layouts:
         raise errors[0][1]
@@ -269,6 +267,6 @@ def _chosen(
 ) -> Choice:
     """Kept: every chunk's model provider asks, and a search takes its time. schedule: of all; None: they are named by
     theirs."""
-    generators = {name: SCHEDULES[schedule or name] for name, _ in requests}
+    generators = {name: SCHEDULES[schedule or name].generate for name, _ in requests}
     request = Request(len(limits), num_microbatches, memory_limit=limits)
     return choose(generators, request, requests=dict(requests), words=words)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from tests.harness.layouts import NO_DROPOUT, Layout, assembled, microbatch, reference_config, train
 from tests.harness.ranks import run_ranks
 from tests.harness.reference_gpt import ReferenceGPT
@@ -95,7 +95,7 @@ def layouts(world_size: int) -> list[Layout]:
 
 def size_of(layout: Layout) -> tuple[int, int]:
     """As few layers and microbatches as the layout can do with: 8 ranks share two cores here."""
-    chunks = max(layout.chunks, 2 if PLACEMENTS[layout.schedule] == "v" else 1)
+    chunks = max(layout.chunks, 2 if SCHEDULES[layout.schedule].placement == "v" else 1)
     fewest = 2 * layout.pp if layout.schedule == "dualpipe-v" else max(2, layout.pp)
     return max(2, layout.pp * chunks), fewest * layout.dp
 

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import pytest
 
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
 from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, assembled, train
 from tests.harness.ranks import run_ranks
 
@@ -23,9 +23,9 @@ MODELS = {
 }
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 SCHEDULES = {
-    (pp, name): Layout(pp=pp, schedule=name, chunks=2 if kind == "looped" else 1)
+    (pp, name): Layout(pp=pp, schedule=name, chunks=2 if row.placement == "looped" else 1)
     for pp in (2, 4)
-    for name, kind in PLACEMENTS.items()
+    for name, row in TABLE.items()
 }
 # A sample for every run: each schedule, each dtype, tied and untied.
 SAMPLE = [
@@ -104,7 +104,7 @@ def assert_same_bits(results, model, size):
 
 def layout_of(schedule, size):
     layout, padding = SCHEDULES[schedule], ("--allow-padding-num-layers",)
-    stages = layout.pp * (1 if PLACEMENTS[layout.schedule] == "linear" else 2)
+    stages = layout.pp * (1 if TABLE[layout.schedule].placement == "linear" else 2)
     return dataclasses.replace(layout, more=padding if size.layers % stages else ())
 
 
@@ -122,7 +122,7 @@ def check(cases, sizes):
 
 
 def test_the_sample_has_every_schedule():
-    assert {schedule for (_, schedule), _ in SAMPLE} == set(PLACEMENTS)
+    assert {schedule for (_, schedule), _ in SAMPLE} == set(TABLE)
 
 
 def test_schedules_have_the_bits_of_one_process():

@@ -24,10 +24,10 @@ from torch import Tensor
 from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.param_parts import RegionPart, region_parts
 from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
+from megatron.core.param_parts import RegionPart, region_parts
 
 MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large enough for any link
 

@@ -243,10 +243,6 @@ class FlatBuffer:
         """From this rank's part of the weights at rest."""
         self._copy_main(to_weights=False)
 
-    def reset_grads(self) -> None:
-        """A new step's gradients are about to overwrite what is there."""
-        self.grads_divided_by = 1
-
     def combine_uses(self, name: str, keys: Iterable[str] | None = None) -> None:
         """Add the accumulators of a parameter's further uses to its first, and empty them. keys: those of them that
         hold something; all by default."""

@@ -40,11 +40,3 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         names = [field.name for field in dataclasses.fields(Traffic)]
         return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
-    def sent_bytes(self, inner_size: int, outer_size: int = 1) -> float:
-        """What one rank sends, in rings: an all-reduce goes round twice, the others once."""
-        inner = self.all_gather.payload_bytes + self.reduce_scatter.payload_bytes
-        outer = self.outer_all_gather.payload_bytes + self.outer_reduce_scatter.payload_bytes
-        inner += 2 * self.all_reduce.payload_bytes
-        outer += 2 * self.outer_all_reduce.payload_bytes
-        return inner * (inner_size - 1) / inner_size + outer * (outer_size - 1) / outer_size

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
 from megatron.training.arguments import ConfigurationError, launch_config, parse_config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.plans import Plans
@@ -189,9 +189,9 @@ EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-lo
 
 def of_schedule(name):
     """Layers, and the flags of two ranks with stages of one slot each, the first or the last without a layer."""
-    if PLACEMENTS[name] == LINEAR:
+    if TABLE[name].placement == LINEAR:
         return "1", [EMBEDDING if name in ("1f1b", "zb-1p", "zb-h1") else LOSS]
-    chunks = ["--num-virtual-stages-per-pipeline-rank", "2"] if PLACEMENTS[name] == LOOPED else []
+    chunks = ["--num-virtual-stages-per-pipeline-rank", "2"] if TABLE[name].placement == LOOPED else []
     return "2", [EMBEDDING, LOSS, *chunks]
 
 
@@ -200,7 +200,7 @@ DEFAULT_ONES = ("1f1b", "zbv")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in DEFAULT_ONES else pytest.mark.full) for name in PLACEMENTS],
+    [pytest.param(name, marks=() if name in DEFAULT_ONES else pytest.mark.full) for name in TABLE],
 )
 def test_a_stage_without_layers_trains_with_the_bits_of_one_rank(name):
     """A tied matrix on both ends, dropout."""
@@ -227,7 +227,7 @@ SCHEDULES = [
     {"INTERLEAVED_1F1B": "1"},
     {"INTERLEAVED_1F1B": "1", "PIPELINE_SCHEDULE": "gis"},
     {"PIPELINE_SCHEDULE": "auto"},
-    *({"PIPELINE_SCHEDULE": name} for name in PLACEMENTS if PLACEMENTS[name] != LOOPED),
+    *({"PIPELINE_SCHEDULE": name} for name in TABLE if TABLE[name].placement != LOOPED),
 ]
 OTHERS = [
     {"ZERO_BUBBLE_MEM_LIMIT": "4"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from tools.schedule_flags import limits_of, names_of, parser, request_of
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.text import from_csv
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"

@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 
 MAIN = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"))["main"]

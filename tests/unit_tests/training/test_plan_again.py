@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, LAST_COMPUTE, B, F, PlanError, W
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, W
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -129,7 +130,7 @@ def test_auto_chooses_among_schedules_whose_layers_lie_the_same(splits):
     layout, reasons = plans.layout_under(costs, limits, MICROBATCHES, splits=True)
     plans.use_layout(layout, limits)
     assert (plans.placement, plans.stages) == before
-    kinds = {PLACEMENTS[line.partition(":")[0]] for line in reasons}
+    kinds = {SCHEDULES[line.partition(":")[0]].placement for line in reasons}
     assert kinds == {plans.placement.kind}
     assert any(line.endswith("chosen") for line in reasons)
     try:
@@ -138,7 +139,7 @@ def test_auto_chooses_among_schedules_whose_layers_lie_the_same(splits):
         assert not splits
         return
     rows = plans.computations_of(layout, MICROBATCHES, limits).rows
-    kinds = {op[0] for row in rows for op in row if op[0] <= LAST_COMPUTE}
+    kinds = {op[0] for row in rows for op in row if IS_COMPUTE[op[0]]}
     assert splits or kinds == {F, BW}
 
 

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, F, PlanError
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SCHEDULES
+from megatron.core.pipeline_parallel.plan.ir import F, PlanError
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.arguments import parse_config
@@ -55,7 +56,7 @@ def test_what_is_planned_is_what_is_told_before(flags, group):
     assert facts.group_size == made.group_size == group
     computations = made.computations(facts.num_microbatches)
     lowered = tuple(
-        tuple(op for op in row if op[0] <= LAST_COMPUTE) for row in made.train(facts.num_microbatches).rows
+        tuple(op for op in row if IS_COMPUTE[op[0]]) for row in made.train(facts.num_microbatches).rows
     )
     assert computations.rows == lowered
     assert facts.bubble_rate == simulate(computations, made.costs).bubble_rate
@@ -89,7 +90,7 @@ def test_on_a_v_the_first_rank_begins_and_ends():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 def test_an_evaluation_under_every_schedule(name, num_microbatches):
-    chunks = CHUNKS if PLACEMENTS[name] == "looped" else ""
+    chunks = CHUNKS if SCHEDULES[name].placement == "looped" else ""
     made = plans(f"--pipeline-schedule {name} --global-batch-size 16 {chunks}")
     plan = made.evaluate(num_microbatches)
     verify(plan)

@@ -12,8 +12,8 @@ from megatron.core.model_parallel_config import ModelParallelConfig, bytes_of, c
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED
-from megatron.core.pipeline_parallel.plan.registry import FUSED, PLACEMENTS, SCHEDULES, SEARCHED, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.config import FIELDS
@@ -23,7 +23,7 @@ from megatron.training.plans import Plans
 from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
-from megatron.training.schedule_choice import AUTO, choose_again, stages_of, told_schedule
+from megatron.training.schedule_choice import choose_again, stages_of, told_schedule
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -66,15 +66,14 @@ def problems_of(words, world_size=2):
 def test_the_flag_knows_every_schedule():
     choices = typing.get_args(typing.get_type_hints(ModelParallelConfig)["pipeline_schedule"])
     assert choices == (*SCHEDULES, AUTO)
-    assert set(PLACEMENTS) == set(SCHEDULES) > SEARCHED | FUSED
     assert FIELDS["pipeline_schedule"][0] == "parallel"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_said_of_a_schedule_is_true_of_its_plan(name):
     plan = build_plan(name, Request(2, 4))
-    assert plan.placement.kind == PLACEMENTS[name]
-    assert all(op[0] not in (1, 2) for row in plan.rows for op in row) == (name in FUSED)
+    assert plan.placement.kind == SCHEDULES[name].placement
+    assert all(op[0] not in (1, 2) for row in plan.rows for op in row) == (not SCHEDULES[name].splits)
 
 
 # what is asked for -> the schedule, by chunks of the placement
@@ -109,7 +108,7 @@ def test_every_way_to_ask_for_a_schedule(words, schedule, stages):
     plans = Plans(config)
     assert config.parallel.pipeline_schedule == plans.schedule == schedule
     assert len(plans.stages) == plans.placement.num_stages == stages
-    assert plans.placement.kind == PLACEMENTS[schedule]
+    assert plans.placement.kind == SCHEDULES[schedule].placement
     assert plans.train(8).schedule == schedule
 
 
@@ -372,7 +371,7 @@ def test_the_rules_refuse_exactly_what_cannot_be_planned(
     except StageLayersError:
         assert "pipeline-layers" in refused
         return
-    fits = {LINEAR: held == 1, LOOPED: held > 1, V_SHAPED: held == 2}[PLACEMENTS[name]]
+    fits = {LINEAR: held == 1, LOOPED: held > 1, V_SHAPED: held == 2}[SCHEDULES[name].placement]
     fits = fits and (pp > 1 or name in ("gpipe", "1f1b"))
     fits = fits and (group is None or name != "interleaved" or group >= pp)
     fits = fits and (gis_group == 0 or -(-pp // 2) <= gis_group <= pp)

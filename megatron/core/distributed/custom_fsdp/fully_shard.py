@@ -37,8 +37,8 @@ from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.units import UnitModule
 from megatron.core.module import ModelError
-from megatron.core.optimizer.clip_grads import squared_sums
 from megatron.core.parallel_state import ParallelState
+from megatron.core.squared_sums import squared_sums
 
 
 def fully_shard(

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit
-from megatron.core.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import column_linear
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
+from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock

@@ -6,13 +6,20 @@ paper, arXiv 2401.10241; torch writes I for this B and B for this BW).
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.kinds import (
+    HAS_MICROBATCH,
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    IS_TRANSFER,
+    NAMES,
+)
+from megatron.core.pipeline_parallel.plan.kinds import Kind as Kind
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 VERSION = 1
@@ -27,33 +34,9 @@ class PlanError(ValueError):
     """A plan or a request for one is wrong; the message names the operation or the option."""
 
 
-class Kind(enum.IntEnum):
-    """What an operation does. COMPUTE kinds are the first four: a generator writes only these."""
-
-    F = 0
-    B = 1
-    W = 2
-    BW = 3
-    SEND_F = 4
-    RECV_F = 5
-    SEND_B = 6
-    RECV_B = 7
-    UNSHARD = 8
-    RESHARD = 9
-    REDUCE = 10
-    SEND_STATE = 11
-    RECV_STATE = 12
-    VALIDATE = 13
-    STEP = 14
-    HSDP_ALL_REDUCE = 15
-
-
 # Plain ints, for loops over whole plans.
 F, B, W, BW = int(Kind.F), int(Kind.B), int(Kind.W), int(Kind.BW)
 SEND_F, RECV_F, SEND_B, RECV_B = int(Kind.SEND_F), int(Kind.RECV_F), int(Kind.SEND_B), int(Kind.RECV_B)
-LAST_COMPUTE = BW
-LAST_TRANSFER = RECV_B
-_NAMES = tuple(kind.name for kind in Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,37 +87,47 @@ def compute(kind: int, stage: int, microbatch: int) -> RawOp:
     return (kind, stage, microbatch, 0, -1, -1, -1, -1)
 
 
-def op_text(raw: RawOp, names: Sequence[str] = _NAMES) -> str:
-    """`2F0`, with `.slice`, `[first:end]`, `@peer` and `#pair` where they say something."""
+def op_text(raw: RawOp, names: Sequence[str] = NAMES) -> str:
+    """`2F0`, with `[first:end]`, `.slice`, `@peer` and `#pair` where they say something."""
     kind, stage, microbatch, part, first, end, peer, pair = raw
     text = f"{stage}{names[kind]}{microbatch}" if microbatch >= 0 else f"{stage}{names[kind]}"
-    if part:
-        text += f".{part}"
     if first >= 0:
         text += f"[{first}:{end}]"
+    if part:
+        text += f".{part}"
     if peer >= 0:
         text += f"@{peer}"
-    if pair >= 0 and kind > LAST_COMPUTE:
+    if pair >= 0 and not IS_COMPUTE[kind]:
         text += f"#{pair}"
     return text
 
 
+def partner_of(row: Sequence[RawOp], index: int) -> int:
+    """The place of the computation behind the one at `index` that overlaps with it, -1 for none. Operations of data
+    parallelism that belong to it may stand between the two."""
+    op = row[index]
+    if op[7] < 0 or not IS_COMPUTE[op[0]]:
+        return -1
+    for place in range(index + 1, len(row)):
+        if not IS_DATA_PARALLEL[row[place][0]]:
+            return place if IS_COMPUTE[row[place][0]] and row[place][7] == op[7] else -1
+    return -1
+
+
 def is_overlapped(row: Sequence[RawOp], index: int) -> bool:
     """Whether the computation at `index` overlaps with the next one."""
-    op = row[index]
-    if op[7] < 0 or op[0] > LAST_COMPUTE or index + 1 == len(row):
-        return False
-    return row[index + 1][0] <= LAST_COMPUTE and row[index + 1][7] == op[7]
+    return partner_of(row, index) >= 0
 
 
-def row_texts(row: Sequence[RawOp], names: Sequence[str] = _NAMES) -> list[str]:
-    """One text an operation; overlapped computations are one text, `(0F3;7BW1)`."""
+def row_texts(row: Sequence[RawOp], names: Sequence[str] = NAMES) -> list[str]:
+    """One text an operation; overlapped computations are one text, `(0F3;7BW1)`, with what stands between them."""
     texts: list[str] = []
     index = 0
     while index < len(row):
-        if row[index][7] >= 0 and is_overlapped(row, index):
-            texts.append(f"({op_text(row[index], names)};{op_text(row[index + 1], names)})")
-            index += 2
+        last = partner_of(row, index) if row[index][7] >= 0 else -1
+        if last >= 0:
+            texts.append(f"({';'.join(op_text(op, names) for op in row[index : last + 1])})")
+            index = last + 1
         else:
             texts.append(op_text(row[index], names))
             index += 1
@@ -142,8 +135,8 @@ def row_texts(row: Sequence[RawOp], names: Sequence[str] = _NAMES) -> list[str]:
 
 
 _OP = re.compile(
-    r"(\d{1,9})(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(\d{1,9})?"
-    r"(?:\.(\d{1,9}))?(?:\[(\d{1,9}):(\d{1,9})\])?(?:@(\d{1,9}))?(?:#(\d{1,9}))?"
+    r"(\d{1,9})(" + "|".join(sorted(NAMES, key=len, reverse=True)) + r")(\d{1,9})?"
+    r"(?:\[(\d{1,9}):(\d{1,9})\])?(?:\.(\d{1,9}))?(?:@(\d{1,9}))?(?:#(\d{1,9}))?"
 )
 
 
@@ -154,7 +147,7 @@ def parse_op(text: str) -> RawOp:
         raise PlanError(
             f"{text!r:.80} is no operation: expected for example 2F0, 2BW0, 0SEND_F3@1#17 or (0F3;7BW1)"
         )
-    stage, kind, microbatch, part, first, end, peer, pair = match.groups()
+    stage, kind, microbatch, first, end, part, peer, pair = match.groups()
     op = (
         int(Kind[kind]),
         int(stage),
@@ -165,11 +158,11 @@ def parse_op(text: str) -> RawOp:
         _number(peer),
         _number(pair),
     )
-    if (op[0] <= LAST_TRANSFER) != (microbatch is not None):
+    if HAS_MICROBATCH[op[0]] != (microbatch is not None):
         raise PlanError(
             f"{text!r}: F, B, W, BW and their transfers have a microbatch, {kind} as others has none"
         )
-    if op[0] <= LAST_COMPUTE and (peer is not None or pair is not None):
+    if IS_COMPUTE[op[0]] and (peer is not None or pair is not None):
         raise PlanError(f"{text!r}: a computation has neither peer nor message")
     if op[4] >= 0 and op[4] >= op[5]:
         raise PlanError(f"{text!r}: no units from {op[4]} to {op[5]}")
@@ -188,11 +181,11 @@ def parse_row(texts: Sequence[str]) -> Row:
         if not text.strip().startswith("("):
             row.append(parse_op(text))
             continue
-        parts = text.strip()[1:-1].split(";")
-        ops = [parse_op(part) for part in parts]
-        if len(ops) != 2 or not text.strip().endswith(")") or any(op[0] > LAST_COMPUTE for op in ops):
+        ops = [parse_op(part) for part in text.strip()[1:-1].split(";")]
+        whole = text.strip().endswith(")") and [IS_COMPUTE[op[0]] for op in (ops[0], ops[-1])] == [True, True]
+        if len(ops) < 2 or not whole or not all(IS_DATA_PARALLEL[op[0]] for op in ops[1:-1]):
             raise PlanError(f"{text!r}: two computations overlap, as in (0F3;7BW1)")
-        row += [(*op[:7], pairs) for op in ops]
+        row += [(*ops[0][:7], pairs), *ops[1:-1], (*ops[-1][:7], pairs)]
         pairs += 1
     return tuple(row)
 
@@ -224,7 +217,7 @@ class Plan:
     @property
     def has_transfers(self) -> bool:
         """Whether a pass has added sends and receives."""
-        return any(LAST_COMPUTE < op[0] <= LAST_TRANSFER for row in self.rows for op in row)
+        return any(IS_TRANSFER[op[0]] for row in self.rows for op in row)
 
 
 def plan_hash(plan: Plan) -> str:

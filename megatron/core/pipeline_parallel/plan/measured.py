@@ -58,11 +58,6 @@ class MeasuredStep:
     plan: Plan
     spans: tuple[dict[str, Span], ...]
 
-    @property
-    def length_s(self) -> float:
-        """From the first start to the last end."""
-        return max(span.end_s for row in self.spans for span in row.values())
-
 
 def file_name(world_rank: int) -> str:
     """The file of a rank of the world."""

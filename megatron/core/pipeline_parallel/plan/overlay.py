@@ -9,8 +9,6 @@ from typing import Any
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     SEND_B,
     SEND_F,
     B,
@@ -21,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     op_text,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline
 from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
 from megatron.core.pipeline_parallel.plan.render import (
@@ -77,7 +76,7 @@ def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]
     counts = {kind: [0] * plan.placement.num_stages for kind in (F, B, W, BW)}
     for rank, row in enumerate(plan.rows):
         for op in row:
-            if op[0] <= LAST_COMPUTE:
+            if IS_COMPUTE[op[0]]:
                 sums[op[0]][op[1]] += _span(spans, rank, op_text(op)).busy_s
                 counts[op[0]][op[1]] += 1
     return {
@@ -123,7 +122,7 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
         here = [_span(spans, rank, op_text(op)) for op in row]
         starts.append([one.start_s + one.wait_s for one in here])
         ends.append([one.end_s for one in here])
-    places = [[place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE] for row in plan.rows]
+    places = [[place for place, op in enumerate(row) if IS_COMPUTE[op[0]]] for row in plan.rows]
     begin = min(starts[rank][mine[0]] for rank, mine in enumerate(places))
     starts = [[one - begin for one in row] for row in starts]
     ends = [[one - begin for one in row] for row in ends]
@@ -163,13 +162,13 @@ def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> st
         for op, start, end in zip(row, starts, ends, strict=True):
             text, wait_s = op_text(op), spans[rank][op_text(op)].wait_s
             process = num_ranks + rank
-            if op[0] <= LAST_COMPUTE and wait_s > 0:
+            if IS_COMPUTE[op[0]] and wait_s > 0:
                 events.append(
                     trace_slice(
                         process, RECEIVE_LANE, f"wait for {text}", "wait", start - wait_s, start, _US_PER_S
                     )
                 )
-            elif LAST_COMPUTE < op[0] <= LAST_TRANSFER:
+            elif IS_TRANSFER[op[0]]:
                 lane = SEND_LANE if op[0] in (SEND_F, SEND_B) else RECEIVE_LANE
                 events.append(trace_slice(process, lane, text, "transfer", start - wait_s, end, _US_PER_S))
     return trace_json(events)

@@ -14,8 +14,6 @@ from typing import TypedDict
 
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -25,6 +23,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Plan,
     RawOp,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.measured import Span
 
 # Of one route in one step, so many messages are told of: the first ones, the last ones, and some between. Warm-up and
@@ -75,7 +74,7 @@ class RankStep:
 
     def _computed(self) -> list[Span]:
         row = self.plan.rows[self.rank]
-        return [span for op, span in zip(row, self.spans, strict=True) if op[0] <= LAST_COMPUTE]
+        return [span for op, span in zip(row, self.spans, strict=True) if IS_COMPUTE[op[0]]]
 
 
 def figures_of(
@@ -95,7 +94,7 @@ def figures_of(
     for step in steps:
         row = step.plan.rows[step.rank]
         for op, span in zip(row, step.spans, strict=True):
-            if op[0] <= LAST_COMPUTE:
+            if IS_COMPUTE[op[0]]:
                 durations[op[0], op[1]].append(max(0, _ns(span.busy_s)))
         _messages(step, row, sends, receives)
     return Figures(
@@ -126,7 +125,7 @@ def _messages(
     }
     routes: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, op in enumerate(row):
-        if LAST_COMPUTE < op[0] <= LAST_TRANSFER:
+        if IS_TRANSFER[op[0]]:
             routes[op[0], op[6]].append(place)
     for (kind, peer), places in routes.items():
         # Messages of a route are in the same order on both sides, so both sides choose the same ones.

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import (
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     SEND_B,
     SEND_F,
     F,
     Kind,
     op_text,
+    partner_of,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
@@ -228,7 +228,7 @@ class _Trace:
         ends: dict[int, list[tuple[int, int, int]]] = {}
         for rank, row in enumerate(self.simulation.plan.rows):
             for place, op in enumerate(row):
-                if LAST_COMPUTE < op[0] <= LAST_TRANSFER:
+                if IS_TRANSFER[op[0]]:
                     lane = SEND_LANE if op[0] in (SEND_F, SEND_B) else RECEIVE_LANE
                     ends.setdefault(op[7], []).append((rank, lane, place))
         starts = self.simulation.timeline.starts
@@ -249,14 +249,16 @@ def bars(simulation: Simulation, rank: int) -> list[Bar]:
     starts, ends = simulation.timeline.starts[rank], simulation.timeline.ends[rank]
     durations = simulation.costs.durations()
     made: list[Bar] = []
+    first, second = -1, -1  # places of an overlapped pair
     for place, op in enumerate(row):
-        if op[0] > LAST_COMPUTE:
+        if not IS_COMPUTE[op[0]]:
             continue
         start, end = starts[place], ends[place]
-        second = place > 0 and row[place - 1][0] <= LAST_COMPUTE and row[place - 1][7] == op[7]
-        other = place - 1 if second else place + 1
-        if op[7] >= 0 and other < len(row) and (starts[other], ends[other]) == (start, end):
+        if op[7] >= 0 and place != second:
+            first, second = place, partner_of(row, place)
+        other = {first: second, second: first}.get(place, -1)
+        if other >= 0 and (starts[other], ends[other]) == (start, end):
             own = min(durations[op[0]][op[1]], end - start)
-            start, end = (end - own, end) if second else (start, start + own)
+            start, end = (start, start + own) if place == first else (end - own, end)
         made.append((start, end, place, op_text(op)))
     return made

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.compare import HEADINGS, Entry, longest, table_rows
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.render import Lane, lanes_svg, summary
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
@@ -61,7 +61,7 @@ def to_html(
 
 def _boxes(entry: Entry) -> int:
     both = [one for one in (entry.simulation, entry.measured) if one is not None]
-    return sum(op[0] <= LAST_COMPUTE for one in both for row in one.plan.rows for op in row)
+    return sum(IS_COMPUTE[op[0]] for one in both for row in one.plan.rows for op in row)
 
 
 def _table(entries: Sequence[Entry]) -> str:

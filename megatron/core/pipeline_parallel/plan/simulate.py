@@ -6,7 +6,8 @@ import functools
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import LAST_COMPUTE, SEND_B, SEND_F, Plan, PlanError, op_text
+from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Plan, PlanError, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.timeline import Timeline, execute
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
@@ -29,7 +30,7 @@ class Simulation:
         """By rank: start of its first computation, end of its last."""
         spans = []
         for rank, row in enumerate(self.plan.rows):
-            places = [place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE]
+            places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
             spans.append((self.timeline.starts[rank][places[0]], self.timeline.ends[rank][places[-1]]))
         return spans
 
@@ -72,25 +73,6 @@ class Simulation:
         return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
 
 
-def step_period(plan: Plan, costs: CostModel, *, synchronous: bool, num_steps: int = 6) -> float:
-    """What one of many steps takes in the long run: between the ends of the last two of `num_steps`.
-
-    synchronous: all ranks agree before they step, so that none begins the next step before the last one has ended,
-    and one message more (an all-reduce takes at least that). Else a rank begins as soon as its own row is done, and
-    nothing but the row's operations holds it: with a plan of `post_validation` the difference is what it saves.
-    Raises PlanError on a deadlock.
-    """
-    begin, ends = [0.0] * plan.placement.num_ranks, [0.0]
-    for _ in range(num_steps):
-        timeline = execute(plan, costs, begin=begin)
-        _refuse_deadlock(plan, timeline)
-        begin = [row[-1] for row in timeline.ends]
-        ends.append(max(begin))
-        if synchronous:
-            begin = [ends[-1] + costs.comm] * len(begin)
-    return ends[-1] - ends[-2]
-
-
 def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """Time a plan: transfers run beside computations, each `costs.comm` after both of its ends are posted.
 
@@ -100,7 +82,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     timeline = execute(plan, costs)
     _refuse_deadlock(plan, timeline)
     durations = costs.durations()
-    busy = tuple(sum(durations[op[0]][op[1]] for op in row if op[0] <= LAST_COMPUTE) for row in plan.rows)
+    busy = tuple(sum(durations[op[0]][op[1]] for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
     return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -25,9 +23,10 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Plan,
     RawOp,
     W,
-    is_overlapped,
     op_text,
+    partner_of,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,10 @@ class _Walk:
         starts, ends, length = self.starts[rank], self.ends[rank], len(self.rows[rank])
         while place < length:
             op = row[place]
-            if op[0] > LAST_COMPUTE:
-                if op[0] <= LAST_TRANSFER:
+            if not IS_COMPUTE[op[0]]:
+                if IS_TRANSFER[op[0]]:
                     self._post(rank, op, clock, ready)
-                elif op[0] >= Kind.SEND_STATE:
+                elif IS_VALIDATION[op[0]]:
                     later = self._exchange_state(rank, op, clock, ready)
                     if later < 0:
                         break
@@ -114,7 +113,8 @@ class _Walk:
                 ends.append(clock)
                 place += 1
                 continue
-            ops = (op, row[place + 1]) if op[7] >= 0 and is_overlapped(row, place) else (op,)
+            last = partner_of(row, place) if op[7] >= 0 else -1
+            ops = (op, row[last]) if last >= 0 else (op,)
             start = self._start(rank, ops, clock)
             if start < 0:
                 break
@@ -122,11 +122,12 @@ class _Walk:
             for one in ops:
                 clock += self.durations[one[0]][one[1]]
             for one in ops:
-                starts.append(start)
-                ends.append(clock)
                 self._finish(one, clock, ready)
             self.done.append((rank, place))
-            place += len(ops)
+            behind = max(place, last) + 1
+            starts += [start] * (behind - place)
+            ends += [clock] * (behind - place)
+            place = behind
         self.place[rank], self.clock[rank] = place, clock
 
     def _start(self, rank: int, ops: tuple[RawOp, ...], clock: float) -> float:

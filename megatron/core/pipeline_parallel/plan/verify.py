@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_F,
     SEND_B,
     SEND_F,
@@ -21,9 +19,10 @@ from megatron.core.pipeline_parallel.plan.ir import (
     RawOp,
     Row,
     W,
-    is_overlapped,
     op_text,
+    partner_of,
 )
+from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
@@ -107,19 +106,28 @@ class _Check:
         """Check one rank's operations in order."""
         row = self.plan.rows[rank]
         mine = [one == rank for one in self.ranks]
+        partner = -1
         for place, op in enumerate(row):
             kind, stage, microbatch, part, first, _, _, pair = op
-            if kind >= Kind.SEND_STATE:
+            if IS_VALIDATION[kind]:
                 self.states.append(pair)
                 continue
-            if kind > LAST_TRANSFER or part or first >= 0 or not 0 <= stage < len(mine) or not mine[stage]:
+            if (
+                not HAS_MICROBATCH[kind]
+                or part
+                or first >= 0
+                or not 0 <= stage < len(mine)
+                or not mine[stage]
+            ):
                 raise PlanError(f"{self.where(rank, place)}: {self._misplaced(op)}")
             if not 0 <= microbatch < self.total:
                 raise PlanError(f"{self.where(rank, place)}: microbatches are 0 to {self.total - 1}")
-            if kind <= LAST_COMPUTE:
+            if IS_COMPUTE[kind]:
                 wrong = self._compute(rank, kind, stage, microbatch)
-                if pair >= 0 and not (is_overlapped(row, place) or (place and is_overlapped(row, place - 1))):
-                    wrong = "overlaps with nothing beside it"
+                if pair >= 0:
+                    alone, partner = place != partner, partner_of(row, place)
+                    if alone and partner < 0:
+                        wrong = "overlaps with nothing beside it"
             elif kind in (SEND_F, SEND_B):
                 wrong = self._send(rank, op)
             else:
@@ -133,7 +141,7 @@ class _Check:
 
     @staticmethod
     def _misplaced(op: RawOp) -> str:
-        if op[0] > LAST_TRANSFER:
+        if not HAS_MICROBATCH[op[0]]:
             return f"no rule for {Kind(op[0]).name} yet"
         return "no rule for slices and units yet" if op[3] or op[4] >= 0 else "the stage is not on this rank"
 
@@ -267,7 +275,7 @@ def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool
     held = peak = 0.0
     for place, op in enumerate(row):
         kind = op[0]
-        if kind > LAST_COMPUTE:
+        if not IS_COMPUTE[kind]:
             continue
         size = costs.activation[op[1]]
         if kind == F:

@@ -10,8 +10,6 @@ half lacks what there is nobody for.
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.ir import (
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_F,
     SEND_F,
     F,
@@ -21,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     RawOp,
     op_text,
 )
+from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
 
 _SEND, _RECEIVE = int(Kind.SEND_STATE), int(Kind.RECV_STATE)
 _VALIDATE, _STEP = int(Kind.VALIDATE), int(Kind.STEP)
@@ -33,7 +32,7 @@ def verify_state(plan: Plan) -> None:
 
     Raises PlanError naming rank and operation.
     """
-    if not any(op[0] >= _SEND for row in plan.rows for op in row):
+    if not any(IS_VALIDATION[op[0]] for row in plan.rows for op in row):
         return
     if plan.forward_only:
         raise PlanError("an evaluation takes no step: it has no operations of post-validation")
@@ -61,7 +60,7 @@ def state_operations(rank: int, num_ranks: int) -> tuple[list[tuple[int, int]], 
 
 def _order(plan: Plan, rank: int) -> None:
     first, last = state_operations(rank, len(plan.rows))
-    found = [op for op in plan.rows[rank] if op[0] >= _SEND]
+    found = [op for op in plan.rows[rank] if IS_VALIDATION[op[0]]]
     for op in found:
         if op[1] != rank or op[2] >= 0 or op[3] or op[4] >= 0 or (op[6] >= 0) != (op[7] >= 0):
             raise PlanError(
@@ -81,7 +80,7 @@ def _last_half(plan: Plan, rank: int) -> None:
     sends_on = [place for place, op in enumerate(row) if op[0] in (_SEND, _STEP)]
     decides = sends_on[-2] if rank + 1 < len(plan.rows) else sends_on[-1]
     for op in row[decides:]:
-        if op[0] <= LAST_COMPUTE:
+        if IS_COMPUTE[op[0]]:
             raise PlanError(f"rank {rank}: {op_text(op)} comes after the state of the step is sent on")
 
 
@@ -93,7 +92,7 @@ def _first_halves(plan: Plan) -> None:
         for op in row:
             if op[0] == _VALIDATE:
                 break
-            if op[0] <= LAST_TRANSFER and not is_first_forward(op, rank, num_ranks):
+            if HAS_MICROBATCH[op[0]] and not is_first_forward(op, rank, num_ranks):
                 raise PlanError(
                     f"rank {rank}: {op_text(op)} comes before VALIDATE; only forwards of the first chunk and their"
                     " messages can be done again"

@@ -18,8 +18,6 @@ from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.echoes import Key, echoes
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -33,6 +31,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     op_text,
 )
+from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_TRANSFER, REPEATED_ON_AGAIN
 from megatron.core.pipeline_parallel.plan.undone import undone
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
@@ -169,7 +168,7 @@ class Executor:
 
     def _check(self, handlers: Mapping[Kind, Handler]) -> None:
         plan, rank, table = self._plan, self._rank, self._table()
-        both = [kind.name for kind in handlers if kind in table or kind <= LAST_TRANSFER]
+        both = [kind.name for kind in handlers if kind in table or HAS_MICROBATCH[kind]]
         assert not both, f"handlers for what the executor does itself: {both}"
         mine = {stage for stage, local in enumerate(self._is_local) if local}
         assert set(self._stages) == mine, (
@@ -177,12 +176,12 @@ class Executor:
         )
         for op in self._row:
             kind = Kind(op[0])
-            if not (kind in table or kind in handlers or LAST_COMPUTE < kind <= LAST_TRANSFER):
+            if not (kind in table or kind in handlers or IS_TRANSFER[kind]):
                 raise PlanError(
                     f"rank {rank}: {op_text(op)}: nothing here does {kind.name}; it needs"
                     + _NEEDED.get(kind, " a handler")
                 )
-            if kind <= LAST_TRANSFER and (op[3] or op[4] >= 0):
+            if HAS_MICROBATCH[kind] and (op[3] or op[4] >= 0):
                 raise PlanError(
                     f"rank {rank}: {op_text(op)}: stages compute whole microbatches of all their units"
                 )
@@ -200,7 +199,7 @@ class Executor:
         row, program, place = self._row, [], 0
         while place < len(row):
             end = place
-            while end < len(row) and LAST_COMPUTE < row[end][0] <= LAST_TRANSFER:
+            while end < len(row) and IS_TRANSFER[row[end][0]]:
                 end += 1
             if end > place:
                 program.append(_Step(self._transfer, row[place:end], place, end))
@@ -291,7 +290,7 @@ class Executor:
         for step in self._program:
             if step.end > place:
                 return
-            if self._row[step.first][0] <= LAST_TRANSFER:
+            if REPEATED_ON_AGAIN[self._row[step.first][0]]:
                 step.call(step.argument)
 
     def _drop_forwards(self) -> None:

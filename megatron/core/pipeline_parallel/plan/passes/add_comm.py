@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.plan.ir import (
     PlanError,
     RawOp,
     W,
-    is_overlapped,
     op_text,
+    partner_of,
 )
 from megatron.core.pipeline_parallel.plan.timeline import execute
 
@@ -44,7 +44,8 @@ def add_comm(plan: Plan, costs: CostModel) -> Plan:
         rank, place = timeline.done[index]
         row = plan.rows[rank]
         op = row[place]
-        ops = (op, row[place + 1]) if op[7] >= 0 and is_overlapped(row, place) else (op,)
+        last = partner_of(row, place) if op[7] >= 0 else -1
+        ops = (op, row[last]) if last >= 0 else (op,)
         rows[rank] += ops
         for op in ops:
             kind, stage, microbatch, part = op[:4]

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
-    LAST_COMPUTE,
     RECV_F,
     SEND_F,
     F,
@@ -27,6 +26,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Row,
     is_overlapped,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.placement import LOOPED
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -42,9 +42,9 @@ def post_validation(plan: Plan, costs: CostModel) -> Plan:
     [Note: cuts]. Receives of states are posted long before: at the row's beginning, and before its last computation, so
     a state that is sent has always met its receive. Raises PlanError where the result is wrong.
     """
-    assert not any(op[0] >= Kind.SEND_STATE for row in plan.rows for op in row), "a second time"
+    assert not any(IS_VALIDATION[op[0]] for row in plan.rows for op in row), "a second time"
     num_ranks = len(plan.rows)
-    numbers = 1 + max((op[7] for row in plan.rows for op in row if op[0] > LAST_COMPUTE), default=-1)
+    numbers = 1 + max((op[7] for row in plan.rows for op in row if not IS_COMPUTE[op[0]]), default=-1)
     rows: list[tuple[RawOp, ...]] = []
     for rank, (row, validate) in enumerate(zip(plan.rows, _cut(plan, costs), strict=True)):
         first, last = (
@@ -114,8 +114,8 @@ def _first(row: Row, kind: int, end: int, microbatches: set[int]) -> int:
 
 def _last_computation(row: tuple[RawOp, ...]) -> int:
     """Its place, or that of the pair of which it is the second."""
-    place = max(place for place, op in enumerate(row) if op[0] <= LAST_COMPUTE)
-    return place - 1 if place and is_overlapped(row, place - 1) else place
+    *_, before, last = (-1, *(place for place, op in enumerate(row) if IS_COMPUTE[op[0]]))
+    return before if before >= 0 and is_overlapped(row, before) else last
 
 
 def _operation(rank: int, num_ranks: int, numbers: int, kind: int, peer: int) -> RawOp:

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
     parse_op,
     parse_row,
+    partner_of,
     plan_hash,
     row_texts,
 )
@@ -28,7 +29,7 @@ TEXTS = {
     "0B1": Op(Kind.B, 0, 1),
     "7W4": Op(Kind.W, 7, 4),
     "2F0.1": Op(Kind.F, 2, 0, slice=1),
-    "2F0.3[4:8]": Op(Kind.F, 2, 0, slice=3, units=(4, 8)),
+    "2F0[4:8].3": Op(Kind.F, 2, 0, slice=3, units=(4, 8)),
     "0SEND_F3@1#17": Op(Kind.SEND_F, 0, 3, peer=1, pair=17),
     "1RECV_B3@2#0": Op(Kind.RECV_B, 1, 3, peer=2, pair=0),
     "3UNSHARD[0:2]": Op(Kind.UNSHARD, 3, units=(0, 2)),
@@ -64,6 +65,16 @@ def test_overlapped_pairs_are_one_text():
         parse_row(["(0F0;0F1;0F2)"])
     with pytest.raises(PlanError, match="two computations overlap"):
         parse_row(["(0F0;0SEND_F0@1#1)"])
+
+
+def test_operations_of_data_parallelism_may_stand_between_an_overlapped_pair():
+    """A reader of the row finds the partner behind them, and the text has them between the two."""
+    texts = ["0UNSHARD[0:1]", "(0F3;7UNSHARD[1:2];7RESHARD[0:1].1;7BW1)", "7REDUCE[0:1]", "0F4"]
+    row = parse_row(texts)
+    assert row_texts(row) == texts
+    assert [partner_of(row, place) for place in range(len(row))] == [-1, 4, -1, -1, -1, -1, -1]
+    with pytest.raises(PlanError, match="two computations overlap"):
+        parse_row(["(0F0;0UNSHARD)"])
 
 
 def tiny(*kinds, name="x", bitwise=True):

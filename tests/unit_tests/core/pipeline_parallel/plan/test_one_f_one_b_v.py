@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, F, PlanError, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.schedules import GRID, check_torch_accepts, check_torch_runs_our_transfers, chunk_costs

@@ -7,9 +7,9 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, parse_row
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.render import to_svg, to_text, to_trace
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 
 
@@ -47,8 +47,9 @@ def test_trace_has_lanes_transfers_and_memory(simulation):
     assert counters[-1] == 0
 
 
-def test_overlapped_pairs_are_drawn_one_after_the_other():
-    plan = Plan("x", Placement("linear", 1), 2, (parse_row("0F0 (0F1;0BW0) 0BW1".split()),))
+@pytest.mark.parametrize("pair", ["(0F1;0BW0)", "(0F1;0RESHARD;0BW0)"])
+def test_overlapped_pairs_are_drawn_one_after_the_other(pair):
+    plan = Plan("x", Placement("linear", 1), 2, (parse_row(f"0F0 {pair} 0BW1".split()),))
     simulation = simulate(plan, CostModel.of_ranks(plan.placement))
     titles = [one.text for one in ET.fromstring(to_svg(simulation)).iter("{http://www.w3.org/2000/svg}title")]
     assert titles == ["0F0: 0 to 1", "0F1: 1 to 2", "0BW0: 2 to 4", "0BW1: 4 to 6"]

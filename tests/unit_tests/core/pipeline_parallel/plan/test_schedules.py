@@ -10,8 +10,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, F, PlanError, op_text, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import to_torch_csv
 from megatron.core.pipeline_parallel.plan.verify import verify

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, F, Plan, PlanError, W, parse_row
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 
 
@@ -93,6 +93,11 @@ def test_overlapped_pairs_run_as_one():
     simulation = simulate(plan, CostModel.of_ranks(plan.placement))
     assert simulation.timeline.starts == [[0, 1, 1, 4]]
     assert simulation.timeline.ends == [[1, 4, 4, 6]]
+    # what data parallelism does between the two is of the pair
+    plan = Plan("x", Placement("linear", 1), 2, (parse_row("0F0 (0F1;0RESHARD;0BW0) 0BW1".split()),))
+    simulation = simulate(plan, CostModel.of_ranks(plan.placement))
+    assert simulation.timeline.starts == [[0, 1, 1, 1, 4]]
+    assert simulation.timeline.ends == [[1, 4, 4, 4, 6]]
 
 
 def test_no_time_at_all():

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, op_text, pa
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 

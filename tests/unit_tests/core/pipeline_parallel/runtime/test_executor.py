@@ -13,8 +13,8 @@ from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import Kind, Op, Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P

@@ -12,8 +12,8 @@ from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.measured import read_timeline
 from megatron.core.pipeline_parallel.plan.measured_costs import costs_of, measured_bubbles
-from megatron.core.pipeline_parallel.plan.registry import build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler

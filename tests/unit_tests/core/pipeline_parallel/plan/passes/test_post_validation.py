@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
-    LAST_COMPUTE,
-    LAST_TRANSFER,
     RECV_F,
     SEND_F,
     F,
@@ -18,12 +16,13 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
     plan_hash,
 )
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.simulate import simulate, step_period
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.undone import undone
@@ -124,6 +123,23 @@ def test_plans_without_it_keep_their_hash_and_plans_with_it_survive_a_file():
     assert from_json(to_json(plan)).rows == plan.rows
 
 
+def step_period(plan, costs, *, synchronous, num_steps=6):
+    """What one of many steps takes in the long run: between the ends of the last two.
+
+    synchronous: all ranks agree before they step, one message more (an all-reduce takes at least that); else a rank
+    begins its next step as soon as its own row is done.
+    """
+    begin, ends = [0.0] * plan.placement.num_ranks, [0.0]
+    for _ in range(num_steps):
+        timeline = execute(plan, costs, begin=begin)
+        assert not timeline.stopped
+        begin = [row[-1] for row in timeline.ends]
+        ends.append(max(begin))
+        if synchronous:
+            begin = [ends[-1] + costs.comm] * len(begin)
+    return ends[-1] - ends[-2]
+
+
 @pytest.mark.parametrize("name", ["zb-h2", "zb-2p", "zbv"])
 def test_without_a_synchronous_step_a_zero_bubble_plan_has_none(name):
     """Equal times: a synchronous step waits for the last rank, which began p - 1 forwards later than the first."""
@@ -151,7 +167,7 @@ def test_a_state_takes_the_latency_of_a_message():
     first, last = (timeline.ends[rank][_validate(plan, rank)] for rank in (0, 1))
     assert first == last + 5.0
     steps = [timeline.ends[rank][-1] for rank in (0, 1)]
-    done = [timeline.ends[rank][max(i for i, op in enumerate(plan.rows[rank]) if op[0] <= LAST_COMPUTE)]
+    done = [timeline.ends[rank][max(i for i, op in enumerate(plan.rows[rank]) if IS_COMPUTE[op[0]])]
             for rank in (0, 1)]  # fmt: skip
     assert steps[0] == done[0]
     assert steps[1] == max(done[1], steps[0] + 5.0)
@@ -161,4 +177,4 @@ def test_transfers_are_needed_before_it():
     _, plan, costs = validated("1f1b", 2, 2)
     with pytest.raises(AssertionError, match="a second time"):
         post_validation(plan, costs)
-    assert any(op[0] > LAST_TRANSFER for op in plan.rows[0])
+    assert any(IS_VALIDATION[op[0]] for op in plan.rows[0])

@@ -12,9 +12,8 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.plan.registry import PLACEMENTS, SEARCHED
-from megatron.core.pipeline_parallel.plan.registry import SCHEDULES as REGISTRY
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
 from megatron.core.pipeline_parallel.plan.search import published, zero_bubble
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
@@ -33,7 +32,7 @@ PROFILE = (18.5, 18.1, 9.3, 0.6)
 
 
 def placement_of(name, p):
-    kind = PLACEMENTS[name]
+    kind = TABLE[name].placement
     return Placement(kind, p) if kind == LINEAR else Placement(kind, p, 2)
 
 
@@ -270,7 +269,7 @@ def test_the_least_memory_does_where_backwards_grow(data):
 
 # Every schedule of the registry that is no search, for `auto` to choose from beside one search a placement.
 AUTO = {name: generate for name, generate in SCHEDULES.items() if name in ("zb-2p", "zbv")} | {
-    name: generate for name, generate in REGISTRY.items() if name not in SEARCHED
+    name: row.generate for name, row in TABLE.items() if not row.searched
 }
 # What differs between stages or in what is held.
 SHAPES = ("even", "slow", "head", "freed")
@@ -362,7 +361,7 @@ def check_shared(p, m, times, shape, share):
         name: Request(
             p,
             m,
-            num_chunks=None if PLACEMENTS[name] == LINEAR else 2,
+            num_chunks=None if TABLE[name].placement == LINEAR else 2,
             costs=costs_of(name, p, times, **words),
             memory_limit=limits,
         )

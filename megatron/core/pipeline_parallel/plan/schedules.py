@@ -1,0 +1,96 @@
+"""The schedules in one table, which flags, rules, tools and `auto` read: a new one is a generator and a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.dualpipe_v import dualpipe_v
+from megatron.core.pipeline_parallel.plan.gpipe import gpipe
+from megatron.core.pipeline_parallel.plan.grouped import grouped
+from megatron.core.pipeline_parallel.plan.hand_orders import zb_h1, zb_h2
+from megatron.core.pipeline_parallel.plan.interleaved import interleaved
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
+from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
+from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_min, zb_1p, zb_2p, zbv
+
+AUTO = "auto"  # instead of a name: the fastest schedule that fits
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule.
+
+    placement: where its stages lie. generate: its computations, raises PlanError for what it cannot do. splits: it has
+    B and W apart, which not every model can run. searched: made for costs and memory limits, others are fixed orders.
+    chunks: on each rank, where nothing says how many. group_size: the field of ModelParallelConfig that says how many
+    microbatches a chunk takes in turn (by default as many as there are ranks). whole_group: a step has as many at
+    least. microbatches_a_rank: a step has so many a pipeline rank at least. alone: it runs on one rank too. like: under
+    the same memory limits it comes to what this one comes to.
+    """
+
+    name: str
+    placement: str
+    generate: Callable[[Request], Plan]
+    splits: bool = True
+    searched: bool = False
+    chunks: int = 1
+    group_size: str | None = None
+    whole_group: bool = False
+    microbatches_a_rank: int = 0
+    alone: bool = False
+    like: str | None = None
+
+    def placed(self, num_ranks: int, num_chunks: int | None = None) -> Placement:
+        """Its stages on so many ranks. num_chunks: None = its own; a linear placement has one."""
+        return Placement(
+            self.placement, num_ranks, 1 if self.placement == LINEAR else num_chunks or self.chunks
+        )
+
+    def least_microbatches(self, num_ranks: int, group_size: int | None = None) -> int:
+        """The fewest of a step that it can be planned for."""
+        group = (group_size or num_ranks) if self.whole_group else 1
+        return max(group, self.microbatches_a_rank * num_ranks)
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    one.name: one
+    for one in (
+        Schedule("gpipe", LINEAR, gpipe, splits=False, alone=True),
+        Schedule("1f1b", LINEAR, one_f_one_b, splits=False, alone=True),
+        Schedule(
+            "interleaved",
+            LOOPED,
+            interleaved,
+            splits=False,
+            chunks=2,
+            group_size="microbatch_group_size_per_vp_stage",
+            whole_group=True,
+        ),
+        Schedule("gis", LOOPED, grouped, chunks=2, group_size="interleave_group_size"),
+        Schedule("zb-h1", LINEAR, zb_h1),
+        Schedule("zb-h2", LINEAR, zb_h2),
+        Schedule("zb-1p", LINEAR, zb_1p, searched=True),
+        Schedule("zb-2p", LINEAR, zb_2p, searched=True, like="zb-1p"),
+        Schedule("zbv", V_SHAPED, zbv, searched=True, chunks=2),
+        Schedule("v-half", V_SHAPED, v_half, searched=True, chunks=2, like="zbv"),
+        Schedule("v-min", V_SHAPED, v_min, searched=True, chunks=2, like="zbv"),
+        Schedule("1f1b-v", V_SHAPED, one_f_one_b_v, splits=False, chunks=2),
+        Schedule("dualpipe-v", V_SHAPED, dualpipe_v, chunks=2, microbatches_a_rank=2),
+    )
+}
+
+
+def build_plan(schedule: str, request: Request) -> Plan:
+    """The computations of a schedule, without transfers. Raises PlanError for what the schedule cannot do."""
+    return known(schedule).generate(request)
+
+
+def known(schedule: str) -> Schedule:
+    """The row of a name. Raises PlanError where there is none."""
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule]
