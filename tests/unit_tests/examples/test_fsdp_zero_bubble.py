@@ -37,9 +37,7 @@ def words_of(variables, *flags):
 def config_of(variables):
     launcher, words = words_of(variables)
     ranks = int(launcher[1]) * int(variables.get("NUM_NODES", "1"))
-    return parse_config(
-        words, env=LaunchEnv(launched=True, world_size=ranks, local_world_size=int(launcher[1]))
-    )
+    return parse_config(words, env=LaunchEnv(world_size=ranks, local_world_size=int(launcher[1])))
 
 
 @pytest.mark.parametrize(
