@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +86,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool 
     """tensor <- sum, max or min over the group, in place."""
     if group.size == 1:
         return _done("all_reduce", group)
+    _count("all_reduce", group, (tensor,))
     return _launch(
         "all_reduce",
         group,
@@ -118,6 +119,7 @@ def all_gather_units(
     if group.size == 1 or not flat:
         _copy_own(flat, 0)
         return _done("all_gather", group)
+    _count("all_gather", group, (output for output, _ in flat))
     buffers = tuple(tensor for pair in pairs for tensor in pair)
     start = _gather_each if group.backend == "gloo" else _gather_at_once
     return _launch("all_gather", group, async_op, lambda: start(flat, group), buffers)
@@ -159,6 +161,7 @@ def reduce_scatter_units(
         for part in parts:
             part.take(part.full[0])
         return _done("reduce_scatter", group)
+    _count("reduce_scatter", group, (part.full for part in parts))
     start = _exchange if group.backend == "gloo" else _reduce_at_once
     call, finish, temporaries = start(parts, group)
     return _launch(
@@ -185,10 +188,11 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     parts = bucket.view(group.size, -1)
     share = parts[group.rank]
     call, sum_parts, temporaries = _exchange([_Part(share, parts, False)], group)
+    _count("all_reduce", group, (bucket,))
 
     def gather_sums() -> None:
         sum_parts()
-        all_gather(bucket, share, group)
+        _launch("all_gather", group, False, lambda: _gather_each([(parts, share)], group), (bucket,))
 
     return _launch("sum_gradients", group, True, call, (bucket,), gather_sums, temporaries)
 
@@ -292,6 +296,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool =
     """tensor <- that of the group's rank `source`, in place."""
     if group.size == 1:
         return _done("broadcast", group)
+    _count("broadcast", group, (tensor,))
     return _launch(
         "broadcast",
         group,
@@ -411,6 +416,10 @@ def _launch(
 def _process_group(group: Group) -> dist.ProcessGroup:
     assert group.process_group is not None, f"{group.purpose!r} is a group of one"
     return group.process_group
+
+
+def _count(op: str, group: Group, payload: Iterable[Tensor]) -> None:
+    group.traffic.count(op, sum(tensor.numel() * tensor.element_size() for tensor in payload))
 
 
 def _observe(op: str, group: Group) -> None:

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from megatron.core import host_data
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
-    FullyShardedDataParallel,
     declared_units,
 )
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.initial_weights import broadcast_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.module import MegatronModule, ModelContext, ModelError
@@ -188,19 +187,7 @@ def _data_parallel(
     """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
     modules = [chunk.module for chunk in chunks]
     sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
-    units = declared_units(modules)
-    if not config.ddp.use_custom_fsdp:
-        return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
-    return FullyShardedDataParallel(
-        modules,
-        ps,
-        config.ddp,
-        meta,
-        sinks=sinks,
-        stages=stages,
-        units=units,
-        fsdp_unit_modules=config.ddp.fsdp_unit_modules,
-    )
+    return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
 
 
 def _build_chunk(

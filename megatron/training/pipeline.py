@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
+from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
@@ -24,11 +28,13 @@ from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage, Run
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from megatron.core.protocols import Stage
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
 from megatron.training.pipeline_memory import check_snapshot, settle_limits
 from megatron.training.plans import Plans
+from megatron.training.residency import residency_of, units_of_all_stages
 from megatron.training.run_folder import OutputPathError
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
@@ -74,9 +80,9 @@ class _TimedStage(ModelStage):
         with self._timers("backward-compute", log_level=2):
             return super().backward_input(microbatch, grad)
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
         with self._timers("backward-compute", log_level=2):
-            super().backward_weight(microbatch)
+            super().backward_weight(microbatch, units)
 
 
 class PipelineRunner:
@@ -111,6 +117,13 @@ class PipelineRunner:
         self._validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._residency = residency_of(engine.model, plans.placement.num_ranks)
+        self._units: tuple[StageUnits, ...] = ()
+        self._boundaries = UnitBoundaries()
+        if self._residency.moves:
+            own = plans.local_stages(ps.pp_rank)
+            self._units = units_of_all_stages(engine.model, ps, own, plans.costs)
+            watch_units(engine, self._boundaries)
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
         self._executors: dict[tuple[int, _For], Executor] = {}  # (microbatches, what for)
@@ -139,7 +152,8 @@ class PipelineRunner:
         """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
         owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
         self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
-        self._engine.model.begin_step(num_microbatches)
+        keep = self._validator is not None and self._validator.pending
+        self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
         done = self._execute(num_microbatches, iteration, _For.TRAIN_AND_STEP)
         self._step = None
         return done
@@ -201,12 +215,18 @@ class PipelineRunner:
             handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
         else:
             plan = (plans.train if training else plans.evaluate)(num_microbatches)
+        units: dict[int, StageUnits] | None = None
+        if self._residency.moves:
+            plan = add_residency(plan, self._units, self._residency, plans.costs)
+            units = {stage: self._units[stage] for stage in self._own_stages}
         return Executor(
             plan,
             self._ps.pp_rank,
             self._stages,
             self._channel,
-            self._engine.model if training else None,
+            self._engine.model,
+            units=units,
+            boundaries=self._boundaries,
             recorder=self._recorder if training else None,
             handlers=handlers,
             validation=validation,
@@ -249,6 +269,14 @@ class PipelineRunner:
         loss = loss_to_differentiate(result, self._per_token_loss)
         scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
         return loss * scale if scale != 1.0 else loss
+
+
+def watch_units(engine: Engine, boundaries: UnitBoundaries) -> None:
+    """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks."""
+    UnitEvents([tuple(enumerate(units)) for units in engine.model.unit_modules()], boundaries)
+    for chunk, (one, unit_of) in enumerate(zip(engine.chunks, engine.model.unit_of_key(), strict=True)):
+        if one.sink is not None:
+            one.sink.report_units(unit_of, functools.partial(boundaries.unit_begins, chunk))
 
 
 def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:

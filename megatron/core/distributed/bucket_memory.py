@@ -18,6 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype
 from megatron.core.module import ModelError
+from megatron.core.parallel_state import Group
 
 NewFull = Callable[[str, str, int, torch.dtype, torch.device], Tensor]
 """(role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many
@@ -28,17 +29,28 @@ _NAMES = {dtype: name for name, dtype in _FLAGS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
+class ArenaGroups:
+    """The ranks that share an arena. gather, reduce: those that each hold a part, on two communicators, so that gathers
+    do not wait for reductions; outer: those that hold the same part, one in every instance."""
+
+    gather: Group
+    reduce: Group
+    outer: Group
+
+
+@dataclasses.dataclass(frozen=True)
 class Arena:
     """The flat buffers at rest of one layout; padding means nothing.
 
     own_main_weights: None where main weights are (part of) `weights`. main_grads: None where they are cut
-    (`BucketMemory` has them). Frozen parameters have only weights.
+    (`BucketMemory` has them). Frozen parameters have only weights. groups: None where nobody communicates.
     """
 
     layout: FlatLayout
     weights: Tensor
     own_main_weights: Tensor | None = None
     main_grads: Tensor | None = None
+    groups: ArenaGroups | None = None
 
     @property
     def trained(self) -> bool:

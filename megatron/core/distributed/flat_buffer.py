@@ -20,6 +20,7 @@ keep a storage of their own: nothing is ever reduced or updated there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import (
     Arena,
+    ArenaGroups,
     ArenaMaker,
     BucketMemory,
     NewFull,
@@ -60,7 +62,8 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
     (config's sizes of buckets have no effect); None: buckets by size.
-    new_full: makes transient tensors. reading: a bucket's parameters are read inside it.
+    new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
+    reduces; None where nobody does.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device get memory here and no value: the caller fills them (`write_weight`).
@@ -80,6 +83,7 @@ class FlatBuffer:
         new_full: NewFull = own_storage,
         reading: Reading = as_they_are,
         placement: Placement = "flat",
+        groups: ArenaGroups | None = None,
     ) -> None:
         _check(parameters, param_meta, units)
         self.config, self.sharding, self.place = config, sharding, place
@@ -108,7 +112,7 @@ class FlatBuffer:
         maker = ArenaMaker(
             layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device
         )
-        self.arenas = tuple(maker.arenas)
+        self.arenas = tuple(dataclasses.replace(arena, groups=groups) for arena in maker.arenas)
         self._main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
         self._weights: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}  # by key
@@ -130,6 +134,17 @@ class FlatBuffer:
     def buckets_of_unit(self, unit: str) -> tuple[BucketMemory, ...]:
         """The buckets that hold parameters of a unit, trained and frozen."""
         return tuple(memory for memory in self.buckets if unit in memory.bucket.units)
+
+    def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
+        """Buckets by who communicates about them."""
+        found: list[tuple[ArenaGroups, list[BucketMemory]]] = []
+        for bucket in buckets:
+            groups = self.arenas[bucket.arena].groups
+            assert groups is not None, f"nobody communicates about {bucket.name}"
+            if not found or found[-1][0] is not groups:
+                found.append((groups, []))
+            found[-1][1].append(bucket)
+        return found
 
     def bucket_of(self, name: str) -> BucketMemory | None:
         """None for a frozen parameter with a storage of its own."""
@@ -372,7 +387,7 @@ def _spec(name: str, parameter: nn.Parameter, meta: ParamMeta, unit: str) -> Par
     assert meta.grad_keys[0] == name, f"parameter {name}: its first use is {meta.grad_keys[0]!r}"
     trained = parameter.requires_grad
     return ParamSpec(
-        name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained, meta.expert
+        name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained, meta.expert, meta.shared
     )
 
 

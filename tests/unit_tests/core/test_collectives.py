@@ -14,6 +14,7 @@ from megatron.core import collectives
 from megatron.core.parallel_state import make_parallel_state, single_process
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.rank_grid import RankGrid
+from megatron.core.traffic_counter import Moved
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
@@ -594,3 +595,28 @@ def test_asynchronous_collectives_run_under_compute_and_in_order_of_issue():
             assert torch.equal(scattered[i], 2 * products[i][rows])
 
     run_ranks(body, 2)
+
+
+def test_groups_count_what_their_collectives_have_moved():
+    def body(ctx):
+        group, size = ctx.ps.dp_group, ctx.world_size
+        full, part = torch.zeros(4 * size), torch.zeros(4)
+        half, narrow = torch.zeros(2 * size, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
+        collectives.all_gather_units([(full, part), (half, narrow)], group).wait()  # one call of two buffers
+        collectives.reduce_scatter_units([(part, full)], group, accumulate=True).wait()
+        collectives.sum_gradients(half, group).wait()  # of three ranks an exchange and a gather, yet one sum
+        collectives.all_reduce(part, group)
+        collectives.broadcast(part, group)
+        alone = ctx.ps.tp_group
+        collectives.all_reduce(part, alone)
+        names = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+        return [group.traffic.moved(name) for name in names], alone.traffic.moved("all_reduce")
+
+    for counted, nothing in run_ranks(body, 3):
+        assert counted == [
+            Moved(1, 12 * 4 + 6 * 2),
+            Moved(1, 12 * 4),
+            Moved(2, 6 * 2 + 4 * 4),
+            Moved(1, 4 * 4),
+        ]
+        assert nothing == Moved(0, 0)

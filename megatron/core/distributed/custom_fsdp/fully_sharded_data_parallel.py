@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: weights, gradients and optimizer state cut over ranks, whole only where in use.
 
-All rows of the sharding table over the flat buffer of `DistributedDataParallel`, with one bucket a unit of the model
+All rows of the sharding table over the flat buffer of `HookDrivenDataParallel`, with one bucket a unit of the model
 and type of weights. Weights are gathered unit by unit as forward and backward come to them; gradients are reduced unit
 by unit as backward leaves them. Source of the rows: ZeRO (Rajbhandari et al. 2020).
 """
@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
+from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.drive import Drive
 from megatron.core.distributed.engine_parts import Reduction, Weights
@@ -37,8 +37,8 @@ from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.protocols import Work
 
 
-class FullyShardedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
+class FullyShardedDataParallel(HookDrivenDataParallel):
+    """`HookDrivenDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
 
     ps_or_mesh: the ranks; a mesh has one dim, or two: (instances, ranks of an instance). param_meta, sinks: a
     `MegatronModule`'s own where they are not given.
@@ -47,7 +47,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
     together; those of the config if not given. What is in none of them forms units of its own (`units.py`).
     reading: a unit's parameters are read inside it, where another engine has cut them.
 
-    A step is that of `DistributedDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
+    A step is that of `HookDrivenDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
     in forward and backward, over dp_reduce in backward, over dp_outer once a step.
 
     Raises ModelError where units do not fit the model, or where gradients are cut and the model is in several chunks;

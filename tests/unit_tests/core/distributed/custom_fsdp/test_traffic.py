@@ -18,7 +18,8 @@ from megatron.core.distributed.custom_fsdp.traffic import (
     run_gathers,
 )
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
-from megatron.core.distributed.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Traffic
+from megatron.core.traffic_counter import Moved
 
 PARAMETERS = 3_421_696
 LAYER, EMBEDDING = 789_504, 263_680
