@@ -1,4 +1,4 @@
-"""What tools/show_schedule.py says of data parallelism: a plan with its gathers and reductions, what they move and hold.
+"""What tools/show_schedule.py says of data parallelism: a plan's gathers and reductions, what they move and hold.
 
 Units are layers of equal size. What they take is counted in layers, or in bytes where --layer-bytes says how many a
 layer has.
@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARAL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES, LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
@@ -34,47 +34,25 @@ class Shown:
     unit: str
 
 
-def add_flags(made: argparse.ArgumentParser) -> None:
-    """Those of data parallelism, named as the trainer's."""
-    group = made.add_argument_group("gathers and reductions, of one schedule")
-    group.add_argument("--data-parallel-size", type=int, metavar="N", help="ranks that share each stage")
-    group.add_argument(
-        "--num-layers", type=int, metavar="L", help="layers of the model, each a unit; all are equal"
-    )
-    group.add_argument(
-        "--data-parallel-sharding-strategy",
-        choices=STRATEGIES,
-        default="optim_grads_params",
-        help="what is cut",
-    )
-    group.add_argument(
-        "--fsdp-reshard-policy", choices=POLICIES, default="memory", help="how long units stay whole"
-    )
-    group.add_argument(
-        "--fsdp-memory-budget",
-        type=int,
-        metavar="BYTES",
-        help="of policy budget: what a rank may keep whole beyond policy memory; without --layer-bytes in layers",
-    )
-    group.add_argument(
-        "--layer-bytes", type=int, metavar="N", help="of a layer's weights, and of its gradients"
-    )
-    group.add_argument(
-        "--time-gather",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="time of one layer's gather, and of its reduction (default 0)",
-    )
+def check(args: argparse.Namespace) -> None:
+    """Raises PlanError where the flags ask for what is said of one schedule's plan, beside something else."""
+    given = [args.data_parallel_size, args.num_layers]
+    if given == [None, None]:
+        return
+    if None in given:
+        raise PlanError("gathers and reductions take both --data-parallel-size and --num-layers")
+    of_one = len(args.schedule or []) == 1 and args.schedule != ["all"]
+    if not of_one or args.measured or args.html or args.pictures or args.format not in ("text", "json"):
+        raise PlanError(
+            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text or json: leave "
+            "out --measured, --html, --pictures and further schedules"
+        )
 
 
 def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:
     """The schedule with what the flags ask for; None where they do not. Raises PlanError for what cannot be had."""
-    given = [args.data_parallel_size, args.num_layers]
-    if given == [None, None]:
+    if args.data_parallel_size is None:
         return None
-    if None in given:
-        raise PlanError("gathers and reductions take --data-parallel-size and --num-layers")
     plan, costs, size = simulation.plan, simulation.costs, args.layer_bytes or 1
     stages = _equal_layers(args.num_layers, size, plan.placement, costs)
     residency = _residency(args, plan.placement.num_ranks)
@@ -90,14 +68,6 @@ def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:
         verify_residency(plan, stages, residency),
         "bytes" if args.layer_bytes else "layers",
     )
-
-
-def refuse(args: argparse.Namespace, beside: str) -> None:
-    """Raises PlanError where flags ask for what is said of one schedule's plan, beside something else."""
-    if args.data_parallel_size is not None or args.num_layers is not None:
-        raise PlanError(
-            f"--data-parallel-size and --num-layers are of one schedule's plan, as text or JSON: leave out {beside}"
-        )
 
 
 def _residency(args: argparse.Namespace, num_ranks: int) -> Residency:
