@@ -26,8 +26,10 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.training.arguments import parse_config
@@ -35,8 +37,6 @@ from megatron.training.build import build_engine, build_gpt_model
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plan_again import measured_costs, solve_again
-from megatron.training.plans import Plans
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 
@@ -78,7 +78,7 @@ class Work:
         ).split()
         words += ["--bf16"] if self.bf16 else []
         even = parse_config(words, env=_launched(rank))
-        counts = self.line if Plans(even).placement.num_chunks == 1 else self.v
+        counts = self.line if even.schedule_spec.placement.num_chunks == 1 else self.v
         if not counts:
             return even
         stages = "|".join("t" * count for count in counts)
@@ -110,12 +110,12 @@ class OurPipeline:
         self, work: Work, schedule: str, ps: ParallelState, *, measured: int, timeline: Path | None = None
     ) -> None:
         config = work.config(schedule, ps.pp_rank)
-        self.ps, self.plans, self.count = ps, Plans(config), work.num_microbatches
-        self.engine = build_engine(config, ps, self.plans, partial(build_gpt_model, config, ps))
+        self.ps, self.count = ps, work.num_microbatches
+        self.engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
         set_schedule(self.engine.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
         self.profiler = Profiler(ps.device, ps.pp_group.ranks, start=2, end=2 + measured)
         self.runner = PipelineRunner(
-            self.plans,
+            config.schedule_spec,
             ps,
             self.engine,
             _forward_step,
@@ -129,7 +129,7 @@ class OurPipeline:
     def step(self) -> float:
         """One of the trainer's steps; the mean loss."""
         self.iteration += 1
-        batches = StepBatches(iter(self.batches), reads=self.plans.reads_data(self.ps.pp_rank))
+        batches = StepBatches(iter(self.batches), reads=self.runner.spec.reads_data(self.ps.pp_rank))
         numbers = self.runner.train(batches, iteration=self.iteration, num_microbatches=self.count)
         total, count = numbers.reduce(self.ps).losses["lm loss"]
         divisor = float(self.count)
@@ -146,18 +146,19 @@ class OurPipeline:
         group = self.ps.control_group
         figures = host_data.all_gather_json(self.profiler.local_figures(), group)
         self.profiler.forget()
-        costs = measured_costs(figures, self.plans)
-        again = solve_again(self.plans, costs, self.count, self.count, splits=True)
-        if again.layout is not None:
-            self.plans.use_layout(again.layout, again.limits)
-            self.runner.plan_anew()
-        plan = self.plans.train(self.count)
+        before = self.runner.spec
+        costs = measured_costs(figures, before)
+        again, kept, _ = solve_again(before, costs, self.count, self.count, splits=True)
+        if kept is None:
+            self.runner.plan_by(again)
+        planned_before = simulate(plan_for(before, self.count, Purpose.TRAIN), costs)
+        plan = plan_for(again, self.count, Purpose.TRAIN)
         hashes = host_data.all_gather_json(plan_hash(plan), group)
         assert len(set(hashes)) == 1, f"ranks have solved different plans: {hashes}"
         planned = simulate(plan, costs)
         return {
             "plan": hashes[0][:12],
-            "kept": again.why,
+            "kept": kept,
             **{
                 f"{kind}_ms": [round(one / 1e6, 2) for one in times]
                 for kind, times in (("f", costs.f), ("b", costs.b), ("w", costs.w))
@@ -165,7 +166,7 @@ class OurPipeline:
             "comm_ms": round(costs.comm / 1e6, 3),
             "planned_ms": planned.cost / 1e6,
             "planned_bubble": max(0.0, planned.bubble_rate),
-            "planned_bubble_before": max(0.0, again.before.bubble_rate),
+            "planned_bubble_before": max(0.0, planned_before.bubble_rate),
             "activation_mb": [round(size / 1e6, 1) for size in costs.activation],
         }
 
@@ -223,11 +224,11 @@ class TorchPipeline:
 
     def __init__(self, work: Work, schedule: str, rank: int, *, pure: bool) -> None:
         config = work.config(schedule, rank)
-        plans = Plans(config)
-        numbers = plans.local_stages(rank)
-        specs = [plans.stages[number] for number in numbers]
-        self.begins, self.ends = any(spec.embedding for spec in specs), any(spec.loss for spec in specs)
-        modules = [PlainStage(work, spec, autocast=work.bf16 and not pure) for spec in specs]
+        spec = config.schedule_spec
+        numbers = spec.local_stages(rank)
+        specs = spec.held_by(rank)
+        self.begins, self.ends = any(one.embedding for one in specs), any(one.loss for one in specs)
+        modules = [PlainStage(work, one, autocast=work.bf16 and not pure) for one in specs]
         self.model = nn.ModuleList(modules)
         _copy_initial(config, modules, work)
         if work.bf16 and pure:
@@ -236,12 +237,12 @@ class TorchPipeline:
         rest = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, fused=True)
-        total = plans.placement.num_stages
+        total = spec.placement.num_stages
         stages = [
             PipelineStage(module, number, total, torch.device("cpu"))
             for module, number in zip(modules, numbers, strict=True)
         ]
-        one_chunk = plans.placement.num_chunks == 1
+        one_chunk = spec.placement.num_chunks == 1
         self.schedule: Any = PEERS[schedule](
             stages[0] if one_chunk else stages,
             work.num_microbatches,

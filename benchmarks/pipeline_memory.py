@@ -37,13 +37,13 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import bytes_in_use
 from megatron.training.arguments import parse_config
 from megatron.training.build import build_engine, build_gpt_model
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plans import Plans
 from megatron.training.schedule_choice import model_costs
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
@@ -150,14 +150,14 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = work.config(schedule, ctx.rank)
     ps = ctx.make_ps(pp=work.ranks)
-    plans = Plans(config)
-    engine = build_engine(config, ps, plans, partial(build_gpt_model, config, ps))
+    spec = config.schedule_spec
+    engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
     heap = HeapRecorder(ctx)
-    runner = PipelineRunner(plans, ps, engine, forward_step, Timers(0), per_token_loss=False, recorder=heap)
+    runner = PipelineRunner(spec, ps, engine, forward_step, Timers(0), per_token_loss=False, recorder=heap)
     batches = work.batches()
 
     def step(iteration: int) -> None:
-        drawn = StepBatches(iter(batches), reads=plans.reads_data(ps.pp_rank))
+        drawn = StepBatches(iter(batches), reads=spec.reads_data(ps.pp_rank))
         runner.train(drawn, iteration=iteration, num_microbatches=work.num_microbatches)
 
     step(1)  # buffers are allocated, routes know their shapes
@@ -171,7 +171,7 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
         found.append((heap.peak - before, live.above_baseline, heap.text()))
     costs = model_costs(config)
     assert costs is not None, "the configuration is complete"
-    planned = simulate(plans.train(work.num_microbatches), costs.of_stages(plans.stages))
+    planned = simulate(plan_for(spec, work.num_microbatches, Purpose.TRAIN), costs.of_stages(spec.stages))
     between, anywhere, where = max(found)
     return {
         "planned": round(planned.peak_activation[ps.pp_rank]),

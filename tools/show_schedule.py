@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.plan import overlay
-from megatron.core.pipeline_parallel.plan.auto import choose
+from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.compare import (
     Entry,
     entry_of,
@@ -46,6 +46,7 @@ from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from tools import schedule_residency
@@ -132,17 +133,15 @@ def run(args: argparse.Namespace) -> str:
 
 def chosen(args: argparse.Namespace) -> tuple[Entry, list[str]]:
     """The fastest schedule that fits, and a line on each. Raises PlanError where none does."""
-    both = {name: request_of(args, name, several=True) for name in SCHEDULES}
-    first = both["1f1b"][0]
-    choice = choose(
-        {name: row.generate for name, row in SCHEDULES.items()},
-        Request(first.num_ranks, first.num_microbatches, memory_limit=first.memory_limit),
-        costs=lambda name, plan: both[name][1],
-        requests={name: request for name, (request, _) in both.items()},
-    )
-    reasons = choice.lines()
-    best = choice.best
-    return Entry(best.name, best.simulation, remarks=(f"chosen by {AUTO}",)), reasons
+    candidates = []
+    for name in SCHEDULES:
+        request, costs = request_of(args, name, several=True)
+        placement = SCHEDULES[name].placed(request.num_ranks, request.num_chunks)
+        group, limits = request.group_size, request.memory_limit
+        candidates.append(ScheduleSpec(name, placement, costs, group_size=group, limits=limits))
+    best = fastest(candidates, args.microbatches)
+    simulation = simulate(plan_for(best, args.microbatches, Purpose.TRAIN), best.costs)
+    return Entry(best.schedule, simulation, remarks=(f"chosen by {AUTO}",)), list(best.reasons)
 
 
 def run_compared(args: argparse.Namespace, names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,15 @@ from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
+    from megatron.core.host_transport import HostTransport, Operation
     from megatron.core.parallel_state import (
         Group,
     )  # which itself gathers a few numbers before it makes groups
 
+    Running: TypeAlias = dist.Work | Works | Operation
+    _Started: TypeAlias = tuple[Callable[[], Running], Callable[[], None], tuple[Tensor, ...]]
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-Running = dist.Work | Works
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _all_gather_flat = dist.all_gather_single if _TORCH >= (2, 13) else dist.all_gather_into_tensor
@@ -162,8 +165,7 @@ def reduce_scatter_units(
             part.take(part.full[0])
         return _done("reduce_scatter", group)
     _count("reduce_scatter", group, (part.full for part in parts))
-    start = _exchange if group.backend == "gloo" else _reduce_at_once
-    call, finish, temporaries = start(parts, group)
+    call, finish, temporaries = _reduce(parts, group)
     return _launch(
         "reduce_scatter",
         group,
@@ -182,13 +184,13 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     distributed/distributed_data_parallel. It receives beside the bucket (`holds_temporary`), and its second half
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     """
+    parts = bucket.view(group.size, bucket.numel() // group.size)
     order_free = group.size == 2 and bucket.element_size() >= 4  # a sum of two has one order
-    if group.size == 1 or group.backend != "gloo" or order_free:
+    if group.size == 1 or group.backend != "gloo" or (order_free and not _on_host([parts[1:]], group)):
         return all_reduce(bucket, group, async_op=True)
-    parts = bucket.view(group.size, -1)
     share = parts[group.rank]
-    call, sum_parts, temporaries = _exchange([_Part(share, parts, False)], group)
     _count("all_reduce", group, (bucket,))
+    call, sum_parts, temporaries = _reduce([_Part(share, parts, False)], group)
 
     def gather_sums() -> None:
         sum_parts()
@@ -219,11 +221,14 @@ def _copy_own(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
             output[rank].copy_(input)
 
 
-def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Works:
+def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Running:
     """All-gather on gloo."""
-    works = gather_in_pairs(flat, _process_group(group))
+    if host := _on_host([input for _, input in flat], group):
+        work: Running = host.all_gather(flat)
+    else:
+        work = gather_in_pairs(flat, _process_group(group))
     _copy_own(flat, group.rank)
-    return works
+    return work
 
 
 def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Running:
@@ -242,7 +247,22 @@ def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Runn
     return Works(together.works)
 
 
-_Started = tuple[Callable[[], Running], Callable[[], None], tuple[Tensor, ...]]
+def _reduce(parts: Sequence[_Part], group: Group) -> _Started:
+    """Reduce-scatter by the best way that the group has."""
+    if host := _on_host([part.full[1:] for part in parts], group):
+        items = [(part.shard, part.full, part.accumulate) for part in parts]
+        return lambda: host.reduce_scatter(items), _nothing, ()
+    start = _exchange if group.backend == "gloo" else _reduce_at_once
+    return start(parts, group)
+
+
+def _on_host(tensors: Sequence[Tensor], group: Group) -> HostTransport | None:
+    """What takes these from rank to rank without a message; None where messages have to."""
+    return group.host if group.host is not None and group.host.fits(tensors) else None
+
+
+def _nothing() -> None:
+    """Is left to do."""
 
 
 def _exchange(parts: Sequence[_Part], group: Group) -> _Started:

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.device import Device, current_device
+from megatron.core.host_transport import HostTransport, meet_on_host
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_grid import RankGrid
 from megatron.core.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
@@ -38,7 +39,7 @@ class Group:
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
     one, which never communicates. observer: hears of every collective before it begins. traffic: what its collectives
-    have moved.
+    have moved. host: what moves tensors between its ranks without messages, where there is one.
     """
 
     purpose: str
@@ -50,6 +51,7 @@ class Group:
     timeout: datetime.timedelta
     observer: Observer | None = None
     traffic: TrafficCounter = dataclasses.field(default_factory=TrafficCounter, compare=False, repr=False)
+    host: HostTransport | None = dataclasses.field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -256,6 +258,7 @@ def make_state_of_parts(
     """
     rank = dist.get_rank()
     groups: dict[str, Group] = {}
+    transports: list[HostTransport] = []
     for purpose in PURPOSES:
         ranks = own.own_ranks(purpose, rank)
         lists = [one for part in parts for one in part.rank_lists(purpose)]
@@ -264,9 +267,9 @@ def make_state_of_parts(
             observer("new_group", purpose.name, ranks)
         with peer_loss_named("new_group", purpose.name, ranks, rank):
             process_group = _make_communicator(purpose, lists, ranks, backend, timeout)
-        groups[purpose.name] = Group(
-            purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout, observer
-        )
+        group = Group(purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout)
+        host = meet_on_host(group, transports) if purpose.on_host else None
+        groups[purpose.name] = dataclasses.replace(group, observer=observer, host=host)
     place, size = own.ranks.index(rank), len(own.ranks)
     return ParallelState(place, size, own.grid, device, timeout, MappingProxyType(groups))
 

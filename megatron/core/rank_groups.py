@@ -25,7 +25,8 @@ class Purpose:
     distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
     talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
     that can name the missing rank). point_to_point: its ranks talk in pairs, not all together. high_priority: on
-    CUDA its messages go before kernels that wait to be started.
+    CUDA its messages go before kernels that wait to be started. on_host: where all its ranks compute on the CPUs of one
+    host, large tensors go through memory that they share (`host_transport`).
     """
 
     name: str
@@ -34,14 +35,16 @@ class Purpose:
     transport: Literal["device", "host"] = "device"
     point_to_point: bool = False
     high_priority: bool = False
+    on_host: bool = False
 
 
 PURPOSES = (
     Purpose("world", WORLD_AXES),  # losses, flags that all ranks must agree on
     Purpose("control", WORLD_AXES, transport="host"),  # JSON, barriers, checkpoints' plans
     Purpose("dp", "dp"),  # sums over the ranks that see different samples
-    Purpose("dp_reduce", "dp", part="inner", high_priority=True),  # gradients of one optimizer instance
-    Purpose("dp_gather", "dp", part="inner", high_priority=True),  # its parameters, gathered meanwhile
+    # Gradients of one optimizer instance; its parameters, gathered meanwhile.
+    Purpose("dp_reduce", "dp", part="inner", high_priority=True, on_host=True),
+    Purpose("dp_gather", "dp", part="inner", high_priority=True, on_host=True),
     Purpose("dp_outer", "dp", part="outer"),  # the same shard in every instance
     Purpose("tp", "tp"),  # activations inside a layer
     Purpose("mp", "tp-pp"),  # all that together hold one copy of the model: norms, counts

@@ -23,7 +23,6 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.initial_weights import broadcast_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
@@ -34,11 +33,11 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
 )
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
+from megatron.core.pipeline_parallel.plan.spec import StageSpec
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
-from megatron.training.plans import Plans
 from megatron.training.schedule_choice import told_schedule
 from megatron.training.weight_pieces import weight_pieces
 
@@ -113,12 +112,11 @@ def build_gpt_model(
     assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
     tp, layers, other_end_here = TensorParallel(), None, False
     if ps is not None:
-        plans = Plans(config)
-        if plans.placement.num_chunks > 1 and vp_stage is None:
+        held_here = config.schedule_spec.held_by(ps.pp_rank)
+        if len(held_here) > 1 and vp_stage is None:
             raise ModelError(
                 "interleaving builds several chunks a rank: pass the model provider's vp_stage on to build_gpt_model"
             )
-        held_here = [plans.stages[stage] for stage in plans.local_stages(ps.pp_rank)]
         spec = held_here[vp_stage or 0]
         given, held = (pre_process, post_process), (spec.embedding, spec.loss)
         if given != held:
@@ -150,15 +148,16 @@ def params_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def build_engine(config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider) -> Engine:
+def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Engine:
     """Build this rank's chunks and wrap them. Communicates over mp, and for models that are not ours over dp (their
     initial weights), and over the world for schedules that split backwards. Raises ModelError for what the model cannot
     do under these flags."""
+    spec = config.schedule_spec
     chunks = tuple(
-        _build_chunk(config, ps, plans, model_provider, chunk) for chunk in range(plans.placement.num_chunks)
+        _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
     )
-    if plans.splits_backward:
-        _refuse_together(chunks, told_schedule(config, plans.schedule), ps)
+    if spec.splits_backward:
+        _refuse_together(chunks, told_schedule(config, spec.schedule), ps)
     _join_uses([chunk.module for chunk in chunks])
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
@@ -190,13 +189,11 @@ def _data_parallel(
     return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
 
 
-def _build_chunk(
-    config: Config, ps: ParallelState, plans: Plans, model_provider: ModelProvider, chunk: int
-) -> Chunk:
+def _build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
     """Call the user's provider for one chunk. Raises ModelError for what the model or provider cannot do."""
-    stage = plans.local_stages(ps.pp_rank)[chunk]
-    spec = plans.stages[stage]
-    several = plans.placement.num_chunks > 1
+    schedule = config.schedule_spec
+    stage = schedule.local_stages(ps.pp_rank)[chunk]
+    spec, several = schedule.stages[stage], schedule.placement.num_chunks > 1
     arguments: dict[str, Any] = {"pre_process": spec.embedding, "post_process": spec.loss}
     if "vp_stage" in inspect.signature(model_provider).parameters:
         arguments["vp_stage"] = chunk if several else None

@@ -10,14 +10,18 @@ from typing import Any
 
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
+from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.optional import available
+from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.rank_grid import AXES, RankGrid, RankGridError
 from megatron.core.safe_files import read_json
 from megatron.training.config import Config
-from megatron.training.pipeline_facts import PipelineFacts, pipeline_facts
 from megatron.training.problems import Problem
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rules_run import MAX_VOCABULARY_BYTES, unusable_files
+from megatron.training.schedule_choice import last_num_microbatches
 
 _SHOWN_GROUPS = 8
 
@@ -38,7 +42,7 @@ class Report:
     config: Config
     grid: RankGrid | None
     expert_grid: RankGrid | None
-    pipeline: PipelineFacts | None
+    pipeline: ScheduleSpec | None
     parameters: Parameters
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -57,7 +61,7 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
             f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "
             "Transformer Engine (pip install 'transformer_engine[pytorch]')"
         )
-    pipeline = pipeline_facts(config)
+    pipeline = _pipeline(config)
     return Report(
         config=config,
         grid=grid,
@@ -86,6 +90,21 @@ def _expert_grid(config: Config) -> RankGrid | None:
         return None
 
 
+def _pipeline(config: Config) -> ScheduleSpec | None:
+    """None where layers do not divide over stages, or nothing fits."""
+    if config.model.num_layers is None:
+        return None
+    try:
+        return config.schedule_spec
+    except (StageLayersError, PlanError):
+        return None
+
+
+def _num_microbatches(config: Config) -> int | None:
+    """Of one step after the ramp, None where the batch does not divide."""
+    return None if config.batch_schedule_or_none() is None else last_num_microbatches(config)
+
+
 def _with_vocabulary(config: Config) -> Config:
     """With the padded vocabulary where it can be told without building the tokenizer."""
     if config.model.padded_vocab_size is not None:
@@ -110,7 +129,7 @@ def _vocabulary(config: Config) -> int | None:
 
 
 def _parameters(
-    config: Config, grid: RankGrid | None, pipeline: PipelineFacts | None, problems: Sequence[Problem]
+    config: Config, grid: RankGrid | None, pipeline: ScheduleSpec | None, problems: Sequence[Problem]
 ) -> Parameters:
     model = config.model
     needed = (
@@ -219,7 +238,9 @@ def render_json(report: Report) -> str:
         "origin": {name: config.origin.get(name, "default") for name in values},
         "grid": grid,
         "sharding": _sharding(report),
-        "pipeline": None if report.pipeline is None else report.pipeline.as_json(),
+        "pipeline": None
+        if report.pipeline is None
+        else pipeline_facts(report.pipeline, _num_microbatches(config)),
         "parameters": {
             "total": report.parameters.total,
             "per_rank": report.parameters.per_rank,
@@ -261,8 +282,9 @@ def _summary(report: Report) -> list[str]:
     if (sharding := _sharding(report)) is not None:
         held = ", ".join(f"1/{ways} of {what}" for what, ways in sharding["ways"].items())
         lines.append(f"sharding: {sharding['strategy']}: a rank holds {held}")
-    if report.pipeline is not None:
-        lines += report.pipeline.lines()
+    if (spec := report.pipeline) is not None:
+        lines += facts_lines(spec, _num_microbatches(report.config))
+        lines += [f"  {line.removeprefix(' > ')}" for line in layer_map_lines(spec.stages, spec.placement)]
     parameters = report.parameters
     if parameters.total is not None:
         lines.append(f"parameters: {parameters.total} in all")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from megatron.core.datasets.gpt_dataset_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.rank_grid import (
     DEFAULT_ORDER,
     TP_PP_DP_ORDER,
@@ -24,6 +26,7 @@ from megatron.core.rank_grid import (
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.microbatches import BatchSchedule, BatchScheduleError
+from megatron.training.schedule_choice import schedule_spec
 from megatron.training.training_config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -203,6 +206,11 @@ class Config:
             return self.batch_schedule()
         except (BatchScheduleError, RankGridError):
             return None
+
+    @functools.cached_property
+    def schedule_spec(self) -> ScheduleSpec:
+        """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError."""
+        return schedule_spec(self)
 
     @property
     def total_iterations(self) -> int:

@@ -10,7 +10,6 @@ from megatron.training.config import Config
 from megatron.training.data import DataIterators, EvaluationSet
 from megatron.training.microbatches import ends_at
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plans import Plans
 from megatron.training.reporter import Evaluated, Reporter
 from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
@@ -25,7 +24,6 @@ class Evaluator:
     def __init__(
         self,
         session: Session,
-        plans: Plans,
         runner: PipelineRunner,
         reporter: Reporter,
         clock: RunClock,
@@ -39,7 +37,7 @@ class Evaluator:
         self._clock = clock
         self._state = state
         self._data = data
-        self._reads = plans.reads_data(session.ps.pp_rank)
+        self._reads = runner.spec.reads_data(session.ps.pp_rank)
         self._newest: tuple[int, list[Evaluated]] | None = None  # iteration, of its validation sets
 
     def if_due(self) -> None:

@@ -21,7 +21,6 @@ from megatron.training.flops import train_step_flops
 from megatron.training.microbatches import ends_at
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plans import Plans
 from megatron.training.replan import Replanner
 from megatron.training.replica_check import check_replicas
 from megatron.training.reporter import Reporter
@@ -51,7 +50,7 @@ class TrainingLoop:
     """Iterations, and what happens between them: evaluation, checkpoints, and the decision to stop."""
 
     def __init__(
-        self, session: Session, signals: SignalHandler, plans: Plans, engine: Engine, runner: PipelineRunner
+        self, session: Session, signals: SignalHandler, engine: Engine, runner: PipelineRunner
     ) -> None:
         config = session.config
         self.session = session
@@ -60,7 +59,6 @@ class TrainingLoop:
         self._ledger_logged = False
         self._config = config
         self._signals = signals
-        self._plans = plans
         self._runner = runner
         self._batch = config.batch_schedule()
         self._nan_policy = NanPolicy(
@@ -98,7 +96,7 @@ class TrainingLoop:
         """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
         session, config = self.session, self._config
         num_microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
-        report_model(session, self._plans, self.engine, num_microbatches)
+        report_model(session, self._runner.spec, self.engine, num_microbatches)
         self.checkpoints.load()
         self._begun_at = self.state.consumed_train_samples
         self.state.consumed_valid_samples = first_validation_sample(self.state, config)
@@ -110,7 +108,7 @@ class TrainingLoop:
                 train_iters=self.state.train_iters,
                 consumed_train_samples=self.state.consumed_train_samples,
                 consumed_valid_samples=self.state.consumed_valid_samples,
-                reads=self._plans.reads_data(session.ps.pp_rank),
+                reads=self._runner.spec.reads_data(session.ps.pp_rank),
             )
         if not config.evaluation.skip_train:
             self.checkpoints.compare_data(data)
@@ -118,16 +116,13 @@ class TrainingLoop:
         self.checkpoints.report_to(self._reporter)
         self._replanner = Replanner(
             session,
-            self._plans,
             self._runner,
             self.engine,
             self._reporter,
             self._clock,
             self.state.iteration + 1,
         )
-        evaluator = Evaluator(
-            session, self._plans, self._runner, self._reporter, self._clock, self.state, data
-        )
+        evaluator = Evaluator(session, self._runner, self._reporter, self._clock, self.state, data)
         writers = self._reporter.writers
         global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
         try:

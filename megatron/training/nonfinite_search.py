@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron.core import host_data
-from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import ParallelState
 from megatron.training.build import Engine
 from megatron.training.nan_policy import NonFiniteSite, first_site
@@ -63,13 +62,8 @@ def _nonfinite_weights(engine: Engine) -> Iterator[str]:
 
 def _nonfinite_gradients(engine: Engine) -> Iterator[str]:
     """Parameters whose own gradient of this rank is not finite, after a step without reduction, in model order."""
-    model = engine.model
-    whole = model.buffer.sharding.main_grads is Cut.WHOLE
-    found = frozenset(model.nonfinite_keys())  # of gradients that are gone: where they are not whole
-    for name in model.buffer.names:
-        for key in model.buffer.param_meta[name].grad_keys:
-            if not _is_finite(model.buffer.main_grad(key)) if whole else key in found:
-                yield name
+    buffer, found = engine.model.buffer, frozenset(engine.model.nonfinite_keys())
+    return (name for name in buffer.names if not found.isdisjoint(buffer.param_meta[name].grad_keys))
 
 
 def _is_finite(tensor: Tensor) -> bool:

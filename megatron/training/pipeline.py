@@ -6,7 +6,6 @@ One path for every run: a world of one executes the plan of one stage.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.unit_events import UnitEvents
-from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
-from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, StageSpec, plan_for
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
@@ -32,8 +29,7 @@ from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundari
 from megatron.core.protocols import Stage
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
-from megatron.training.pipeline_memory import check_snapshot, settle_limits
-from megatron.training.plans import Plans
+from megatron.training.pipeline_memory import check_snapshot, settled
 from megatron.training.residency import residency_of, units_of_all_stages
 from megatron.training.run_folder import OutputPathError
 from megatron.training.session import Session
@@ -55,14 +51,6 @@ class _Step:
     batches: StepBatches
     iteration: int
     numbers: StepNumbers
-
-
-class _For(enum.Enum):
-    """What a plan is run for."""
-
-    TRAIN = "train"
-    TRAIN_AND_STEP = "train and step"
-    EVALUATE = "evaluate"
 
 
 class _TimedStage(ModelStage):
@@ -94,7 +82,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        plans: Plans,
+        spec: ScheduleSpec,
         ps: ParallelState,
         engine: Engine,
         forward_step: ForwardStep,
@@ -105,7 +93,7 @@ class PipelineRunner:
         profiler: Profiler | None = None,
     ) -> None:
         self.profiler = profiler
-        self._plans = plans
+        self._spec = spec
         self._ps = ps
         self._engine = engine
         self._forward_step = forward_step
@@ -117,16 +105,15 @@ class PipelineRunner:
         self._validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
-        self._residency = residency_of(engine.model, plans.placement.num_ranks)
-        self._units: tuple[StageUnits, ...] = ()
         self._boundaries = UnitBoundaries()
-        if self._residency.moves:
-            own = plans.local_stages(ps.pp_rank)
-            self._units = units_of_all_stages(engine.model, ps, own, plans.costs)
+        residency = residency_of(engine.model, spec.placement.num_ranks)
+        if residency.moves:
+            units = units_of_all_stages(engine.model, ps, spec.local_stages(ps.pp_rank), spec.costs)
+            self._spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             watch_units(engine, self._boundaries)
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
-        self._executors: dict[tuple[int, _For], Executor] = {}  # (microbatches, what for)
+        self._executors: dict[tuple[int, Purpose], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
 
     def train(
@@ -139,7 +126,7 @@ class PipelineRunner:
         """
         self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
         self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
-        self._execute(num_microbatches, iteration, _For.TRAIN)
+        self._execute(num_microbatches, iteration, Purpose.TRAIN)
         numbers = self.finish_gradients() if reduce_gradients else self._named(self._step.numbers, True)
         self._step = None
         return numbers
@@ -154,7 +141,7 @@ class PipelineRunner:
         self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
         keep = self._validator is not None and self._validator.pending
         self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
-        done = self._execute(num_microbatches, iteration, _For.TRAIN_AND_STEP)
+        done = self._execute(num_microbatches, iteration, Purpose.TRAIN_AND_STEP)
         self._step = None
         return done
 
@@ -175,14 +162,23 @@ class PipelineRunner:
         for module in modules:
             module.eval()
         with torch.no_grad():
-            self._execute(num_microbatches, iteration, _For.EVALUATE)
+            self._execute(num_microbatches, iteration, Purpose.EVALUATE)
         self._step = None
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
         self._named(numbers, False)
 
-    def plan_anew(self) -> None:
-        """Between steps, on all ranks alike: the plans are others from now on."""
+    @property
+    def spec(self) -> ScheduleSpec:
+        """By which steps and evaluations are planned."""
+        return self._spec
+
+    def plan_by(self, spec: ScheduleSpec) -> None:
+        """From now on. Between steps, on all ranks alike; layers stay where they are."""
+        assert (spec.placement, spec.stages) == (self._spec.placement, self._spec.stages), (
+            f"layers cannot move from {self._spec.placement} to {spec.placement}"
+        )
+        self._spec = spec
         self._executors.clear()
 
     def close(self) -> None:
@@ -198,34 +194,28 @@ class PipelineRunner:
             numbers.agree(self._loss_names[training])
         return numbers
 
-    def _execute(self, num_microbatches: int, iteration: int, purpose: _For) -> bool:
+    def _execute(self, num_microbatches: int, iteration: int, purpose: Purpose) -> bool:
         key = (num_microbatches, purpose)
         if key not in self._executors:
             self._executors[key] = self._executor(num_microbatches, purpose)
         return self._executors[key].run(iteration)
 
-    def _executor(self, num_microbatches: int, purpose: _For) -> Executor:
-        plans, training = self._plans, purpose is not _For.EVALUATE
+    def _executor(self, num_microbatches: int, purpose: Purpose) -> Executor:
+        training = purpose is not Purpose.EVALUATE
         handlers: Mapping[Kind, Handler] | None = None
         validation: Validation | None = None
-        if purpose is _For.TRAIN_AND_STEP:
+        if purpose is Purpose.TRAIN_AND_STEP:
             assert self._validator is not None, "train_and_step() before validate_by()"
-            plan = plans.train_and_step(num_microbatches)
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
             handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
-        else:
-            plan = (plans.train if training else plans.evaluate)(num_microbatches)
-        units: dict[int, StageUnits] | None = None
-        if self._residency.moves:
-            plan = add_residency(plan, self._units, self._residency, plans.costs)
-            units = {stage: self._units[stage] for stage in self._own_stages}
+        units = self._spec.stages_units
         return Executor(
-            plan,
+            plan_for(self._spec, num_microbatches, purpose),
             self._ps.pp_rank,
             self._stages,
             self._channel,
             self._engine.model,
-            units=units,
+            units=None if units is None else {stage: units[stage] for stage in self._own_stages},
             boundaries=self._boundaries,
             recorder=self._recorder if training else None,
             handlers=handlers,
@@ -279,23 +269,23 @@ def watch_units(engine: Engine, boundaries: UnitBoundaries) -> None:
             one.sink.report_units(unit_of, functools.partial(boundaries.unit_begins, chunk))
 
 
-def build_runner(session: Session, plans: Plans, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
+def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
     """The runner of a run, by its flags. Communicates over the world where the device limits activations.
 
     Raises OutputPathError where the timeline cannot be written, ConfigurationError where the device has no room.
     """
     parallel = session.config.parallel
     engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
-    settle_limits(session, plans, engine)
+    spec = settled(session, engine)
     if parallel.enable_optimizer_post_validation:
-        check_snapshot(session, plans, engine)
+        check_snapshot(session, spec, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
     return PipelineRunner(
-        plans,
+        spec,
         session.ps,
         engine,
         forward_step,

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
 from megatron.training.build import Engine
-from megatron.training.plans import Plans
+from megatron.training.config import Config
 from megatron.training.problems import ConfigurationError, Problem
+from megatron.training.schedule_choice import last_num_microbatches, staged_model
 from megatron.training.session import Session
 
 _FLAGS = ("--zero-bubble-max-pending-backward", "--zero-bubble-adaptive-memory-limit-percentile")
 
 
-def settle_limits(session: Session, plans: Plans, engine: Engine) -> None:
-    """Say what limits the plans and why `auto` chose as it did; on CUDA, find the limit that flags leave to the device.
-    Tell the layers whether they keep gathered inputs.
+def settled(session: Session, engine: Engine) -> ScheduleSpec:
+    """The schedule of the run. On CUDA, with the limit that flags leave to the device. Says what limits there are and
+    why `auto` chose as it did, and tells the layers whether they keep gathered inputs.
 
     Communicates over the world where the device decides. Raises ConfigurationError, on every rank alike, where it has
     too little memory left.
     """
-    for line in plans.reasons:
-        session.print_rank_0(f" > --pipeline-schedule auto: {line}")
-    if plans.asks_device:
+    config, tell = session.config, session.print_rank_0
+    spec, parallel = config.schedule_spec, config.parallel
+    for line in spec.reasons:
+        tell(f" > --pipeline-schedule auto: {line}")
+    if asks_device(config):
         total = session.device.total_bytes()
-        if total is None:
-            ranks = plans.placement.num_ranks
-            session.print_rank_0(
-                f" > --zero-bubble-max-pending-backward auto is the number of pipeline ranks on CPU, {ranks}"
-            )
+        if total is not None:
+            spec = _limited_by_device(session, spec, engine, total)
         else:
-            _limit_by_device(session, plans, engine, total)
+            ranks = f"the number of pipeline ranks on CPU, {spec.placement.num_ranks}"
+            tell(f" > --zero-bubble-max-pending-backward auto is {ranks}")
     for chunk in engine.chunks:
         if chunk.sink is not None:
-            chunk.sink.keeps_gathered = plans.keeps_gathered
-    if plans.keeps_gathered:
-        session.print_rank_0(" > the limit has room for gathered inputs: kept for W, not gathered again")
-    elif session.config.parallel.sequence_parallel and plans.splits_backward and plans.limits is None:
-        session.print_rank_0(
+            chunk.sink.keeps_gathered = spec.keeps_gathered
+    if spec.keeps_gathered:
+        tell(" > the limit has room for gathered inputs: kept for W, not gathered again")
+    elif parallel.sequence_parallel and spec.splits_backward and spec.limits is None:
+        tell(
             " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
         )
-    if plans.limits is not None:
-        unit = "MiB" if plans.estimated else "activations"
-        shown = ", ".join(f"{limit / 2**20 if plans.estimated else limit:.1f}" for limit in plans.limits)
-        session.print_rank_0(f" > limit of activations by pipeline rank: {shown} {unit}")
+    if spec.limits is not None:
+        unit = "MiB" if spec.estimated else "activations"
+        shown = ", ".join(f"{limit / 2**20 if spec.estimated else limit:.1f}" for limit in spec.limits)
+        tell(f" > limit of activations by pipeline rank: {shown} {unit}")
+    return spec
+
+
+def asks_device(config: Config) -> bool:
+    """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
+    parallel, spec = config.parallel, config.schedule_spec
+    by_flags = parallel.enable_zero_bubble and not parallel.zero_bubble_v_schedule
+    return by_flags and spec.file is None and spec.limits is None and spec.estimated
 
 
 def device_limits(told: Sequence[tuple[int, int, int]], percentile: int, num_ranks: int) -> tuple[float, ...]:
@@ -55,7 +66,7 @@ def device_limits(told: Sequence[tuple[int, int, int]], percentile: int, num_ran
     return tuple(max(0.0, min(of_rank)) for of_rank in left)
 
 
-def _limit_by_device(session: Session, plans: Plans, engine: Engine, total: int) -> None:
+def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, total: int) -> ScheduleSpec:
     """Once weights and what the optimizer will hold have their memory, or are known."""
     parallel = session.config.parallel
     percentile = parallel.zero_bubble_adaptive_memory_limit_percentile
@@ -63,17 +74,19 @@ def _limit_by_device(session: Session, plans: Plans, engine: Engine, total: int)
     if parallel.enable_optimizer_post_validation:
         used += engine.optimizer.snapshot_bytes()
     told = [tuple(one) for one in session.gather([session.ps.pp_rank, used, total])]
-    plans.limit(device_limits(told, percentile, plans.placement.num_ranks))
-    schedule = session.config.batch_schedule()
+    limits = device_limits(told, percentile, spec.placement.num_ranks)
+    config, spec = session.config, dataclasses.replace(spec, limits=limits)
+    spec = staged_model(config).with_gathered_inputs(spec, last_num_microbatches(config))
     try:
-        plans.train(schedule.num_microbatches(0))
+        plan_for(spec, config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
     except PlanError as error:
         fix = "use fewer layers a rank, smaller microbatches or recomputation, or a higher percentile"
         message = f"{percentile} % of the device's memory leaves too little for activations: {error}"
         raise ConfigurationError([Problem("device-memory", _FLAGS, message, fix)]) from None
+    return spec
 
 
-def check_snapshot(session: Session, plans: Plans, engine: Engine) -> None:
+def check_snapshot(session: Session, spec: ScheduleSpec, engine: Engine) -> None:
     """--post-validation-rollback snapshot: whether this machine has room for it beside the activations that the plan
     holds, where these are known. Communicates over the world.
 
@@ -81,15 +94,16 @@ def check_snapshot(session: Session, plans: Plans, engine: Engine) -> None:
     """
     ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
     needed = engine.optimizer.snapshot_bytes()
-    if needed and plans.estimated:
-        row = plans.train(session.config.batch_schedule().num_microbatches(0)).rows[session.ps.pp_rank]
-        needed += round(peak_activation(session.ps.pp_rank, row, plans.costs))
+    if needed and spec.estimated:
+        plan = plan_for(spec, session.config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
+        pp_rank = session.ps.pp_rank
+        needed += round(peak_activation(pp_rank, plan.rows[pp_rank], spec.costs))
     told = session.gather([needed * ranks_here, session.device.free_bytes()])
     for rank, (needed, free) in enumerate(told):
         if free is not None and needed > free:
             message = (
                 f"rank {rank}: copies of main weights and moments, to take steps back to, "
-                f"{'and the activations of the plan ' if plans.estimated else ''}take {needed / 2**20:.0f} MiB"
+                f"{'and the activations of the plan ' if spec.estimated else ''}take {needed / 2**20:.0f} MiB"
                 + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
                 + f", of which {free / 2**20:.0f} MiB are free"
             )

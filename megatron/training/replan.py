@@ -9,27 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import drifted, measured_bubbles, peaks_of
+from megatron.core.pipeline_parallel.plan.measured_costs import drifted, measured_bubbles
+from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from megatron.training import pipeline_lines
 from megatron.training.build import Engine, refuse_unsplittable
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plan_again import Again, measured_costs, solve_again, window_of
-from megatron.training.plans import Plans, last_num_microbatches
 from megatron.training.reporter import Reporter
 from megatron.training.run_clock import RunClock
+from megatron.training.schedule_choice import last_num_microbatches
 from megatron.training.session import Session
 
 PLAN_FILE = "pipeline-plan.json"
-_NS_PER_MS = 1e6
 
 
 class Replanner:
@@ -44,40 +45,33 @@ class Replanner:
     def __init__(
         self,
         session: Session,
-        plans: Plans,
         runner: PipelineRunner,
         engine: Engine,
         reporter: Reporter,
         clock: RunClock,
         first_iteration: int,
     ) -> None:
-        parallel = session.config.parallel
-        self._session, self._plans, self._runner = session, plans, runner
+        self._session, self._runner = session, runner
         self._engine, self._reporter, self._clock = engine, reporter, clock
-        self._start, self._end = window_of(
-            parallel.zero_bubble_pipeline_timers_start_iter,
-            parallel.zero_bubble_pipeline_timers_end_iter,
-            first_iteration,
-        )
-        self._length = self._end - self._start
+        self._start, self._length = window_of(session.config.parallel, first_iteration)
         self._costs: CostModel | None = None  # as last measured
         self._planned: dict[int, float] = {}  # microbatches -> bubble of the plan, by the newest costs
         self._fewest_steps = 0  # that a rank has kept, as of the last log interval
         if runner.profiler is not None:
-            runner.profiler.move_window(self._start, self._end)
+            runner.profiler.move_window(self._start, self._start + self._length)
 
-    def after_step(self, iteration: int, num_microbatches: int) -> pipeline_lines.Bubbles | None:
+    def after_step(self, iteration: int, num_microbatches: int) -> Bubbles | None:
         """The bubbles of a log interval's last iteration, where a whole pipeline has measured it. Communicates then
         over the world."""
         profiler, session = self._runner.profiler, self._session
         if profiler is None or iteration % session.config.logging.log_interval:
             return None
-        told = session.gather([profiler.num_steps, _figures_of_step(profiler, session, iteration)])
+        told = session.gather([profiler.num_steps, profiler.figures_of_step(iteration)])
         self._fewest_steps = min(num_steps for num_steps, _ in told)
         measured = measured_bubbles([one for _, one in told if one is not None]).get(iteration)
         if measured is None:
             return None
-        return pipeline_lines.Bubbles(iteration, self._planned_bubble(num_microbatches), measured)
+        return Bubbles(iteration, self._planned_bubble(num_microbatches), measured)
 
     def between_steps(self, iteration: int, num_microbatches: int) -> None:
         """Solve again where it is time. Communicates then over the world. Raises TrainingExit where ranks come to
@@ -85,15 +79,16 @@ class Replanner:
         profiler = self._runner.profiler
         if profiler is None:
             return
-        if self._costs is None and iteration < self._start:
-            profiler.forget(
-                iteration
-            )  # the window is measured by itself; its first step may have run already
-        # Behind the end where the last iteration was skipped.
-        window_ends = self._costs is None and iteration >= self._end - 1
-        at_interval = iteration % self._session.config.logging.log_interval == 0
-        enough = self._costs is not None and at_interval
-        if not window_ends and not (enough and self._fewest_steps >= min(self._length, MOST_STEPS)):
+        if self._costs is None:
+            # The window is measured by itself; its first step may have run already.
+            if iteration < self._start:
+                profiler.forget(iteration)
+            # Behind the end where the last iteration was skipped.
+            is_time = iteration >= self._start + self._length - 1
+        else:
+            enough = self._fewest_steps >= min(self._length, MOST_STEPS)
+            is_time = enough and iteration % self._session.config.logging.log_interval == 0
+        if not is_time:
             return
         with self._clock.paused(), self._session.watchdog.phase("plan the pipeline"):
             self._take_figures(profiler, iteration, num_microbatches)
@@ -107,68 +102,42 @@ class Replanner:
         profiler.forget(iteration)
         figures: list[Figures] = [one for one, _ in told if one is not None]
         if len(figures) < len(told):  # iterations were skipped, or broke off: measure the next ones
-            self._start, self._end = iteration + 1, iteration + 1 + self._length
-            profiler.move_window(self._start, self._end)
+            self._start = iteration + 1
+            profiler.move_window(self._start, self._start + self._length)
             return
-        costs, changed = measured_costs(figures, self._plans), None
+        spec = self._runner.spec
+        costs, changed = measured_costs(figures, spec), None
         if self._costs is not None:
             changed = drifted(self._costs, costs)
             if changed is None:
                 return
         self._costs = costs
         self._planned.clear()
+        before = self._planned_bubble(num_microbatches)
         most = max(num_microbatches, last_num_microbatches(self._session.config))
         splits = all(splits for _, splits in told)
-        again = solve_again(self._plans, costs, num_microbatches, most, splits=splits)
-        for line in again.reasons:
+        again, kept, reasons = solve_again(spec, costs, num_microbatches, most, splits=splits)
+        for line in reasons:
             self._session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
-        path = self._adopt(again, num_microbatches) if again.layout is not None else None
-        self._reporter.planned_again(self._told(again, figures, costs, iteration, changed, path))
-
-    def _adopt(self, again: Again, num_microbatches: int) -> str | None:
-        """Run the new plan from the next step on; returns the path of its file, if there is one."""
-        assert again.layout is not None, "nothing new"
-        self._plans.use_layout(again.layout, again.limits)
-        self._runner.plan_anew()
-        plan = self._plans.train(num_microbatches)
-        check_same_plan(self._session.gather(plan_hash(plan)))
-        return self._save(plan)
-
-    def _told(
-        self,
-        again: Again,
-        figures: Sequence[Figures],
-        costs: CostModel,
-        iteration: int,
-        changed: str | None,
-        path: str | None,
-    ) -> pipeline_lines.MeasuredPlan:
-        f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
-        iterations = [told[0] for one in figures for told in one["steps"]]
-        return pipeline_lines.MeasuredPlan(
-            iteration=iteration,
-            first_iteration=min(iterations),
-            changed=changed,
-            solved=self._plans.reads_costs,
-            schedule=again.after.plan.schedule,
-            hash=again.hash,
-            f_ms=f_ms,
-            b_ms=b_ms,
-            w_ms=w_ms,
-            comm_ms=costs.comm / _NS_PER_MS,
-            activation_bytes=tuple(round(size) for size in costs.activation) if self._plans.estimated else (),
-            peak_bytes_per_rank=peaks_of(figures, self._plans.placement.num_ranks),
-            planned_bubble_before=max(0.0, again.before.bubble_rate),
-            planned_bubble=max(0.0, again.after.bubble_rate),
-            kept=again.why,
-            path=path,
+        plan, path = plan_for(again, num_microbatches, Purpose.TRAIN), None
+        if kept is None:
+            self._runner.plan_by(again)
+            self._planned.clear()
+            check_same_plan(self._session.gather(plan_hash(plan)))
+            path = self._save(plan)
+        bubbles = before, self._planned_bubble(num_microbatches)
+        self._reporter.planned_again(
+            MeasuredPlan.of(
+                iteration, figures, costs, again, plan, bubbles, changed=changed, kept=kept, path=path
+            )
         )
 
     def _planned_bubble(self, num_microbatches: int) -> float:
         """Of the plan of so many microbatches, by measured costs once there are any."""
         if num_microbatches not in self._planned:
-            costs = self._costs if self._costs is not None else self._plans.costs
-            rate = simulate(self._plans.train(num_microbatches), costs).bubble_rate
+            spec = self._runner.spec
+            plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+            rate = simulate(plan, self._costs or spec.costs).bubble_rate
             self._planned[num_microbatches] = max(0.0, rate)  # sums of times are rounded
         return self._planned[num_microbatches]
 
@@ -176,7 +145,7 @@ class Replanner:
         """Whether this rank's part of the model can split its backwards."""
         try:
             for chunk in self._engine.chunks:
-                refuse_unsplittable(chunk.module, self._plans.schedule)
+                refuse_unsplittable(chunk.module, self._runner.spec.schedule)
         except ModelError:
             return False
         return True
@@ -210,18 +179,9 @@ def check_same_plan(hashes: Sequence[str]) -> None:
         )
 
 
-def _figures_of_step(profiler: Profiler, session: Session, iteration: int) -> Figures | None:
-    """How long this rank took for one step, and for its computations; None where it was not measured."""
-    step = profiler.step_of(iteration)
-    if step is None:
-        return None
-    return Figures(
-        pipeline=list(session.ps.pp_group.ranks),
-        rank=session.ps.pp_rank,
-        times=[],
-        sends=[],
-        receives=[],
-        steps=[list(step)],
-        activations=[],
-        peak_bytes=0,
-    )
+def window_of(parallel: ModelParallelConfig, first_iteration: int) -> tuple[int, int]:
+    """The first iteration that is measured, and how many are. A run that is resumed behind the start of the window that
+    the flags name measures as many iterations, from its second one on: the first one warms up."""
+    start = parallel.zero_bubble_pipeline_timers_start_iter
+    length = parallel.zero_bubble_pipeline_timers_end_iter - start
+    return start if first_iteration <= start else first_iteration + 1, length

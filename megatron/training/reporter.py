@@ -7,7 +7,8 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.training import metrics, pipeline_lines
+from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
+from megatron.training import metrics
 from megatron.training.build import Engine
 from megatron.training.console import lost_output
 from megatron.training.exit_status import ExitStatus
@@ -46,7 +47,7 @@ class Reporter:
         self._flops = 0.0
         self._memory_told = False
         self._lost_told: set[tuple[int, str]] = set()  # rank, stream
-        self._bubbles: pipeline_lines.Bubbles | None = None  # that no record has had yet
+        self._bubbles: Bubbles | None = None  # that no record has had yet
         assert session.folder.path is not None, "a run without a folder"
         self.writers: Writers = open_writers(
             session.config,
@@ -56,9 +57,7 @@ class Reporter:
         )
         self._progress_line("Starting job")
 
-    def step_done(
-        self, result: StepResult, *, batch_size: int, bubbles: pipeline_lines.Bubbles | None = None
-    ) -> None:
+    def step_done(self, result: StepResult, *, batch_size: int, bubbles: Bubbles | None = None) -> None:
         """Count one finished iteration, and print its line if it is time. Communicates when timers are on.
 
         The extra line after a run's first iteration is a look at an interval that goes on: nothing is reset.
@@ -77,7 +76,7 @@ class Reporter:
         if self.is_due(state.iteration):
             self._report(result, batch_size, printed=due or extra)
         if bubbles is not None:
-            self._session.print_rank_last(pipeline_lines.bubble_line(bubbles))
+            self._session.print_rank_last(bubbles.line())
         if due:
             self._report_timers()
             self._report_memory()
@@ -122,7 +121,7 @@ class Reporter:
             if self._log.log_memory_to_tensorboard:
                 scalars.update(metrics.memory_scalars(self._session.device.memory()))
             if self._bubbles is not None:
-                scalars.update(pipeline_lines.bubble_scalars(self._bubbles))
+                scalars.update(self._bubbles.scalars())
                 self._bubbles = None
             self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
             self._unrecorded.reset()
@@ -208,9 +207,9 @@ class Reporter:
         self.writers.checkpoint_saved(iteration, directory)
         self._progress_line(f"Saved checkpoint\t{directory}")
 
-    def planned_again(self, plan: pipeline_lines.MeasuredPlan) -> None:
+    def planned_again(self, plan: MeasuredPlan) -> None:
         """The pipeline's schedule was solved again."""
-        self._session.print_rank_last(pipeline_lines.measured_plan_line(plan))
+        self._session.print_rank_last(plan.line())
         fields = dataclasses.asdict(plan)
         self.writers.event("plan", fields.pop("iteration"), **fields)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
+from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.rank_grid import RankGridError
 from megatron.training import no_effect
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
-from megatron.training.schedule_choice import asked_schedules, stages_of
+from megatron.training.schedule_choice import asked_schedules
 from megatron.training.values import convert_loaded
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
+from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.training.config import FIELDS, Config
-from megatron.training.plans import Plans, size_fault
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.rules_pipeline import OF_SCHEDULES
+from megatron.training.schedule_choice import size_fault
 
 RULES = RuleTable()
 rule = RULES.rule
@@ -121,9 +122,8 @@ def _plan_error(config: Config) -> str | None:
     assert schedule is not None, "asked without a batch"
     last = 0 if schedule.rampup is None else schedule.rampup[2] + 1
     try:
-        plans = Plans(config)
         for num_microbatches in {schedule.num_microbatches(0), schedule.num_microbatches(last)}:
-            plans.computations(num_microbatches)
+            order_within_limits(config.schedule_spec, num_microbatches)
     except (PlanError, StageLayersError) as error:
         return str(error)
     return None

@@ -7,25 +7,25 @@ from collections import Counter
 
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import Kind, plan_hash
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training import metrics
 from megatron.training.build import Engine
-from megatron.training.plans import Plans
 from megatron.training.replan import check_same_plan
 from megatron.training.session import Session, say
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 
 
-def report_model(session: Session, plans: Plans, engine: Engine, num_microbatches: int) -> None:
+def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> None:
     """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
     different plans."""
     ps = session.ps
     count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
     if ps.dp_rank == 0:
         say(metrics.parameter_count_line(ps.tp_rank, ps.pp_rank, count))
-    for line in layer_map_lines(plans.stages, plans.placement):
+    for line in layer_map_lines(spec.stages, spec.placement):
         session.print_rank_0(line)
-    session.print_rank_last(metrics.plan_line(_plan_record(session, plans, engine, num_microbatches)))
+    session.print_rank_last(metrics.plan_line(_plan_record(session, spec, engine, num_microbatches)))
     asked = session.config.ddp.fsdp_unit_modules
     if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
         session.print_rank_0(
@@ -47,10 +47,12 @@ def log_ledger(session: Session, engine: Engine, when: str) -> None:
             session.print_rank_0(line)
 
 
-def _plan_record(session: Session, plans: Plans, engine: Engine, num_microbatches: int) -> metrics.PlanRecord:
+def _plan_record(
+    session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int
+) -> metrics.PlanRecord:
     parallel = session.config.parallel
     validated = parallel.enable_optimizer_post_validation
-    plan = (plans.train_and_step if validated else plans.train)(num_microbatches)
+    plan = plan_for(spec, num_microbatches, Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN)
     check_same_plan(session.gather(plan_hash(plan)))
     mine = [
         session.ps.pp_rank,

@@ -36,7 +36,6 @@ from megatron.training.limits import SystemLimitError, limit_behind
 from megatron.training.loop import Ending, TrainingLoop
 from megatron.training.orphans import OrphanedError, OrphanGuard
 from megatron.training.pipeline import build_runner
-from megatron.training.plans import Plans
 from megatron.training.problems import ConfigurationError
 from megatron.training.replica_check import ReplicaMismatchError
 from megatron.training.run_folder import OutputPathError, RunFolder
@@ -153,10 +152,9 @@ class _Run:
             timers=session.timers,
         )
         with session.watchdog.phase("build model"):
-            plans = Plans(config)
-            engine = build_engine(config, session.ps, plans, model_provider)
-            runner = build_runner(session, plans, engine, forward_step)
-        self.loop = TrainingLoop(session, self.signals, plans, engine, runner)
+            engine = build_engine(config, session.ps, model_provider)
+            runner = build_runner(session, engine, forward_step)
+        self.loop = TrainingLoop(session, self.signals, engine, runner)
         try:
             return self.loop.run(datasets_provider)
         finally:

@@ -170,6 +170,7 @@ class ValidatedStepRunner:
         if verdict.decision in (Decision.RERUN, Decision.ABORT):
             self._failed = step, outcome, verdict
             return False
+        self._engine.model.release_gradients()
         totals = step.numbers.totals(outcome.extras, len(step.task.flags))
         assert (verdict.decision is Decision.SKIP) == (outcome.coefficient is None), (verdict, outcome)
         result = self._steps.decided(

@@ -20,7 +20,6 @@ from megatron.core.parallel_state import single_process
 from megatron.training.arguments import parse_config
 from megatron.training.build import build_engine, build_gpt_model
 from megatron.training.nan_policy import NanPolicy
-from megatron.training.plans import Plans
 from megatron.training.rng_state import rng_state
 from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.state import TrainState
@@ -77,10 +76,7 @@ class Loader:
         config = self._config = parse_config([*flags, "--load", "ck", "--save", "ck"]).replace(
             padded_vocab_size=16
         )
-        plans = Plans(config)
-        self._engine = build_engine(
-            config, self._ps, plans, lambda **kw: build_gpt_model(config, self._ps, **kw)
-        )
+        self._engine = build_engine(config, self._ps, lambda **kw: build_gpt_model(config, self._ps, **kw))
         self.lines: list[str] = []
 
     def load(self, root: Path) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from megatron.training.arguments import parse_config
 from megatron.training.build import Engine, build_engine, build_gpt_model
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plans import Plans
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 from tests.harness.ranks import RankContext
@@ -129,13 +128,13 @@ class Run:
         )
         instances = self.config.ddp.num_distributed_optimizer_instances
         self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
-        self.plans = Plans(self.config)
+        self.spec = self.config.schedule_spec
         provider = partial(build_gpt_model, self.config, self.ps)
-        self.engine = build_engine(self.config, self.ps, self.plans, provider)
+        self.engine = build_engine(self.config, self.ps, provider)
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
         self._runner = PipelineRunner(
-            self.plans, self.ps, self.engine, forward_step, Timers(0), per_token_loss=self._per_token
+            self.spec, self.ps, self.engine, forward_step, Timers(0), per_token_loss=self._per_token
         )
         self.global_batch, self.masked = global_batch, masked
         self.num_microbatches = global_batch // layout.dp
@@ -150,7 +149,7 @@ class Run:
     ) -> tuple[float, GradStats]:
         """One step of the trainer: (mean loss of the counted tokens, figures of the gradients). look: called with
         gradients complete and nothing updated."""
-        batches = StepBatches(self._microbatches(step), reads=self.plans.reads_data(self.ps.pp_rank))
+        batches = StepBatches(self._microbatches(step), reads=self.spec.reads_data(self.ps.pp_rank))
         batches.begin_step()
         numbers = self._runner.train(batches, iteration=step, num_microbatches=self.num_microbatches)
         totals = numbers.reduce(self.ps)

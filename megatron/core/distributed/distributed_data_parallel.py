@@ -41,9 +41,10 @@ from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.protocols import GradSync
 
 
-class DistributedDataParallel:
+class DistributedDataParallel(GradSync):
     """Data parallelism over any `nn.Module`s.
 
     chunks: this rank's model chunks, or its only one; their parameters' names are those of the whole model.

@@ -16,6 +16,7 @@ import pytest
 from megatron.core.config_base import bounds_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.training.arguments import launch_config, parse_config
 from megatron.training.check_config import build_report, render_json, render_text
@@ -24,9 +25,9 @@ from megatron.training.flag_table import Arity, spellings
 from megatron.training.flops import train_step_flops
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.microbatches import BatchSchedule
-from megatron.training.plans import Plans, last_num_microbatches
 from megatron.training.problems import ConfigurationError
 from megatron.training.resolve import apply_checkpoint_args
+from megatron.training.schedule_choice import last_num_microbatches
 from tests.harness.launch_lines import SMALL
 
 MIB = 1 << 20
@@ -261,7 +262,7 @@ def test_a_schedule_file_of_any_content(text, tmp_path):
 
 
 def test_a_schedule_that_claims_more_microbatches_than_it_holds_makes_no_lists(tmp_path):
-    content = json.loads(to_json(Plans(parse_config(SMALL)).train(1)))
+    content = json.loads(to_json(plan_for(parse_config(SMALL).schedule_spec, 1, Purpose.TRAIN)))
     plan = from_json(json.dumps(content))
     content.update(microbatches=10**9, hash=plan_hash(dataclasses.replace(plan, num_microbatches=10**9)))
     file = tmp_path / "plan.json"
@@ -337,7 +338,7 @@ def planned(config):
     datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
     train_step_flops(config, schedule.target)
     if microbatches * (config.model.num_layers or 1) < 1000:
-        Plans(config).train(microbatches)
+        plan_for(config.schedule_spec, microbatches, Purpose.TRAIN)
     report = build_report(config, [])
     assert json.loads(render_json(report))
     assert render_text(report)

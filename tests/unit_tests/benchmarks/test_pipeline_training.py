@@ -9,13 +9,12 @@ from benchmarks import pipeline_training
 from benchmarks.pipeline_contestants import Work
 from benchmarks.pipeline_training import check_same_work, main, ratios
 from megatron.core.models.gpt.stage_layers import StageLayersError
-from megatron.training.plans import Plans
 
 CONTESTANTS = ["ours 1f1b", "ours zbv", "torch 1f1b", "torch zbv"]
 
 
 def layers_of(work, schedule):
-    return [len(spec.layers) for spec in Plans(work.config(schedule, 0)).stages]
+    return [len(spec.layers) for spec in work.config(schedule, 0).schedule_spec.stages]
 
 
 def test_all_contestants_train_alike_and_ours_to_the_bit(tmp_path, monkeypatch, capsys):

@@ -61,13 +61,13 @@ def test_every_collective_matches_its_definition():
 
     def reduce_scatter(ctx):
         out = torch.empty(n // world)
-        collectives.reduce_scatter(out, values_of(ctx.rank, n), ctx.ps.dp_reduce_group)
+        collectives.reduce_scatter(out, values_of(ctx.rank, n), ctx.ps.dp_group)
         return out
 
     def reduce_scatter_own_slice(ctx):
         x = values_of(ctx.rank, n)
         mine = x[ctx.rank * 4 : (ctx.rank + 1) * 4]
-        collectives.reduce_scatter(mine, x, ctx.ps.dp_reduce_group, async_op=True).wait()
+        collectives.reduce_scatter(mine, x, ctx.ps.dp_group, async_op=True).wait()
         return mine.clone()
 
     def reduce_scatter_bf16(ctx):
@@ -77,7 +77,7 @@ def test_every_collective_matches_its_definition():
 
     def temporaries(ctx):
         bucket, out = values_of(ctx.rank, n), torch.empty(n // world)
-        reduced = ctx.ps.dp_reduce_group
+        reduced = ctx.ps.dp_group
         started = [
             collectives.sum_gradients(bucket, reduced),
             collectives.reduce_scatter(out, bucket.clone(), reduced, async_op=True),
@@ -91,7 +91,7 @@ def test_every_collective_matches_its_definition():
         results = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             bucket = values_of(ctx.rank, n, dtype)
-            collectives.sum_gradients(bucket, ctx.ps.dp_reduce_group).wait()
+            collectives.sum_gradients(bucket, ctx.ps.dp_group).wait()
             results[dtype] = bucket
         return results
 
@@ -165,14 +165,14 @@ def test_units_are_gathered_in_one_call_whatever_their_types(world):
             if i == 1:  # in place
                 own.copy_(mine(ctx.rank, i))
             pairs.append((output, own if i == 1 else mine(ctx.rank, i)))
-        first = collectives.all_gather_units(pairs[:3], ps.dp_gather_group)
-        second = collectives.all_gather_units(pairs[3:], ps.dp_gather_group)
+        first = collectives.all_gather_units(pairs[:3], ps.dp_group)
+        second = collectives.all_gather_units(pairs[3:], ps.dp_group)
         second.wait()  # not in the order of issue
         first.wait()
         assert (first.holds_temporary, first.is_completed()) == (False, True), "nothing is packed"
-        assert collectives.all_gather_units([], ps.dp_gather_group).is_completed()
+        assert collectives.all_gather_units([], ps.dp_group).is_completed()
         everyone = tuple(range(world))
-        assert heard == [("all_gather", "dp_gather", everyone)] * 2
+        assert heard == [("all_gather", "dp", everyone)] * 2
         return [output.view(torch.uint8) for output, _ in pairs]
 
     for outputs in run_ranks(body, world):
@@ -209,15 +209,13 @@ def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
         heard.clear()
         items = [(before(i), full_of(ctx.rank, i)) for i in range(len(cases))]
         adds = [add for *_, add in cases]
-        first = collectives.reduce_scatter_units(items[:5], ps.dp_reduce_group, accumulate=adds[:5])
-        second = collectives.reduce_scatter_units(items[5:], ps.dp_reduce_group, accumulate=adds[5:])
+        first = collectives.reduce_scatter_units(items[:5], ps.dp_group, accumulate=adds[:5])
+        second = collectives.reduce_scatter_units(items[5:], ps.dp_group, accumulate=adds[5:])
         again = before(0)
-        collectives.reduce_scatter_units(
-            [(again, items[0][1])], ps.dp_reduce_group, accumulate=True, async_op=False
-        )
+        collectives.reduce_scatter_units([(again, items[0][1])], ps.dp_group, accumulate=True, async_op=False)
         second.wait()
         first.wait()
-        assert heard == [("reduce_scatter", "dp_reduce", tuple(range(world)))] * 3
+        assert heard == [("reduce_scatter", "dp", tuple(range(world)))] * 3
         for i, (_, full) in enumerate(items):
             assert torch.equal(full, full_of(ctx.rank, i))  # only read
         return [shard for shard, _ in items], again
@@ -243,7 +241,7 @@ def test_a_share_of_four_ranks_may_lie_in_what_is_reduced():
         for dtype in (torch.float32, torch.bfloat16):
             x = values_of(ctx.rank, 4 * n).to(dtype)
             own = x.view(4, n)[ctx.rank]
-            collectives.reduce_scatter(own, x, ctx.ps.dp_reduce_group)
+            collectives.reduce_scatter(own, x, ctx.ps.dp_group)
             found.append(own.clone())
         return found
 
@@ -275,7 +273,7 @@ def test_the_way_of_other_backends_gives_the_same():
     """What NCCL is asked, asked of gloo: several types as bytes in one call, sums in one call a type."""
 
     def body(ctx):
-        device_way = dataclasses.replace(ctx.ps.dp_reduce_group, backend="other")
+        device_way = dataclasses.replace(ctx.ps.dp_group, backend="other")
         n = 6
         gathered = [torch.zeros(2 * n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
         pairs = [(one, values_of(ctx.rank, n, one.dtype)) for one in gathered]

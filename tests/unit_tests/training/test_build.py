@@ -11,7 +11,6 @@ from megatron.core.param_meta import infer_param_meta
 from megatron.training.arguments import parse_config
 from megatron.training.build import UnsplittableError, build_engine, build_gpt_model, refuse_unsplittable
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.plans import Plans
 from megatron.training.training import RAISED_ALIKE
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
@@ -119,7 +118,7 @@ def build_with_own_last_stage(ctx, words):
         )
 
     with pytest.raises(ModelError) as refused:
-        build_engine(config, ps, Plans(config), provider)
+        build_engine(config, ps, provider)
     return isinstance(refused.value, RAISED_ALIKE), str(refused.value)
 
 

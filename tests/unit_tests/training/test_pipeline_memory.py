@@ -9,8 +9,7 @@ from megatron.core.device import Device, MemoryFigures
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline_memory import device_limits, settle_limits
-from megatron.training.plans import Plans
+from megatron.training.pipeline_memory import device_limits, settled
 from megatron.training.problems import ConfigurationError
 from tests.harness import launch
 
@@ -56,13 +55,12 @@ def engine():
     )
 
 
-def settled(flags, device, world_size=2, held=None):
+def settle(flags, device, world_size=2, held=None):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
     env = LaunchEnv(world_size=world_size, launched=True, rank=0)
     config = parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env)
-    plans, session = Plans(config), FakeSession(config, device)
-    settle_limits(session, plans, held or engine())
-    return plans, "\n".join(session.lines)
+    session = FakeSession(config, device)
+    return settled(session, held or engine()), "\n".join(session.lines)
 
 
 def test_the_least_that_is_left_on_any_replica_is_the_limit():
@@ -73,47 +71,47 @@ def test_the_least_that_is_left_on_any_replica_is_the_limit():
 def test_a_snapshot_of_the_optimizer_is_not_left_for_activations():
     FakeGpu.total = 100 * 2**20
     words = "--enable-zero-bubble --zero-bubble-adaptive-memory-limit-percentile 50"
-    plans, _ = settled(f"{words} --enable-optimizer-post-validation", FakeGpu("cpu"))
-    assert plans.limits == (37.0 * 2**20, 32.0 * 2**20)
+    spec, _ = settle(f"{words} --enable-optimizer-post-validation", FakeGpu("cpu"))
+    assert spec.limits == (37.0 * 2**20, 32.0 * 2**20)
 
 
 @pytest.mark.parametrize(("limit", "kept"), [("--pipeline-memory-limit 1G", True), ("", False)])
 def test_layers_are_told_whether_they_keep_what_they_gathered(limit, kept):
     held = engine()
     words = "--tensor-model-parallel-size 2 --sequence-parallel --enable-zero-bubble"
-    _, told = settled(f"{words} {limit}", Device("cpu"), world_size=4, held=held)
+    _, told = settle(f"{words} {limit}", Device("cpu"), world_size=4, held=held)
     assert held.chunks[0].sink.keeps_gathered == kept
     assert ("kept for W, not gathered again" in told) == kept
 
 
 def test_a_device_limits_zero_bubble_by_what_is_left():
     FakeGpu.total = 100 * 2**20
-    plans, told = settled(
+    spec, told = settle(
         "--enable-zero-bubble --zero-bubble-adaptive-memory-limit-percentile 50", FakeGpu("cpu")
     )
-    assert plans.limits == (40.0 * 2**20, 35.0 * 2**20)
+    assert spec.limits == (40.0 * 2**20, 35.0 * 2**20)
     assert "by pipeline rank: 40.0, 35.0 MiB" in told
     for flags in (
         "",
         "--enable-zero-bubble --zero-bubble-max-pending-backward 1",
         "--zero-bubble-v-schedule",
     ):
-        plans, _ = settled(flags, FakeGpu("cpu"))
-        assert plans.limits != (40.0 * 2**20, 35.0 * 2**20)
+        spec, _ = settle(flags, FakeGpu("cpu"))
+        assert spec.limits != (40.0 * 2**20, 35.0 * 2**20)
 
 
 def test_a_device_without_room_is_refused():
     FakeGpu.total = int(11.8 * 2**20)
     with pytest.raises(ConfigurationError, match="85 % of the device's memory leaves too little"):
-        settled("--enable-zero-bubble", FakeGpu("cpu"))
+        settle("--enable-zero-bubble", FakeGpu("cpu"))
 
 
 def test_the_log_says_what_limits_on_cpu_and_why_auto_chose():
-    plans, told = settled("--enable-zero-bubble", Device("cpu"))
-    assert plans.limits is None
+    spec, told = settle("--enable-zero-bubble", Device("cpu"))
+    assert spec.limits is None
     assert "auto is the number of pipeline ranks on CPU, 2" in told
-    plans, told = settled("--pipeline-schedule auto", Device("cpu"))
-    assert all(f"auto: {line}" in told for line in plans.reasons)
+    spec, told = settle("--pipeline-schedule auto", Device("cpu"))
+    assert all(f"auto: {line}" in told for line in spec.reasons)
     assert "limit of activations" in told
-    _, told = settled("", Device("cpu"))
+    _, told = settle("", Device("cpu"))
     assert told == ""

@@ -45,7 +45,7 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
         return "ending"
 
     session = SimpleNamespace(
-        config=SimpleNamespace(flat=dict, extra={}),
+        config=SimpleNamespace(flat=dict, extra={}, schedule_spec=None),
         ps=SimpleNamespace(rank=1, world_size=2),
         device=None,
         tokenizer=None,
@@ -54,7 +54,6 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
     )
     for name, value in {
         "initialize": session,
-        "Plans": None,
         "build_engine": None,
         "build_runner": SimpleNamespace(close=lambda: log.append("close")),
         "TrainingLoop": SimpleNamespace(run=loop_run),

@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.training.arguments import parse_config
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.plans import Plans
-from megatron.training.replan import PLAN_FILE, Replanner, check_same_plan
+from megatron.training.replan import PLAN_FILE, Replanner, check_same_plan, window_of
 from megatron.training.run_clock import RunClock
 from tests.harness import launch
 from tests.harness.measured_runs import figures_of_run
@@ -34,10 +35,10 @@ class World:
         words += "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 6".split()
         env = LaunchEnv(world_size=RANKS, launched=True, rank=0)
         config = parse_config([*words, "--padded-vocab-size", "128", *flags.split()], env=env)
-        self.plans = Plans(config)
-        self.costs = CostModel.of_ranks(self.plans.placement, time_w=(0.3,), time_f=(1.0, 3.0, 1.0), comm=0.2)
+        self.spec = config.schedule_spec
+        self.costs = CostModel.of_ranks(self.spec.placement, time_w=(0.3,), time_f=(1.0, 3.0, 1.0), comm=0.2)
         self.steps, self.window = [], None
-        self.said, self.hashes, self.dropped, self.lost = [], [], 0, False
+        self.said, self.hashes, self.lost = [], [], False
         ps = SimpleNamespace(
             pp_rank=RANKS - 1, is_last_rank=True, pp_group=SimpleNamespace(ranks=range(RANKS))
         )
@@ -49,19 +50,27 @@ class World:
             print_rank_0=lambda _text: None,
         )
         engine = SimpleNamespace(chunks=[])
-        runner = SimpleNamespace(profiler=self, plan_anew=self.plan_anew)
-        self.replanner = Replanner(self.session, self.plans, runner, engine, self, RunClock(), first)
+        self.profiler, self.plan_changes = self, 0
+        self.replanner = Replanner(self.session, self, engine, self, RunClock(), first)
+
+    # the runner
+    def plan_by(self, spec):
+        self.spec, self.plan_changes = spec, self.plan_changes + 1
+
+    @property
+    def plan(self):
+        return plan_for(self.spec, MICROBATCHES, Purpose.TRAIN)
 
     # the profiler
     @property
     def num_steps(self):
         return len(self.steps)
 
-    def step_of(self, iteration):
-        return (iteration, *self.figures()[-1]["steps"][-1][1:]) if iteration in self.steps else None
+    def figures_of_step(self, iteration):
+        return self.figures(iteration)[-1] if iteration in self.steps else None
 
     def figures(self, iteration=None):
-        made = figures_of_run(self.plans.train(MICROBATCHES), self.costs)
+        made = figures_of_run(self.plan, self.costs)
         for one in made:
             one["steps"] = [[iteration or self.steps[-1], *one["steps"][-1][1:]]]
         return made
@@ -92,9 +101,6 @@ class World:
             return [[first, second], [None, True], [None, True]]
         return [[figures, second] for figures in self.figures()]
 
-    def plan_anew(self):
-        self.dropped += 1
-
     def run(self, iteration):
         if (
             self.window[0] <= iteration < self.window[1]
@@ -112,20 +118,20 @@ class World:
 
 def test_solved_at_the_end_of_the_window_and_again_when_costs_drift(tmp_path):
     world = World(f"--pipeline-schedule zb-1p --save {tmp_path} --save-interval 100")
-    old = world.plans.train(MICROBATCHES)
+    old = world.plan
     bubbles = [world.step(iteration) for iteration in range(1, 5)]
     assert not world.said
     assert [one.iteration for one in bubbles] == [1, 2, 3, 4]
     world.step(5)
     (told,) = world.said
-    new = world.plans.train(MICROBATCHES)
+    new = world.plan
     assert (told.iteration, told.changed, told.kept, told.solved) == (5, None, None, True)
     assert told.f_ms == pytest.approx((1000, 3000, 1000))
     assert told.comm_ms == pytest.approx(200)
     assert told.planned_bubble < told.planned_bubble_before
     assert new.rows != old.rows
     assert world.hashes == [told.hash] == [plan_hash(new)]
-    assert world.dropped == 1
+    assert world.plan_changes == 1
     assert from_json((tmp_path / PLAN_FILE).read_text()).rows == new.rows
     # what runs as planned is measured as planned
     after = world.step(6)
@@ -147,7 +153,7 @@ def test_fixed_orders_are_measured_only():
     for iteration in range(1, 6):
         world.step(iteration)
     (told,) = world.said
-    assert (told.kept, told.solved, world.dropped) == ("zb-h1 is a fixed order", False, 0)
+    assert (told.kept, told.solved, world.plan_changes) == ("zb-h1 is a fixed order", False, 0)
     assert told.path is None
 
 
@@ -183,6 +189,14 @@ def test_a_window_in_which_a_rank_measured_nothing_is_repeated():
     for iteration in range(6, 9):
         world.step(iteration)
     assert [one.iteration for one in world.said] == [8]
+
+
+@pytest.mark.parametrize(
+    ("first", "window"),
+    [(1, (100, 10)), (100, (100, 10)), (101, (102, 10)), (500, (501, 10))],
+)
+def test_a_run_resumed_behind_the_start_measures_later(first, window):
+    assert window_of(ModelParallelConfig(), first) == window
 
 
 def test_a_resumed_run_has_a_window_of_its_own():

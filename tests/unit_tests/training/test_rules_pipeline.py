@@ -10,20 +10,23 @@ from hypothesis import strategies as st
 
 from megatron.core.model_parallel_config import ModelParallelConfig, bytes_of, count_or_auto
 from megatron.core.models.gpt.stage_layers import StageLayersError
+from megatron.core.models.gpt.stage_schedule import stages_of
+from megatron.core.pipeline_parallel.plan.again import solve_again
+from megatron.core.pipeline_parallel.plan.facts import bubble_rate, facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.config import FIELDS
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline_facts import pipeline_facts
-from megatron.training.plans import Plans
+from megatron.training.pipeline_memory import asks_device
 from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
-from megatron.training.schedule_choice import choose_again, stages_of, told_schedule
+from megatron.training.schedule_choice import last_num_microbatches, told_schedule
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -105,11 +108,11 @@ ASKED = [
 @pytest.mark.parametrize(("words", "schedule", "stages"), ASKED)
 def test_every_way_to_ask_for_a_schedule(words, schedule, stages):
     config = configure(words)
-    plans = Plans(config)
-    assert config.parallel.pipeline_schedule == plans.schedule == schedule
-    assert len(plans.stages) == plans.placement.num_stages == stages
-    assert plans.placement.kind == SCHEDULES[schedule].placement
-    assert plans.train(8).schedule == schedule
+    spec = config.schedule_spec
+    assert config.parallel.pipeline_schedule == spec.schedule == schedule
+    assert len(spec.stages) == spec.placement.num_stages == stages
+    assert spec.placement.kind == SCHEDULES[schedule].placement
+    assert plan_for(spec, 8, Purpose.TRAIN).schedule == schedule
 
 
 # (ranks, words, the rules broken, a word of the message)
@@ -207,7 +210,7 @@ def test_the_flag_that_asks_for_a_schedule_is_named():
 def test_the_percentile_is_read_where_the_device_is_asked():
     for words in (ZB, f"{ZB} {PENDING} auto", f"{ZB} --pipeline-schedule zbv --num-layers 4"):
         config = configure(f"{words} {PERCENTILE} 50")
-        assert Plans(config).asks_device
+        assert asks_device(config)
         assert config.parallel.zero_bubble_adaptive_memory_limit_percentile == 50
 
 
@@ -220,7 +223,7 @@ def test_conflicts_are_told_together():
 def saved(path, name, ranks=2, microbatches=8, lowered=False):
     plan = build_plan(name, Request(ranks, microbatches))
     if lowered:
-        plan = lower(plan, Plans(configure("", ranks)).costs)
+        plan = lower(plan, configure("", ranks).schedule_spec.costs)
     path.write_text(to_json(plan))
     return plan
 
@@ -228,13 +231,14 @@ def saved(path, name, ranks=2, microbatches=8, lowered=False):
 @pytest.mark.parametrize("lowered", [False, True])
 def test_a_saved_plan_is_what_runs(tmp_path, lowered):
     plan = saved(tmp_path / "p.json", "1f1b" if lowered else "v-half", lowered=lowered)
-    plans = Plans(configure(f"--num-layers 4 {FILE} {tmp_path / 'p.json'}"))
-    assert (plans.schedule, plans.placement) == (plan.schedule, plan.placement)
-    assert plans.splits_backward is not lowered
+    spec = configure(f"--num-layers 4 {FILE} {tmp_path / 'p.json'}").schedule_spec
+    assert (spec.schedule, spec.placement) == (plan.schedule, plan.placement)
+    assert spec.splits_backward is not lowered
     rows = [[op for op in row if op[0] <= 3] for row in plan.rows]
-    assert [[op for op in row if op[0] <= 3] for row in plans.train(8).rows] == rows
-    assert (plans.train(8) == plan) is lowered
-    assert plans.evaluate(3).num_microbatches == 3
+    train = plan_for(spec, 8, Purpose.TRAIN)
+    assert [[op for op in row if op[0] <= 3] for row in train.rows] == rows
+    assert (train == plan) is lowered
+    assert plan_for(spec, 3, Purpose.EVALUATE).num_microbatches == 3
 
 
 def test_a_file_that_is_no_plan_for_this_run_is_refused(tmp_path):
@@ -266,33 +270,33 @@ def test_a_file_that_is_no_plan_for_this_run_is_refused(tmp_path):
 
 def test_auto_says_why_and_keeps_to_the_limit():
     wide = configure("--pipeline-schedule auto --num-layers 4")
-    plans = Plans(wide)
-    assert plans.schedule in SCHEDULES
-    assert plans.limits is not None
-    told = "\n".join(plans.reasons)
+    spec = wide.schedule_spec
+    assert spec.schedule in SCHEDULES
+    assert spec.limits is not None
+    told = "\n".join(spec.reasons)
     for name in ("1f1b", "zb-h1", "zbv", "interleaved"):
         assert name in told
     assert told.count("chosen") == 1
     assert re.search(
         r"^zbv: cost \d+\.\d\d x F of a layer, .* peak \d+\.\d\d MiB of \d+\.\d\d MiB \(rank", told, re.M
     )
-    assert any("auto: " in line for line in pipeline_facts(wide).lines())
-    assert pipeline_facts(wide).as_json()["reasons"] == list(plans.reasons)
+    assert any("auto: " in line for line in facts_lines(spec, 8))
+    assert pipeline_facts(spec, 8)["reasons"] == list(spec.reasons)
     # no V of 2 x 2 stages in 2 layers: the linear ones are left
-    narrow = Plans(configure("--pipeline-schedule auto"))
+    narrow = configure("--pipeline-schedule auto").schedule_spec
     assert narrow.placement.kind == LINEAR
     assert any(line.startswith("zbv: not possible: --num-layers 2") for line in narrow.reasons)
     # one rank: nothing to choose
-    assert Plans(configure("--pipeline-schedule auto", 1)).schedule == "1f1b"
+    assert configure("--pipeline-schedule auto", 1).schedule_spec.schedule == "1f1b"
 
 
 def test_auto_counts_1f1b_a_candidate_under_any_limit():
-    plans = Plans(configure("--pipeline-schedule 1f1b --num-layers 4 --pipeline-memory-limit 1G"))
+    spec = configure("--pipeline-schedule 1f1b --num-layers 4 --pipeline-memory-limit 1G").schedule_spec
     peak = max(
-        sum(plans.costs.activation[stage] for stage in range(2) if plans.placement.rank_of(stage) == rank) * (2 - rank)
+        sum(spec.costs.activation[stage] for stage in range(2) if spec.placement.rank_of(stage) == rank) * (2 - rank)
         for rank in range(2)
     )  # fmt: skip
-    chosen = Plans(configure(f"--pipeline-schedule auto --num-layers 4 {LIMIT} {int(peak) + 1}"))
+    chosen = configure(f"--pipeline-schedule auto --num-layers 4 {LIMIT} {int(peak) + 1}").schedule_spec
     line = next(one for one in chosen.reasons if one.startswith("1f1b:"))
     assert "not possible" not in line
     assert "too much" not in line
@@ -300,18 +304,18 @@ def test_auto_counts_1f1b_a_candidate_under_any_limit():
 
 def test_auto_tells_measured_costs_in_milliseconds():
     config = configure("--pipeline-schedule auto --num-layers 4")
-    plans = Plans(config)
-    costs = dataclasses.replace(plans.costs, f=(1.5e6,) * 4, b=(1.5e6,) * 4, w=(1.5e6,) * 4)
-    chosen = choose_again(config, plans.layout, costs, plans.limits, 8, splits=True)
-    assert any(re.match(r"zbv: cost \d\d\.\d{3} ms, .* peak \d\.\d\d MiB of", line) for line in chosen.lines)
+    spec = config.schedule_spec
+    costs = dataclasses.replace(spec.costs, f=(1.5e6,) * 4, b=(1.5e6,) * 4, w=(1.5e6,) * 4)
+    _, _, reasons = solve_again(spec, costs, 8, 8, splits=True)
+    assert any(re.match(r"zbv: cost \d\d\.\d{3} ms, .* peak \d\.\d\d MiB of", line) for line in reasons)
 
 
 def test_limits_are_in_bytes_or_in_whole_stages():
-    by_count = Plans(configure(f"{ZB} {PENDING} 3"))
+    by_count = configure(f"{ZB} {PENDING} 3").schedule_spec
     assert by_count.limits == (3 * max(by_count.costs.activation),) * 2
-    by_bytes = Plans(configure(f"{ZB} {LIMIT} 2M"))
+    by_bytes = configure(f"{ZB} {LIMIT} 2M").schedule_spec
     assert by_bytes.limits == (2.0 * 2**20,) * 2
-    assert Plans(configure(ZB)).limits is None
+    assert configure(ZB).schedule_spec.limits is None
 
 
 def test_sizes_and_counts_in_words():
@@ -378,6 +382,5 @@ def test_the_rules_refuse_exactly_what_cannot_be_planned(
     if not fits:
         assert refused
         return
-    facts = pipeline_facts(config)
-    assert (facts.bubble_rate is None) == bool(refused)  # None: no such plan
-    assert facts.num_microbatches == microbatches
+    assert last_num_microbatches(config) == microbatches
+    assert (bubble_rate(config.schedule_spec, microbatches) is None) == bool(refused)  # None: no such plan

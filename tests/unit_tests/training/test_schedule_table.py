@@ -28,14 +28,14 @@ schedules.SCHEDULES["mine"] = schedules.Schedule("mine", "v", mine, chunks=2, mi
 
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline_facts import pipeline_facts
+from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from tools import show_schedule
 
 def facts(schedule, batch):
     words = f"--micro-batch-size 1 --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
     words = [*sys.argv[1:], *words.split(), "--global-batch-size", str(batch)]
     try:
-        return pipeline_facts(parse_config(words, env=LaunchEnv(launched=True, world_size=2))).as_json()
+        return pipeline_facts(parse_config(words, env=LaunchEnv(launched=True, world_size=2)).schedule_spec, batch)
     except ConfigurationError as error:
         return [str(one.message) for one in error.problems]
 

@@ -24,7 +24,6 @@ from megatron.training.exit_status import ExitStatus
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.plans import Plans
 from megatron.training.run_clock import RunClock
 from megatron.training.step import StepRunner, StepTask
 from megatron.training.step_batches import StepBatches
@@ -99,12 +98,12 @@ class Trainer:
         self.setting = setting
         self.config = parse_config(setting.flags(after), env=env)
         self.ps = ps = parallel_state(ctx, setting.tp, setting.pp, setting.dp)
-        self.plans = plans = Plans(self.config)
-        self.engine = build_engine(self.config, ps, plans, partial(build_gpt_model, self.config, ps))
+        self.spec = spec = self.config.schedule_spec
+        self.engine = build_engine(self.config, ps, partial(build_gpt_model, self.config, ps))
         self.faults = Faults(list(setting.faults))
         per_token = self.config.model.calculate_per_token_loss
         self.runner = PipelineRunner(
-            plans, ps, self.engine, self._forward_step, Timers(0), per_token_loss=per_token
+            spec, ps, self.engine, self._forward_step, Timers(0), per_token_loss=per_token
         )
         self.policy = NanPolicy(
             setting.policy, setting.max_skips, dynamic_loss_scale=self.engine.scaler.dynamic
@@ -117,7 +116,7 @@ class Trainer:
             self.engine.optimizer.rollback_by = RollbackBy(self.config.parallel.post_validation_rollback)
             self.steps = ValidatedStepRunner(*common, self.steps, RunClock(), self.begun.append)
             self._rollback, self.engine.optimizer.rollback = self.engine.optimizer.rollback, self._counted
-        self.batches = StepBatches(self._microbatches(), reads=plans.reads_data(ps.pp_rank))
+        self.batches = StepBatches(self._microbatches(), reads=spec.reads_data(ps.pp_rank))
         self.results = []
 
     def _counted(self):
@@ -137,7 +136,7 @@ class Trainer:
         batch = next(iterator)
         get = batch.get
         chunk = next(one for one in self.engine.chunks if one.module is model)
-        context, num_stages = chunk.context, self.plans.placement.num_stages
+        context, num_stages = chunk.context, self.spec.placement.num_stages
         where = model, chunk.stage, num_stages, context.iteration, context.grads.microbatch
         mine = self.faults.into(*where) if self.ps.dp_rank == self.ps.dp_size - 1 else []
         losses = model(get("tokens"), get("position_ids"), None, labels=get("labels"))

@@ -8,12 +8,12 @@ error that names the flags.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.core.config_base import LAYERS, STAGES
 from megatron.core.list_expression import ListExpressionError, expand_layout
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.spec import StageSpec as StageSpec
 
 MAX_LAYERS, MAX_STAGES = int(LAYERS.most), int(STAGES.most)
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -24,15 +24,6 @@ _PADDING = "--allow-padding-num-layers"
 
 class StageLayersError(ValueError):
     """Layers that do not divide over stages and chunks as the flags ask."""
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """What one global stage holds: layers by their global numbers from 0, the embedding, the head with the loss."""
-
-    layers: tuple[int, ...]
-    embedding: bool
-    loss: bool
 
 
 def split_stages(

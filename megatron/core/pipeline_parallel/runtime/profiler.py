@@ -135,10 +135,21 @@ class Profiler:
         peak = median(tuple(self._peaks[place] for place in kept))
         return figures_of(steps, self._pipeline, whole, peak)
 
-    def step_of(self, iteration: int) -> tuple[int, int, int] | None:
-        """(iteration, ns from first start to last end, ns computing) for `bubble_rate`, of a step that is kept."""
+    def figures_of_step(self, iteration: int) -> Figures | None:
+        """How long this rank took for one step, and for its computations; None for a step that is not kept."""
         found = next((step for step in reversed(self._steps) if step.iteration == iteration), None)
-        return None if found is None else (found.iteration, found.span_ns, found.busy_ns)
+        if found is None:
+            return None
+        return Figures(
+            pipeline=list(self._pipeline),
+            rank=found.rank,
+            times=[],
+            sends=[],
+            receives=[],
+            steps=[[found.iteration, found.span_ns, found.busy_ns]],
+            activations=[],
+            peak_bytes=0,
+        )
 
     def forget(self, until: int | None = None) -> None:
         """What follows is measured by itself, as after a new plan. until: the last iteration that is forgotten; None:

@@ -10,7 +10,9 @@ from torch import nn
 
 from megatron.core import collectives
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.custom_fsdp.hook_driven import (
+    HookDrivenDataParallel as DistributedDataParallel,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import single_process

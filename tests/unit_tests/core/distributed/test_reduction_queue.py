@@ -40,7 +40,7 @@ def launch(ctx):
     for name in NAMES:
         buffer.main_grad(name).fill_(10.0**ctx.rank)
     ledger = Ledger()
-    queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, TrafficCounter(), ledger)
+    queue = ReductionQueue(buffer, ctx.ps.dp_group, TrafficCounter(), ledger)
     assert len(queue._reducers) == len(NAMES)
     counts = []
     for name in reversed(NAMES):
@@ -81,7 +81,7 @@ def test_in_place_sums_between_exchanges(monkeypatch):
     def body(ctx):
         numbers = iter(range(6))
         monkeypatch.setattr(collectives, "sum_gradients", lambda bucket, group: Fake(next(numbers)))
-        queue = ReductionQueue(a_bucket_each(2), ctx.ps.dp_reduce_group, TrafficCounter())
+        queue = ReductionQueue(a_bucket_each(2), ctx.ps.dp_group, TrafficCounter())
         queue.launch_all()
         in_flight = list(waited)
         queue.wait()
@@ -105,7 +105,7 @@ def test_a_cut_optimizer_exchanges_too():
             device=torch.device("cpu"),
         )
         ledger = Ledger()
-        queue = ReductionQueue(buffer, ctx.ps.dp_reduce_group, TrafficCounter(), ledger)
+        queue = ReductionQueue(buffer, ctx.ps.dp_group, TrafficCounter(), ledger)
         queue.launch_all()
         live = ledger.live("exchange")
         queue.wait()

@@ -125,13 +125,13 @@ def test_memory_is_what_the_graph_and_the_filed_operands_hold():
 
 def test_the_window_the_interval_and_nothing_else():
     profiler = profiler_of(start=2, end=4, interval=5)
-    assert profiler.step_of(5) is None
+    assert profiler.figures_of_step(5) is None
     run_alone("zb-h1", profiler, range(1, 13), microbatches=1)
     figures = profiler.local_figures()
     assert [step[0] for step in figures["steps"]] == [2, 3, 5, 10]
     for step in figures["steps"]:
-        assert profiler.step_of(step[0]) == tuple(step)
-    assert profiler.step_of(4) is None
+        assert profiler.figures_of_step(step[0])["steps"] == [list(step)]
+    assert profiler.figures_of_step(4) is None
     assert [row[:2] for row in figures["times"]] == [[Kind.F, 0], [Kind.B, 0], [Kind.W, 0]]
     profiler.forget(3)
     assert [step[0] for step in profiler.local_figures()["steps"]] == [5, 10]
@@ -167,7 +167,7 @@ def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
     for place in range(4):
         profiler.record(place, float(place), place + 1.0, 0.0)
     profiler.end_step()
-    assert profiler.step_of(2) == (2, 4_000_000_000, 4_000_000_000)
+    assert profiler.figures_of_step(2)["steps"] == [[2, 4_000_000_000, 4_000_000_000]]
 
 
 class Notes:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.pipeline_parallel.plan.auto import choose
+from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.plan.search import published, zero_bubble
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 
 SCHEDULES = {
     "zb-1p": zero_bubble.zb_1p,
@@ -268,9 +269,7 @@ def test_the_least_memory_does_where_backwards_grow(data):
 
 
 # Every schedule of the registry that is no search, for `auto` to choose from beside one search a placement.
-AUTO = {name: generate for name, generate in SCHEDULES.items() if name in ("zb-2p", "zbv")} | {
-    name: row.generate for name, row in TABLE.items() if not row.searched
-}
+AUTO = ("zb-2p", "zbv", *(name for name, row in TABLE.items() if not row.searched))
 # What differs between stages or in what is held.
 SHAPES = ("even", "slow", "head", "freed")
 # Limits by share of p whole stages; None: 1F1B's own peaks, rank by rank.
@@ -357,28 +356,24 @@ def check_shared(p, m, times, shape, share):
         limits = tuple(map(max, limits, least))
     else:
         limits = (max(1.0, share * p) * whole,) * p
-    requests = {
-        name: Request(
-            p,
-            m,
-            num_chunks=None if TABLE[name].placement == LINEAR else 2,
-            costs=costs_of(name, p, times, **words),
-            memory_limit=limits,
-        )
-        for name in AUTO
-    }
-    choice = choose(AUTO, Request(p, m, memory_limit=limits), requests=requests)
     where = (p, m, times, shape, share)
-    costs = {}
-    for one in choice.candidates:
-        if one.simulation is None:
-            assert one.name not in (*SCHEDULES, "gpipe", "1f1b", "zb-h1", "zb-h2"), (where, one.problem)
+    specs, costs = [], {}
+    for name in AUTO:
+        spec = ScheduleSpec(name, TABLE[name].placed(p), costs_of(name, p, times, **words), limits=limits)
+        specs.append(spec)
+        try:
+            plan = plan_for(spec, m, Purpose.ORDER)
+            simulation = simulate(lower(plan, spec.costs), spec.costs)
+        except PlanError:
+            if name in (*SCHEDULES, "gpipe", "1f1b", "zb-h1", "zb-h2"):
+                raise
             continue
-        assert one.plan.bitwise, (one.name, where)
-        if one.fits:
-            costs[one.name] = one.simulation.cost
+        assert plan.bitwise, (name, where)
+        peaks = zip(simulation.peak_activation, limits, strict=True)
+        if all(peak <= limit + 1e-9 * max(1.0, limit) for peak, limit in peaks):
+            costs[name] = simulation.cost
     assert {"zb-2p", "zbv"} <= set(costs), where  # searches fit any limit that anything fits
-    best = choice.best.simulation.cost
+    best = costs[fastest(specs, m).schedule]
     assert best <= min(costs.values()) * (1 + 1e-9), (where, costs)
     for name in ("1f1b", "zb-h1", "zb-h2"):
         if name in costs:

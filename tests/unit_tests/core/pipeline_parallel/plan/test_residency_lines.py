@@ -3,9 +3,9 @@
 import dataclasses
 import json
 
-from megatron.training import residency_lines
+from megatron.core.pipeline_parallel.plan import residency_lines
+from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves, StepResidency
 from megatron.training.metrics_file import MetricsFile, read_metrics
-from megatron.training.residency_lines import HeldBytes, StepMoves, StepResidency
 
 MIB = 2**20
 HELD = HeldBytes(at_rest=3 * MIB, gathered=MIB, gradients=MIB // 2, under_way=0, activations=6 * MIB)

@@ -2,30 +2,17 @@
 
 import dataclasses
 
-from megatron.training import pipeline_lines
+from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
 
 
 def test_bubbles():
-    bubbles = pipeline_lines.Bubbles(7, 0.0769, 0.1)
-    assert (
-        pipeline_lines.bubble_line(bubbles)
-        == " pipeline bubble of iteration 7: planned 7.69%, measured 10.00%"
-    )
-    assert pipeline_lines.bubble_scalars(bubbles) == {"planned-bubble": 0.0769, "measured-bubble": 0.1}
-
-
-def test_units():
-    assert pipeline_lines.told_bytes(1.31789e6) == "1.26 MiB"
-    assert pipeline_lines.told_bytes(972800) == "0.93 MiB"
-    assert pipeline_lines.told_bytes(2**32) == "4096.00 MiB"
-    assert pipeline_lines.told_bytes(1024) == "1.00 KiB"
-    assert pipeline_lines.told_bytes(0) == "0.00 MiB"
-    assert pipeline_lines.told_ns(1.33279e6) == "1.333 ms"
-    assert pipeline_lines.told_layers(27.7607) == "27.76 x F of a layer"
+    bubbles = Bubbles(7, 0.0769, 0.1)
+    assert bubbles.line() == " pipeline bubble of iteration 7: planned 7.69%, measured 10.00%"
+    assert bubbles.scalars() == {"planned-bubble": 0.0769, "measured-bubble": 0.1}
 
 
 def test_a_schedule_solved_again():
-    plan = pipeline_lines.MeasuredPlan(
+    plan = MeasuredPlan(
         iteration=109,
         first_iteration=100,
         changed=None,
@@ -47,7 +34,7 @@ def test_a_schedule_solved_again():
         " > pipeline solved again after iteration 109 (iterations 100-109): F 1.500-2.000, B 1.000, "
         "W 0.250-0.500 ms a stage, a transfer 0.125 ms; planned bubble 25.00%"
     )
-    line = pipeline_lines.measured_plan_line
+    line = MeasuredPlan.line
     assert line(plan) == f"{begin} -> 12.50%, zb-1p 0123456789ab, saved as out/pipeline-plan.json"
     assert line(dataclasses.replace(plan, path=None)).endswith(
         "zb-1p 0123456789ab, not saved: that takes --save"

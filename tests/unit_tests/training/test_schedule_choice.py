@@ -3,23 +3,24 @@ import dataclasses
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import F, PlanError
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline_facts import pipeline_facts
-from megatron.training.plans import Plans
 from tests.harness import launch
 
+MICROBATCHES = 4
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
-def plans(flags, ranks=2):
-    return Plans(configure(flags, ranks))
+def spec_of(flags, ranks=2):
+    return configure(flags, ranks).schedule_spec
 
 
 def configure(flags, ranks=2):
@@ -39,8 +40,8 @@ def configure(flags, ranks=2):
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 7])
 def test_an_evaluation_of_any_number_of_microbatches(flags, num_microbatches):
     """Each forward once, also of fewer than interleaving takes in turn."""
-    made = plans(flags)
-    plan = made.evaluate(num_microbatches)
+    made = spec_of(flags)
+    plan = plan_for(made, num_microbatches, Purpose.EVALUATE)
     verify(plan)
     stages = made.placement.num_stages
     forwards = sorted((op[1], op[2]) for row in plan.rows for op in row if op[0] == F)
@@ -50,36 +51,38 @@ def test_an_evaluation_of_any_number_of_microbatches(flags, num_microbatches):
 
 @pytest.mark.parametrize(("flags", "group"), [("", None), (CHUNKS, 2), (f"{CHUNKS} {GROUP} 3", 3)])
 def test_what_is_planned_is_what_is_told_before(flags, group):
-    config = configure(flags)
-    made, facts = Plans(config), pipeline_facts(config)
-    assert (facts.placement, facts.stages, facts.schedule) == (made.placement, made.stages, made.schedule)
-    assert facts.group_size == made.group_size == group
-    computations = made.computations(facts.num_microbatches)
-    lowered = tuple(
-        tuple(op for op in row if IS_COMPUTE[op[0]]) for row in made.train(facts.num_microbatches).rows
-    )
-    assert computations.rows == lowered
-    assert facts.bubble_rate == simulate(computations, made.costs).bubble_rate
+    spec = configure(flags).schedule_spec
+    facts = pipeline_facts(spec, MICROBATCHES)
+    stages = [stage["layers"] for stage in facts["stages"]]
+    assert (facts["schedule"], facts["chunks"]) == (spec.schedule, spec.placement.num_chunks)
+    assert stages == [list(held.layers) for held in spec.stages]
+    assert facts["microbatch_group_size"] == spec.group_size == group
+    order = plan_for(spec, MICROBATCHES, Purpose.ORDER)
+    train = plan_for(spec, MICROBATCHES, Purpose.TRAIN)
+    assert order.rows == tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in train.rows)
+    assert facts["bubble_rate"] == simulate(order, spec.costs).bubble_rate
 
 
 def test_evaluation_keeps_the_order_of_training():
-    made = plans(CHUNKS)
-    for trained, evaluated in zip(made.train(4).rows, made.evaluate(4).rows, strict=True):
+    made = spec_of(CHUNKS)
+    for trained, evaluated in zip(
+        *(plan_for(made, 4, one).rows for one in (Purpose.TRAIN, Purpose.EVALUATE)), strict=True
+    ):
         assert [op[:3] for op in trained if op[0] == F] == [op[:3] for op in evaluated if op[0] == F]
 
 
 def test_who_reads():
-    made = plans("", ranks=4)
+    made = spec_of("", ranks=4)
     assert [made.reads_data(rank) for rank in range(4)] == [True, False, False, True]
     assert made.local_stages(2) == (2,)
-    assert plans(CHUNKS).local_stages(1) == (1, 3)
+    assert spec_of(CHUNKS).local_stages(1) == (1, 3)
 
 
 V = "--zero-bubble-v-schedule"
 
 
 def test_on_a_v_the_first_rank_begins_and_ends():
-    made = plans(f"{V} --num-layers 8", ranks=4)
+    made = spec_of(f"{V} --num-layers 8", ranks=4)
     assert [made.local_stages(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert [made.reads_data(rank) for rank in range(4)] == [True, False, False, False]
     first, last = made.stages[0], made.stages[7]
@@ -91,34 +94,40 @@ def test_on_a_v_the_first_rank_begins_and_ends():
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 def test_an_evaluation_under_every_schedule(name, num_microbatches):
     chunks = CHUNKS if SCHEDULES[name].placement == "looped" else ""
-    made = plans(f"--pipeline-schedule {name} --global-batch-size 16 {chunks}")
-    plan = made.evaluate(num_microbatches)
+    made = spec_of(f"--pipeline-schedule {name} --global-batch-size 16 {chunks}")
+    plan = plan_for(made, num_microbatches, Purpose.EVALUATE)
     verify(plan)
     stages = made.placement.num_stages
     forwards = sorted((op[1], op[2]) for row in plan.rows for op in row if op[0] == F)
     assert forwards == [(stage, m) for stage in range(stages) for m in range(num_microbatches)]
 
 
+def test_a_configuration_has_one_spec_and_equal_specs_have_one_plan():
+    config = configure("--enable-zero-bubble")
+    assert config.schedule_spec is config.schedule_spec
+    plan = plan_for(config.schedule_spec, 8, Purpose.TRAIN)
+    same = configure("--enable-zero-bubble").schedule_spec
+    assert same is not config.schedule_spec
+    assert plan_for(same, 8, Purpose.TRAIN) is plan
+    assert config.replace(seed=7).schedule_spec == same
+
+
 def test_costs_and_limits_can_be_changed_in_a_run():
     """As profiling does: what is planned from then on follows them."""
-    made = plans("--enable-zero-bubble")
-    before = made.train(8)
-    assert made.train(8) is before
-    slow_w = CostModel.of_ranks(made.placement, time_w=(9.0,))
-    made.use_layout(dataclasses.replace(made.layout, costs=slow_w), (2.0, 1.0))
-    after = made.train(8)
-    assert made.costs is slow_w
-    assert after is not before
+    spec = spec_of("--enable-zero-bubble")
+    slow_w = CostModel.of_ranks(spec.placement, time_w=(9.0,))
+    changed = dataclasses.replace(spec, costs=slow_w, limits=(2.0, 1.0))
+    after = plan_for(changed, 8, Purpose.TRAIN)
+    assert after.rows != plan_for(spec, 8, Purpose.TRAIN).rows
     assert simulate(after, slow_w).peak_activation <= (2.0, 1.0)
-    made.limit((1.0, 1.0))
-    assert simulate(made.train(8), slow_w).peak_activation <= (1.0, 1.0)
+    less = plan_for(dataclasses.replace(changed, limits=(1.0, 1.0)), 8, Purpose.TRAIN)
+    assert simulate(less, slow_w).peak_activation <= (1.0, 1.0)
 
 
 def test_a_limit_that_nothing_fits_names_the_rank():
-    made = plans("--enable-zero-bubble")
-    made.limit((0.5, 0.5))
+    spec = dataclasses.replace(spec_of("--enable-zero-bubble"), limits=(0.5, 0.5))
     with pytest.raises(PlanError, match=r"rank 0 may hold 0.5"):
-        made.train(8)
+        plan_for(spec, 8, Purpose.TRAIN)
 
 
 SEQUENCE_PARALLEL = (
@@ -128,14 +137,14 @@ SEQUENCE_PARALLEL = (
 
 def test_gathered_inputs_are_kept_where_the_limit_has_room():
     def made(limit):
-        return plans_of_tp(f"{SEQUENCE_PARALLEL} --pipeline-memory-limit {limit}")
+        return spec_of_tp(f"{SEQUENCE_PARALLEL} --pipeline-memory-limit {limit}")
 
     roomy = made("1G")
     assert roomy.keeps_gathered
-    tight = made(int(plans_of_tp(SEQUENCE_PARALLEL).layout.whole_stage) + 1)
+    tight = made(int(spec_of_tp(SEQUENCE_PARALLEL).whole_stage) + 1)
     assert not tight.keeps_gathered
     for one in (roomy, tight):
-        peaks = simulate(one.train(16), one.costs).peak_activation
+        peaks = simulate(plan_for(one, 16, Purpose.TRAIN), one.costs).peak_activation
         assert all(peak <= limit for peak, limit in zip(peaks, one.limits, strict=True))
     for stage in range(2):
         assert roomy.costs.activation[stage] > tight.costs.activation[stage]
@@ -147,10 +156,10 @@ def test_gathered_inputs_are_kept_where_the_limit_has_room():
 def test_without_a_limit_or_without_w_inputs_stay_in_parts(flags):
     """Nobody knows whether there is room; W's gather runs beside B's product."""
     words = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 16"
-    assert not plans_of_tp(f"{words} {flags or '--enable-zero-bubble'}").keeps_gathered
+    assert not spec_of_tp(f"{words} {flags or '--enable-zero-bubble'}").keeps_gathered
 
 
-def plans_of_tp(flags):
+def spec_of_tp(flags):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
     env = LaunchEnv(world_size=4, launched=True, rank=0)
-    return Plans(parse_config([*words, *flags.split()], env=env))
+    return parse_config([*words, *flags.split()], env=env).schedule_spec

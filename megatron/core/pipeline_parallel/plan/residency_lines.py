@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.training.pipeline_lines import told_bytes
+from megatron.core.pipeline_parallel.plan.measured_lines import told_bytes
 
 
 @dataclasses.dataclass(frozen=True)

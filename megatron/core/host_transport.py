@@ -1,0 +1,263 @@
+"""All-gathers and reduce-scatters between ranks of one host through memory that all of them see.
+
+Every rank has two slots, taken in turns, and two counters: of the operations whose data it has put into its slots, and
+of those that it has taken from everybody's. Operation n is put once all others have taken n - 2, and taken once all
+have put n. Starting one never blocks: what cannot be put yet is put by a later call, and `wait` goes on with everything
+until its own operation is done. Two are on their way without anybody's waiting, any number may be under way.
+
+A rank takes NUM_BYTES at most for a group: pages that no operation has come to are not there. The memory has no name
+and goes with the last process that uses it, however that ends.
+
+[Note: order of writes] What a rank wrote before it counted is seen by those who have seen the count: so on x86, where
+stores are seen in their order. Elsewhere there is no such transport, and ranks send messages.
+
+[Note: several groups] Ranks may wait for two groups in different orders, where hooks decide. So whoever waits for one
+transport goes on with the others of its parallel state too: a peer may need what this rank has still to put there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import platform
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives
+from megatron.core.rank_order import add_in_rank_order
+
+if TYPE_CHECKING:
+    from megatron.core.parallel_state import Group
+
+SLOT_BYTES = 16 << 20  # messages take more CPU time at every size: the slots' is a question of memory alone
+_COUNTER_BYTES = 4096
+NUM_BYTES = _COUNTER_BYTES + 2 * SLOT_BYTES
+# Places in a rank's counters, 8 bytes each. A mark a slot: what was put there. The token: whose memory this is.
+_PUT, _TAKEN, _MARKS, _TOKEN = 0, 8, 16, 24
+_NAME = "megatron"
+_ALIGNMENT = 64
+# How long a rank only looks, as peers are most often there or nearly; and sleeps in between before it suspects them.
+_SPIN_S, _PATIENCE_S = 1e-4, 0.05
+_LONGEST_S = 1e-3  # of a sleep
+
+_Put = Callable[[Tensor], None]
+_Take = Callable[[Sequence[Tensor]], None]
+
+
+class HostTransport:
+    """memory: NUM_BYTES of each rank of the group, in its order. watched: a file that tells of a process's end ->
+    its rank, of all others in order. together: the transports of this parallel state; this one joins them."""
+
+    def __init__(
+        self, group: Group, memory: list[Tensor], watched: Mapping[int, int], together: list[HostTransport]
+    ) -> None:
+        self._rank, self._timeout_s = group.rank, group.timeout.total_seconds()
+        counters = [_counters(one) for one in memory]
+        self._own = counters[group.rank]
+        self._peers = [one for place, one in enumerate(counters) if place != group.rank]
+        both = [one[_COUNTER_BYTES:].split(SLOT_BYTES) for one in memory]
+        self._slots = [list(of_ranks) for of_ranks in zip(*both, strict=True)]
+        self._to_put: collections.deque[Operation] = collections.deque()
+        self._to_take: collections.deque[Operation] = collections.deque()
+        self._num_started = self._num_put = self._num_taken = 0
+        self._together = together
+        together.append(self)
+        self._poll, self._watched = select.poll(), watched
+        for file in watched:
+            self._poll.register(file, select.POLLIN)
+        weakref.finalize(self, _close, watched)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether they go into one slot."""
+        return _places(tensors)[-1] <= SLOT_BYTES
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Operation:
+        """Of each (output [size, n], input [n]): every other rank's input into its row. The inputs fit."""
+        *places, end = _places([input for _, input in pairs])
+        me, laid = self._rank, list(zip(pairs, places, strict=True))
+
+        def put(slot: Tensor) -> None:
+            for (_, input), place in laid:
+                _piece(slot, place, input).copy_(input)
+
+        def take(slots: Sequence[Tensor]) -> None:
+            for (output, input), place in laid:
+                for rank, slot in enumerate(slots):
+                    if rank != me:
+                        output[rank].copy_(_piece(slot, place, input))
+
+        return self._start(put, take, 2 * end)
+
+    def reduce_scatter(self, parts: Sequence[tuple[Tensor, Tensor, bool]]) -> Operation:
+        """Of each (shard [n], full [size, n], accumulate): the sum over ranks, in their order, of this rank's row
+        replaces the shard, or is added to it. All rows but one fit."""
+        *places, end = _places([full[1:] for _, full, _ in parts])
+        me, laid = self._rank, list(zip(parts, places, strict=True))
+
+        def put(slot: Tensor) -> None:
+            for (_, full, _), place in laid:
+                rows = _piece(slot, place, full[1:])
+                rows[:me].copy_(full[:me])
+                rows[me:].copy_(full[me + 1 :])
+
+        def take(slots: Sequence[Tensor]) -> None:
+            for (shard, full, accumulate), place in laid:
+                in_order = [
+                    full[me] if rank == me else _piece(slot, place, full[1:])[me - (me > rank)]
+                    for rank, slot in enumerate(slots)
+                ]
+                add_in_rank_order(in_order, shard, accumulate=accumulate)
+
+        return self._start(put, take, 2 * end + 1)
+
+    def is_done(self, number: int) -> bool:
+        """Go on with what can be done, here and in the state's other transports; whether operation `number` is."""
+        for transport in self._together:
+            transport._go_on()
+        return self._num_taken >= number
+
+    def wait(self, number: int) -> None:
+        """Return once operation `number` is done. Raises RuntimeError, as backends do, where a peer is lost."""
+        started = time.monotonic()
+        while not self.is_done(number):
+            waited = time.monotonic() - started
+            if waited > _PATIENCE_S:
+                ended = [self._watched[file] for file, _ in self._poll.poll(0)]
+                late = self._late(number)  # asked second: a process may have put everything before it ended
+                if gone := [rank for rank in late if rank in ended]:
+                    raise RuntimeError(f"connection closed by peer: the process of rank {gone[0]} has ended")
+                if waited > self._timeout_s:
+                    raise RuntimeError(f"timed out after {waited:.1f} s waiting for ranks {late}")
+            if waited > _SPIN_S:
+                time.sleep(min(_LONGEST_S, waited / 4))
+
+    def _start(self, put: _Put, take: _Take, mark: int) -> Operation:
+        self._num_started += 1
+        operation = Operation(self, self._num_started, put, take, mark)
+        self._to_put.append(operation)
+        self._go_on()
+        return operation
+
+    def _go_on(self) -> None:
+        while self._to_put and all(peer[_TAKEN] >= self._num_put - 1 for peer in self._peers):
+            operation, turn = self._to_put.popleft(), self._num_put % 2
+            operation.put(self._slots[turn][self._rank])
+            self._own[_MARKS + turn] = operation.mark
+            self._num_put += 1
+            self._own[_PUT] = self._num_put
+            self._to_take.append(operation)
+        while self._to_take and all(peer[_PUT] > self._num_taken for peer in self._peers):
+            operation, turn = self._to_take.popleft(), self._num_taken % 2
+            marks = {peer[_MARKS + turn] for peer in self._peers}
+            assert marks == {operation.mark}, f"2 x bytes (+ 1: sums): here {operation.mark}, others {marks}"
+            operation.take(self._slots[turn])
+            self._num_taken += 1
+            self._own[_TAKEN] = self._num_taken
+
+    def _late(self, number: int) -> list[int]:
+        """Ranks of the world that operation `number` waits for, to put theirs or to make room for this one's."""
+        taken = min(number, self._num_put + 1) - 2
+        peers = zip(self._watched.values(), self._peers, strict=True)
+        return [rank for rank, peer in peers if peer[_PUT] < number or peer[_TAKEN] < taken]
+
+
+class Operation(NamedTuple):
+    """One under way: a work, as backends have them. put: copies what others are to read into this rank's slot. take:
+    reads every rank's slot. mark: a number that is the same on all ranks."""
+
+    transport: HostTransport
+    number: int
+    put: _Put
+    take: _Take
+    mark: int
+
+    def is_completed(self) -> bool:
+        return self.transport.is_done(self.number)
+
+    def wait(self) -> None:
+        self.transport.wait(self.number)
+
+
+def meet_on_host(group: Group, together: list[HostTransport]) -> HostTransport | None:
+    """A transport for the group; None, on all its ranks alike, where they are on several hosts or devices, or where the
+    system lets one of them not share memory. Communicates over the group. Raises PeerLostError."""
+    if group.size == 1 or group.backend != "gloo" or group.device.kind != "cpu":
+        return None
+    token = int.from_bytes(os.urandom(7))
+    own = _new_file(token)
+    try:
+        told = torch.empty(group.size, 3, dtype=torch.int64)
+        collectives.all_gather(told, torch.tensor([os.getpid(), own, token]), group)
+        found = _open_all(told.tolist(), group)
+        can = torch.tensor(found is not None, dtype=torch.int32)
+        collectives.all_reduce(can, group, "min")  # and nobody closes his file before all have opened it
+    finally:
+        if own >= 0:
+            os.close(own)
+    if found and can:
+        return HostTransport(group, *found, together)
+    _close(found[1] if found else ())
+    return None
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where they begin in a slot, one behind the other, and where the last one ends."""
+    places = [0]
+    for tensor in tensors:
+        places.append(places[-1] + tensor.nbytes + -tensor.nbytes % _ALIGNMENT)
+    return places
+
+
+def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:
+    """The tensor in a slot that begins at a place."""
+    return slot[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _new_file(token: int) -> int:
+    """A file without a name, in memory, NUM_BYTES long and empty but for the token; -1 where there can be none."""
+    file = -1
+    if platform.machine() in ("x86_64", "AMD64"):  # see [Note: order of writes]
+        with contextlib.suppress(OSError, AttributeError):  # no Linux
+            file = os.memfd_create(_NAME)
+            os.ftruncate(file, NUM_BYTES)
+            os.pwrite(file, token.to_bytes(8, "little"), 8 * _TOKEN)
+    return file
+
+
+def _open_all(told: list[list[int]], group: Group) -> tuple[list[Tensor], dict[int, int]] | None:
+    """Every rank's memory and the others' processes, as `HostTransport` takes them; None where one cannot be had.
+
+    told: (process, file, token) of each rank. On another host that may be anybody's.
+    """
+    memory: list[Tensor] = []
+    watched: dict[int, int] = {}
+    try:
+        for rank, (process, file, token) in zip(group.ranks, told, strict=True):
+            path = f"/proc/{process}/fd/{file}"
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                raise OSError(f"{path} is another file")
+            memory.append(torch.from_file(path, shared=True, size=NUM_BYTES, dtype=torch.uint8))
+            if _counters(memory[-1])[_TOKEN] != token:
+                raise OSError(f"{path} is of another rank")
+            if rank != group.ranks[group.rank]:
+                watched[os.pidfd_open(process)] = rank
+    except (OSError, RuntimeError, AttributeError):  # RuntimeError: torch's; no pidfd_open
+        _close(watched)
+        return None
+    return memory, watched
+
+
+def _counters(memory: Tensor) -> memoryview:
+    return memoryview(memory[:_COUNTER_BYTES].numpy().data).cast("q")
+
+
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)

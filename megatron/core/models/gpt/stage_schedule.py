@@ -1,0 +1,118 @@
+"""A schedule over a model's stages, by the flags: where they lie, what they cost, what ranks may hold (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
+from megatron.core.pipeline_parallel.plan.auto import fastest
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+
+
+def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
+    """The stages of a schedule by name; None: of the flags alone. Raises StageLayersError."""
+    row = SCHEDULES.get(schedule or "")
+    if row is None or row.placement != V_SHAPED:  # then the flags say how many chunks
+        return split_stages(parallel, num_layers, kind=None if row is None else row.placement)
+    return split_stages(parallel, num_layers, chunks=row.chunks, kind=row.placement)
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedModel:
+    """What flags say of a model's stages. costs: None where the configuration is not complete, which rules tell."""
+
+    parallel: ModelParallelConfig
+    num_layers: int
+    costs: ModelCosts | None
+
+    def spec(self, schedule: str, placement: Placement | None = None) -> ScheduleSpec:
+        """Of one schedule. placement: of a saved plan, which decides on the stages then. Raises StageLayersError."""
+        parallel, row = self.parallel, SCHEDULES.get(schedule)
+        ranks, size = parallel.pipeline_model_parallel_size, parallel.pipeline_memory_limit
+        if placement is not None:
+            chunks, kind = placement.num_chunks, placement.kind
+            stages = split_stages(parallel, self.num_layers, chunks=chunks, kind=kind)
+        else:
+            stages = stages_of(parallel, self.num_layers, schedule)
+            kind = LINEAR if len(stages) == ranks else LOOPED
+            kind = V_SHAPED if row is not None and row.placement == V_SHAPED else kind
+            placement = Placement(kind, ranks, len(stages) // ranks)
+        group = None
+        if row is not None and row.group_size is not None and placement.num_chunks > 1:
+            group = getattr(parallel, row.group_size) or ranks
+        searched = parallel.pipeline_schedule == AUTO or (row is not None and row.searched)
+        model = self.costs if searched or size is not None else None
+        costs = CostModel.of_ranks(placement) if model is None else model.of_stages(stages)
+        pending = parallel.zero_bubble_max_pending_backward if size is None else None
+        limit = None if pending is None else pending * costs.whole_stage(placement)
+        if size is not None and model is not None:  # it counts once activations are known in bytes
+            limit = float(size)
+        return ScheduleSpec(
+            schedule,
+            placement,
+            costs,
+            stages,
+            group,
+            estimated=model is not None,
+            limits=None if limit is None else (limit,) * ranks,
+            limit_in_stages=pending,
+        )
+
+    def fastest(self, num_microbatches: int) -> ScheduleSpec:
+        """The fastest schedule for steps of so many microbatches.
+
+        Without a limit every rank may hold what 1F1B holds on the first: what the F's of p microbatches leave. Raises
+        StageLayersError where no schedule's stages fit the layers, PlanError where none fits the limit.
+        """
+        specs, impossible = self._candidates()
+        limits, in_stages = specs[0].limits, specs[0].limit_in_stages
+        if limits is None:
+            in_stages = self.parallel.pipeline_model_parallel_size
+            limits = specs[0].costs.left_by_forwards(specs[0].placement, in_stages)
+        specs = [dataclasses.replace(one, limits=limits, limit_in_stages=in_stages) for one in specs]
+        best = fastest(specs, num_microbatches)
+        alike = [one for one in specs if (one.placement, one.stages) == (best.placement, best.stages)]
+        rivals = tuple((one.schedule, one.group_size) for one in alike)
+        return dataclasses.replace(best, rivals=rivals, reasons=(*best.reasons, *impossible))
+
+    def with_gathered_inputs(self, spec: ScheduleSpec, num_microbatches: int) -> ScheduleSpec:
+        """With what sequence parallel has gathered kept from F to W, where all ranks have memory for that and the step
+        takes no longer; else as it is."""
+        model = self.costs
+        if spec.limits is None or not spec.estimated or model is None or not model.sequence_parallel:
+            return spec
+        if spec.file is not None or not spec.row.splits:
+            return spec
+        costs = dataclasses.replace(model, keeps_gathered=True).of_stages(spec.stages)
+        kept = dataclasses.replace(spec, costs=costs, keeps_gathered=True)
+        try:
+            return kept if fastest((spec, kept), num_microbatches).keeps_gathered else spec
+        except PlanError:
+            return spec  # neither fits, which whoever plans will say
+
+    def _candidates(self) -> tuple[list[ScheduleSpec], list[str]]:
+        """What `fastest` chooses from, and a line for each schedule whose stages do not fit the layers."""
+        specs: list[ScheduleSpec] = []
+        errors: list[tuple[str, StageLayersError]] = []
+        for name, row in SCHEDULES.items():
+            if row.like is not None or (self.parallel.pipeline_model_parallel_size == 1 and name != "1f1b"):
+                continue
+            try:
+                one = self.spec(name)
+                if row.placement == LOOPED and one.placement.num_chunks == 1:  # no flag says how many chunks
+                    of = dataclasses.replace(self.parallel, num_virtual_stages_per_pipeline_rank=row.chunks)
+                    one = dataclasses.replace(self, parallel=of).spec(name)
+            except StageLayersError as error:
+                errors.append((name, error))
+                continue
+            if row.placement != LINEAR or one.placement.num_chunks == 1:
+                specs.append(one)
+        if not specs:
+            raise errors[0][1]
+        return specs, [f"{name}: not possible: {error}" for name, error in errors]

@@ -1,0 +1,83 @@
+"""Solving a run's pipeline schedule again by what the run has measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.core.pipeline_parallel.plan.auto import fastest
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import B, PlanError
+from megatron.core.pipeline_parallel.plan.measured_costs import costs_of
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.rank_figures import Figures
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
+
+
+def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:
+    """Times in ns as measured. Activations in bytes as measured, where every stage told of some that should hold any;
+    else those known so far. A stage whose backwards were all fused has not shown what is held between B and W: as much
+    of an activation as was known."""
+    weighed = spec.estimated and all(one["activations"] for one in figures)
+    if not weighed:
+        figures = [Figures(**{**one, "activations": []}) for one in figures]
+    costs, known = costs_of(figures, spec.placement), spec.costs
+    sizes = zip(costs.activation, known.activation, strict=True)
+    if weighed and all(size > 0 or not expected for size, expected in sizes):
+        seen = {stage for one in figures for kind, stage, _ in one["times"] if kind == B}
+        held = tuple(
+            after_b if stage in seen or not expected else size / expected * known_held
+            for stage, (after_b, size, expected, known_held) in enumerate(
+                zip(costs.held_after_b, costs.activation, known.activation, known.held_after_b, strict=True)
+            )
+        )
+        return dataclasses.replace(costs, held_after_b=held)
+    return dataclasses.replace(costs, activation=known.activation, held_after_b=known.held_after_b)
+
+
+def solve_again(
+    spec: ScheduleSpec, costs: CostModel, num_microbatches: int, most_microbatches: int, *, splits: bool
+) -> tuple[ScheduleSpec, str | None, tuple[str, ...]]:
+    """What to run from now on, if it takes less by these costs than what runs, or if that holds too much, and None;
+    else what runs, and why it stays. Last, the reasons of `auto`.
+
+    most_microbatches: of a later step, when the batch is ramped up; the schedule has to fit there too. splits: whether
+    the model's backwards can be split, for `auto` that runs a schedule of whole ones. Layers stay where they are. Pure:
+    ranks that are given the same costs come to the same plan.
+    """
+    if not spec.reads_costs:
+        fixed = f"{spec.schedule} is a fixed order" if spec.file is None else "a file says what is run"
+        return spec, fixed, ()
+    before = simulate(plan_for(spec, num_microbatches, Purpose.TRAIN), costs)
+    again = dataclasses.replace(spec.under(costs), reasons=())
+    try:
+        if spec.rivals:
+            rivals = [
+                dataclasses.replace(again, schedule=name, group_size=group)
+                for name, group in spec.rivals
+                if splits or not SCHEDULES[name].splits
+            ]
+            again = fastest(rivals, num_microbatches)
+        after, later = (
+            simulate(lower(plan_for(again, count, Purpose.ORDER), costs), costs)
+            for count in (num_microbatches, most_microbatches)
+        )
+    except PlanError as error:
+        return spec, f"nothing fits: {error}", ()
+    if _over(later, again.limits):
+        return spec, f"a new one would hold too much with {most_microbatches} microbatches", ()
+    better = after.cost < before.cost * (1 - TOLERANCE)
+    if better or (_over(before, again.limits) and not _over(after, again.limits)):
+        return again, None, again.reasons
+    share = after.cost / before.cost - 1 if before.cost else 0.0
+    longer = f"{100 * share:.2f}% more" if share > TOLERANCE else "as long"
+    return spec, f"a new one would take {longer}", again.reasons
+
+
+def _over(one: Simulation, limits: tuple[float, ...] | None) -> bool:
+    """Whether a rank holds more than it may."""
+    return limits is not None and any(
+        peak > limit * (1 + TOLERANCE) for peak, limit in zip(one.peak_activation, limits, strict=True)
+    )

@@ -1,0 +1,120 @@
+"""What the log and the record say of a pipeline that is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
+from megatron.core.pipeline_parallel.plan.measured_costs import peaks_of
+from megatron.core.pipeline_parallel.plan.rank_figures import Figures
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+
+_NS_PER_MS = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Bubbles:
+    """Of one step of a pipeline, as shares of its time. planned: of its plan, by the newest costs."""
+
+    iteration: int
+    planned: float
+    measured: float
+
+    def line(self) -> str:
+        """After the iteration line of a pipeline with more than one rank."""
+        return (
+            f" pipeline bubble of iteration {self.iteration}: planned {100 * self.planned:.2f}%, "
+            f"measured {100 * self.measured:.2f}%"
+        )
+
+    def scalars(self) -> dict[str, float]:
+        """The same as shares."""
+        return {"planned-bubble": self.planned, "measured-bubble": self.measured}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredPlan:
+    """What a pipeline was measured to cost in iterations `first_iteration` to `iteration`, and the plan of it.
+
+    changed: what has drifted most since the last time, None the first time. solved: its schedule is one that is made
+    for costs. f_ms, b_ms, w_ms, activation_bytes: by global stage. Bubbles: of the plan before and of the one from now
+    on, by these costs. kept: why the plan before stays, None where it does not. path: of the new plan's file.
+    """
+
+    iteration: int
+    first_iteration: int
+    changed: str | None
+    solved: bool
+    schedule: str
+    hash: str
+    f_ms: tuple[float, ...]
+    b_ms: tuple[float, ...]
+    w_ms: tuple[float, ...]
+    comm_ms: float
+    activation_bytes: tuple[int, ...]
+    peak_bytes_per_rank: tuple[int, ...]
+    planned_bubble_before: float
+    planned_bubble: float
+    kept: str | None
+    path: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        iteration: int,
+        figures: Sequence[Figures],
+        costs: CostModel,
+        spec: ScheduleSpec,
+        plan: Plan,
+        bubbles: tuple[float, float],
+        *,
+        changed: str | None,
+        kept: str | None,
+        path: str | None,
+    ) -> MeasuredPlan:
+        """costs: of these figures. spec, plan: to run from now on. bubbles: before, and from now on."""
+        f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
+        return cls(
+            iteration=iteration,
+            first_iteration=min(told[0] for one in figures for told in one["steps"]),
+            changed=changed,
+            solved=spec.reads_costs,
+            schedule=plan.schedule,
+            hash=plan_hash(plan),
+            f_ms=f_ms,
+            b_ms=b_ms,
+            w_ms=w_ms,
+            comm_ms=costs.comm / _NS_PER_MS,
+            activation_bytes=tuple(round(size) for size in costs.activation) if spec.estimated else (),
+            peak_bytes_per_rank=peaks_of(figures, spec.placement.num_ranks),
+            planned_bubble_before=bubbles[0],
+            planned_bubble=bubbles[1],
+            kept=kept,
+            path=path,
+        )
+
+    def line(self) -> str:
+        """What was measured, and what came of it."""
+        times = ", ".join(
+            f"{name} {_range(values)}"
+            for name, values in (("F", self.f_ms), ("B", self.b_ms), ("W", self.w_ms))
+        )
+        when = f"iterations {self.first_iteration}-{self.iteration}"
+        if self.changed is not None:
+            when = f"{when}; changed most: {self.changed}"
+        text = (
+            f" > pipeline {'solved again' if self.solved else 'measured'} after iteration {self.iteration} ({when}): "
+            f"{times} ms a stage, a transfer "
+            f"{self.comm_ms:.3f} ms; planned bubble {100 * self.planned_bubble_before:.2f}%"
+        )
+        if self.kept is not None:
+            return f"{text}; {self.schedule} {self.hash[:12]} stays: {self.kept}"
+        where = f", saved as {self.path}" if self.path is not None else ", not saved: that takes --save"
+        return f"{text} -> {100 * self.planned_bubble:.2f}%, {self.schedule} {self.hash[:12]}{where}"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"

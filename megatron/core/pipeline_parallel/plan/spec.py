@@ -1,0 +1,197 @@
+"""One value from which every plan of a run follows: schedule, stages, what they cost, what ranks may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, W
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
+from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
+from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.plan_file import PlanFile
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
+from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.plan.verify import peak_activation
+
+# Sums of activations, and costs of plans, are compared with this much of tolerance, relative to them.
+TOLERANCE = 1e-9
+# Plans that are kept: of a training step, of evaluations, of sizes that a batch is ramped up through, of candidates.
+_KEPT = 32
+
+
+class Purpose(enum.Enum):
+    """What a plan is run for. ORDER: nothing, it has the computations alone, whatever they hold."""
+
+    ORDER = "order"
+    TRAIN = "train"
+    TRAIN_AND_STEP = "train and step"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one global stage holds: layers by their global numbers from 0, the embedding, the head with the loss."""
+
+    layers: tuple[int, ...]
+    embedding: bool
+    loss: bool
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """What every rank of the pipeline does in a step.
+
+    schedule: a name of the table, or of a plan from a file. stages: by global stage, () where nobody asks. group_size:
+    microbatches that a chunk takes in turn, None without. costs: of stages; estimated: they are the model's, with
+    activations in bytes and times in layers, else of equal ranks with F = B = W. measured: times are a run's, in ns.
+    keeps_gathered: under sequence parallel F keeps for W what it has gathered, and costs are those of that. masked: all
+    stages need batches, for the masks of their layers. limits: by rank, what it may hold of activations; None: what the
+    schedule has of itself. limit_in_stages: limits are so many whole stages, of whatever costs; None: they are sizes.
+    file: the plan that is run instead of a generator's. rivals: (name, group size) of schedules on the same stages,
+    from which `auto` has chosen this one; reasons: why, a line a candidate. stages_units, residency: what data
+    parallelism asks of the plan, by global stage and of all ranks; None: its operations are not in the plan.
+    """
+
+    schedule: str
+    placement: Placement
+    costs: CostModel
+    stages: tuple[StageSpec, ...] = ()
+    group_size: int | None = None
+    estimated: bool = False
+    measured: bool = False
+    keeps_gathered: bool = False
+    masked: bool = False
+    limits: tuple[float, ...] | None = None
+    limit_in_stages: float | None = None
+    file: PlanFile | None = None
+    rivals: tuple[tuple[str, int | None], ...] = ()
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    stages_units: tuple[StageUnits, ...] | None = None
+    residency: Residency | None = None
+
+    @property
+    def row(self) -> Schedule:
+        """Of the table. Not where the plan is a file's."""
+        assert self.file is None, f"the plan of a file, {self.schedule}, has no row"
+        return SCHEDULES[self.schedule]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the backward of the input."""
+        if self.file is not None:
+            return any(op[0] in (B, W) for row in self.file.plan.rows for op in row)
+        return self.row.splits
+
+    @property
+    def reads_costs(self) -> bool:
+        """Whether other costs may make another plan: a schedule that is searched, or `auto`."""
+        return self.file is None and (bool(self.rivals) or self.row.searched)
+
+    @property
+    def whole_stage(self) -> float:
+        """Activations of one microbatch on the rank that has the most of them, see `CostModel.whole_stage`."""
+        return self.costs.whole_stage(self.placement)
+
+    def local_stages(self, pp_rank: int) -> tuple[int, ...]:
+        """Global stages of a pipeline rank, by chunk."""
+        return tuple(self.placement.stage_of(pp_rank, chunk) for chunk in range(self.placement.num_chunks))
+
+    def held_by(self, pp_rank: int) -> tuple[StageSpec, ...]:
+        """What a pipeline rank holds, by chunk."""
+        return tuple(self.stages[stage] for stage in self.local_stages(pp_rank))
+
+    def reads_data(self, pp_rank: int) -> bool:
+        """Whether a pipeline rank needs batches: for the embedding, the loss, or masks."""
+        return self.masked or any(one.embedding or one.loss for one in self.held_by(pp_rank))
+
+    def request(self, num_microbatches: int) -> Request:
+        """What the schedule's generator is asked for."""
+        p = self.placement
+        chunks = p.num_chunks if p.kind != V_SHAPED else None
+        return Request(p.num_ranks, num_microbatches, chunks, self.group_size, self.costs, self.limits)
+
+    def told_time(self, time: float) -> str:
+        """In the costs' unit, such as `27.761 ms` of a run and `27.76 x F of a layer` by the model."""
+        if self.measured:
+            return f"{time / 1e6:.3f} ms"
+        return f"{time:.2f} x F of a layer" if self.estimated else f"{time:g}"
+
+    def told_activation(self, size: float) -> str:
+        """In the costs' unit, such as `12.50 MiB`; what is smaller than a hundredth of one in KiB."""
+        if not self.estimated:
+            return f"{size:g}"
+        mib = size / 2**20
+        return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"
+
+    def under(self, costs: CostModel) -> ScheduleSpec:
+        """The same by measured costs; limits in whole stages are those of these costs."""
+        limits = self.limits
+        if self.limit_in_stages is not None:
+            whole = costs.whole_stage(self.placement)
+            limits = (self.limit_in_stages * whole,) * self.placement.num_ranks
+        return dataclasses.replace(self, costs=costs, measured=True, limits=limits)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Plan:
+    """The verified plan of a step. An evaluation may have fewer microbatches than the schedule can be planned for.
+
+    Raises PlanError for what the schedule or the file cannot do, and where ranks would hold more than they may.
+    """
+    if purpose is Purpose.ORDER:
+        if spec.file is not None:
+            return spec.file.order(num_microbatches)
+        return build_plan(spec.schedule, spec.request(num_microbatches))
+    if spec.stages_units is not None and spec.residency is not None:
+        bare = dataclasses.replace(spec, stages_units=None, residency=None)
+        plan = plan_for(bare, num_microbatches, purpose)
+        return add_residency(plan, spec.stages_units, spec.residency, spec.costs)
+    if purpose is Purpose.EVALUATE:
+        return lower(_forwards(spec, num_microbatches), spec.costs)
+    if purpose is Purpose.TRAIN_AND_STEP:
+        plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+        return (
+            spec.file.plan if spec.file is not None and spec.file.steps else post_validation(plan, spec.costs)
+        )
+    plan = order_within_limits(spec, num_microbatches)
+    if spec.file is not None and spec.file.plan.has_transfers and not spec.file.steps:
+        return spec.file.plan
+    return lower(plan, spec.costs)
+
+
+def order_within_limits(spec: ScheduleSpec, num_microbatches: int) -> Plan:
+    """The computations alone. Raises PlanError where there are none, or where a rank would hold more than it may."""
+    plan = plan_for(spec, num_microbatches, Purpose.ORDER)
+    if spec.limits is None or (spec.file is None and spec.row.searched):
+        return plan  # searches keep to limits, fixed orders hold what they hold
+    for rank, limit in enumerate(spec.limits):
+        peak = peak_activation(rank, plan.rows[rank], spec.costs)
+        if peak > limit * (1 + TOLERANCE):
+            held, allowed = (
+                f"{size / 2**20:.1f}M" if spec.estimated else f"{size:g}" for size in (peak, limit)
+            )
+            raise PlanError(
+                f"{plan.schedule} holds {held} of activations on pipeline rank {rank}, and --pipeline-memory-limit "
+                f"is {allowed}: raise it, or use zb-1p, zbv or auto, which plan within it"
+            )
+    return plan
+
+
+def _forwards(spec: ScheduleSpec, num_microbatches: int) -> Plan:
+    """Of an evaluation. The last of a set may have fewer microbatches than the schedule needs: of a larger plan, those
+    that there are."""
+    if spec.file is not None:
+        least = spec.file.plan.num_microbatches
+    else:
+        least = spec.row.least_microbatches(spec.placement.num_ranks, spec.group_size)
+    plan = forward_only(order_within_limits(spec, max(num_microbatches, least)))
+    rows = tuple(tuple(op for op in row if op[2] < num_microbatches) for row in plan.rows)
+    return dataclasses.replace(plan, num_microbatches=num_microbatches, rows=rows)

@@ -1,0 +1,167 @@
+"""Schedules solved again for measured costs: better ones are taken, limits are kept, layers stay where they are."""
+
+import dataclasses
+
+import pytest
+
+from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.text import to_json
+from megatron.core.pipeline_parallel.plan.verify import verify
+from megatron.training.arguments import parse_config
+from megatron.training.launch_env import LaunchEnv
+from tests.harness import launch
+from tests.harness.measured_runs import figures_of_run
+
+MICROBATCHES, MIB = 8, float(2**20)
+
+
+def made(flags, ranks=4):
+    words = [*launch.TINY, *f"--num-layers 8 --train-iters 4 --pipeline-model-parallel-size {ranks}".split()]
+    words += f"--padded-vocab-size 128 --micro-batch-size 1 --global-batch-size {MICROBATCHES}".split()
+    env = LaunchEnv(world_size=ranks, launched=True, rank=0)
+    return parse_config([*words, *flags.split()], env=env).schedule_spec
+
+
+def measured(placement, *, slow=None, activation=MIB, held=0.5):
+    """F = B = 10 ms, W = 3 ms of each stage, one of them three times slower; latency of 2 ms."""
+    times = [3.0 if stage == slow else 1.0 for stage in range(placement.num_stages)]
+    return CostModel(
+        tuple(10e6 * one for one in times),
+        tuple(10e6 * one for one in times),
+        tuple(3e6 * one for one in times),
+        (activation,) * placement.num_stages,
+        (activation * held,) * placement.num_stages,
+        2e6,
+    )
+
+
+def again(spec, costs, splits=True):
+    return solve_again(spec, costs, MICROBATCHES, MICROBATCHES, splits=splits)
+
+
+def trained(spec, costs=None):
+    plan = plan_for(spec, MICROBATCHES, Purpose.TRAIN)
+    return plan if costs is None else simulate(plan, costs)
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-schedule zb-1p", "--zero-bubble-v-schedule"])
+def test_a_searched_schedule_becomes_better_and_then_stays(flags):
+    spec = made(flags)
+    costs = measured(spec.placement, slow=0)
+    before = trained(spec, costs)
+    found, kept, _ = again(spec, costs)
+    assert kept is None
+    after = trained(found, costs)
+    assert after.cost < before.cost
+    assert after.bubble_rate < before.bubble_rate
+    assert after.plan.rows != before.plan.rows
+    verify(after.plan)
+    assert (found.placement, found.stages) == (spec.placement, spec.stages)
+    second, kept, _ = again(found, costs)
+    assert second is found
+    assert kept == "a new one would take as long"
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule zb-h1", "--pipeline-schedule dualpipe-v"])
+def test_fixed_orders_stay(flags):
+    spec = made(flags)
+    found, kept, reasons = again(spec, measured(spec.placement, slow=1))
+    assert found is spec
+    assert (kept, reasons) == (f"{spec.schedule} is a fixed order", ())
+
+
+def test_a_plan_from_a_file_stays(tmp_path):
+    (tmp_path / "plan.json").write_text(to_json(trained(made("--pipeline-schedule zb-1p"))))
+    filed = made(f"--pipeline-schedule-file {tmp_path}/plan.json")
+    found, kept, _ = again(filed, measured(filed.placement, slow=0))
+    assert found is filed
+    assert kept == "a file says what is run"
+
+
+def test_limits_in_bytes_stay_and_those_in_activations_are_counted_anew():
+    costs = measured(made("").placement)
+    in_bytes = made("--pipeline-schedule zb-1p --pipeline-memory-limit 512M")
+    assert in_bytes.under(costs).limits == in_bytes.limits == (512 * MIB,) * 4
+    counted = made("--enable-zero-bubble --zero-bubble-max-pending-backward 5")
+    assert counted.under(costs).limits == (5 * MIB,) * 4 != counted.limits
+    assert made("--pipeline-schedule zb-1p").under(costs).limits is None
+    by_device = dataclasses.replace(made("--enable-zero-bubble"), limits=(7 * MIB,) * 4)
+    assert by_device.under(costs).limits == (7 * MIB,) * 4
+    chosen = made("--pipeline-schedule auto")
+    whole = chosen.placement.num_chunks * MIB
+    assert chosen.under(measured(chosen.placement)).limits == (4 * whole,) * 4 != chosen.limits
+
+
+def test_a_plan_that_holds_too_much_gives_way_to_a_slower_one():
+    spec = made("--pipeline-schedule zb-2p --pipeline-memory-limit 4M")
+    spec = spec.under(measured(spec.placement, activation=MIB / 2))
+    costs = measured(spec.placement, activation=MIB)
+    before = trained(spec, costs)
+    assert max(before.peak_activation) > 4 * MIB
+    found, kept, _ = again(spec, costs)
+    assert kept is None
+    after = trained(found, costs)
+    assert after.cost > before.cost
+    assert max(after.peak_activation) <= 4 * MIB
+
+
+def test_nothing_fits():
+    spec = made("--pipeline-schedule zb-1p --pipeline-memory-limit 4M")
+    spec = spec.under(measured(spec.placement, activation=MIB / 2))
+    found, kept, _ = again(spec, measured(spec.placement, activation=8 * MIB))
+    assert found is spec
+    assert kept.startswith("nothing fits: ")
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_auto_chooses_among_schedules_whose_layers_lie_the_same(splits):
+    spec = made("--pipeline-schedule auto --pipeline-memory-limit 512M")
+    assert {SCHEDULES[name].placement for name, _ in spec.rivals} == {spec.placement.kind}
+    found, kept, reasons = again(spec, measured(spec.placement, slow=2), splits=splits)
+    assert (found.placement, found.stages) == (spec.placement, spec.stages)
+    names = {line.partition(":")[0] for line in reasons}
+    assert names == {name for name, _ in spec.rivals if splits or not SCHEDULES[name].splits}
+    if not names:
+        assert kept.startswith("nothing fits: ")
+        return
+    assert any(line.endswith("chosen") for line in reasons)
+    kinds = {op[0] for row in trained(found).rows for op in row if IS_COMPUTE[op[0]]}
+    assert splits or kept is not None or kinds == {F, BW}
+
+
+def test_fused_backwards_do_not_show_what_is_held_between_b_and_w():
+    spec = made("--pipeline-schedule 1f1b --pipeline-memory-limit 1G")
+    figures = figures_of_run(trained(spec), measured(spec.placement))
+    assert not any(kind in (B, W) for one in figures for kind, _, _ in one["times"])
+    for rank, one in enumerate(figures):
+        one["activations"] = [[rank, 1000 + rank, 1000 + rank]]
+    costs, known = measured_costs(figures, spec), spec.costs
+    assert costs.activation == (1000, 1001, 1002, 1003)
+    for stage, held in enumerate(costs.held_after_b):
+        share = known.held_after_b[stage] / known.activation[stage]
+        assert held == pytest.approx(share * costs.activation[stage])
+        assert abs(share - 1) > 0.01
+
+
+def test_memory_counts_as_measured_where_all_of_it_was():
+    spec = made("--pipeline-schedule zb-1p")
+    figures = figures_of_run(trained(spec), measured(spec.placement))
+    known = spec.costs.activation
+    unweighed = measured_costs(figures, spec)
+    assert unweighed.activation == known
+    for rank, one in enumerate(figures):
+        one["activations"] = [[rank, 1000 + rank, 400]]
+    costs = measured_costs(figures, spec)
+    assert costs.activation == (1000, 1001, 1002, 1003)
+    assert costs.held_after_b == (400,) * 4
+    assert dataclasses.replace(costs, activation=known, held_after_b=spec.costs.held_after_b) == unweighed
+    figures[1]["activations"] = []
+    assert measured_costs(figures, spec) == unweighed
+    figures[1]["activations"] = [[1, 0, 0]]
+    assert measured_costs(figures, spec) == unweighed
