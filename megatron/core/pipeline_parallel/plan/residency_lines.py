@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.pipeline_parallel.plan.measured_lines import told_bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class HeldBytes:
@@ -76,6 +74,38 @@ class StepResidency:
     planned_moves: StepMoves
     measured_moves: StepMoves
 
+    def lines(self) -> list[str]:
+        """After an interval's line: its last iteration, by plan and as counted."""
+        where = f"iteration {self.iteration}, pipeline rank {self.rank}"
+        planned, measured = _moves(self.planned_moves), _moves(self.measured_moves)
+        return [
+            f" residency of {where}: planned {_held(self.planned)}; measured {_held(self.measured)}",
+            f" moves of {where}: planned {planned}; measured {measured}",
+        ]
+
+    def scalars(self) -> dict[str, float]:
+        """The same for the record; what is not known has no field."""
+        scalars: dict[str, float] = {}
+        for prefix, held, moves in (
+            ("planned", self.planned, self.planned_moves),
+            ("measured", self.measured, self.measured_moves),
+        ):
+            scalars[f"{prefix}-held-bytes"] = held.total
+            kinds = held.kinds().items()
+            scalars |= {f"{prefix}-{kind.replace(' ', '-')}-bytes": size for kind, size in kinds}
+            known = {
+                "gathers": moves.gathers,
+                "reductions": moves.reductions,
+                "outer-gathers": moves.outer_gathers,
+                "outer-sums": moves.outer_sums,
+                "moved-bytes": moves.payload_bytes,
+                "lane-share": moves.lane_share,
+                "exposed-share": moves.exposed_share,
+                "exposed-time": moves.exposed_s,
+            }
+            scalars |= {f"{prefix}-{name}": value for name, value in known.items() if value is not None}
+        return scalars
+
 
 def residency_line(
     schedule: str, strategy: str, policy: str, *, ways: int, outer: int, rank: int, planned: HeldBytes
@@ -90,41 +120,9 @@ def moves_line(rank: int, planned: StepMoves) -> str:
     return f" > a step moves on pipeline rank {rank}: {_moves(planned)}"
 
 
-def interval_lines(step: StepResidency) -> list[str]:
-    """After an interval's line: its last iteration, by plan and as counted."""
-    where = f"iteration {step.iteration}, pipeline rank {step.rank}"
-    return [
-        f" residency of {where}: planned {_held(step.planned)}; measured {_held(step.measured)}",
-        f" moves of {where}: planned {_moves(step.planned_moves)}; measured {_moves(step.measured_moves)}",
-    ]
-
-
-def interval_scalars(step: StepResidency) -> dict[str, float]:
-    """The same for the record; what is not known has no field."""
-    scalars: dict[str, float] = {}
-    for prefix, held, moves in (
-        ("planned", step.planned, step.planned_moves),
-        ("measured", step.measured, step.measured_moves),
-    ):
-        scalars[f"{prefix}-held-bytes"] = held.total
-        scalars |= {f"{prefix}-{kind.replace(' ', '-')}-bytes": size for kind, size in held.kinds().items()}
-        known = {
-            "gathers": moves.gathers,
-            "reductions": moves.reductions,
-            "outer-gathers": moves.outer_gathers,
-            "outer-sums": moves.outer_sums,
-            "moved-bytes": moves.payload_bytes,
-            "lane-share": moves.lane_share,
-            "exposed-share": moves.exposed_share,
-            "exposed-time": moves.exposed_s,
-        }
-        scalars |= {f"{prefix}-{name}": value for name, value in known.items() if value is not None}
-    return scalars
-
-
 def _held(held: HeldBytes) -> str:
-    kinds = ", ".join(f"{kind} {told_bytes(size)}" for kind, size in held.kinds().items())
-    return f"{told_bytes(held.total)} ({kinds})"
+    kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in held.kinds().items())
+    return f"{_bytes(held.total)} ({kinds})"
 
 
 def _moves(moves: StepMoves) -> str:
@@ -133,7 +131,7 @@ def _moves(moves: StepMoves) -> str:
         words.append(_counted(moves.outer_gathers, "outer gather"))
     if moves.outer_sums:
         words.append(_counted(moves.outer_sums, "outer sum"))
-    words.append(told_bytes(moves.payload_bytes))
+    words.append(_bytes(moves.payload_bytes))
     if moves.lane_share is not None:
         words.append(f"lane busy {100 * moves.lane_share:.2f}%")
     if moves.exposed_share is not None:
@@ -144,3 +142,9 @@ def _moves(moves: StepMoves) -> str:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _bytes(size: int) -> str:
+    """What is smaller than a hundredth of a MiB in KiB."""
+    mib = size / 2**20
+    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"

@@ -42,14 +42,14 @@ def test_start_up():
 
 
 def test_instances_are_told_where_there_are_any():
-    moves = StepMoves(6, 6, 3, 1, 0)
+    moves = StepMoves(6, 6, 3, 1, 1024)
     assert residency_lines.moves_line(0, moves).endswith(
-        ": 6 gathers, 6 reductions, 3 outer gathers, 1 outer sum, 0.00 MiB"
+        ": 6 gathers, 6 reductions, 3 outer gathers, 1 outer sum, 1.00 KiB"
     )
 
 
 def test_each_interval_says_plan_and_measurement():
-    held, moved = residency_lines.interval_lines(STEP)
+    held, moved = STEP.lines()
     assert held == (
         f" residency of iteration 120, pipeline rank 1: planned {HELD_TEXT}; measured 5.50 MiB "
         "(at rest 3.00 MiB, gathered 2.00 MiB, gradients 0.50 MiB, under way 0.00 MiB)"
@@ -61,7 +61,7 @@ def test_each_interval_says_plan_and_measurement():
 
 
 def test_the_record_has_the_same(tmp_path):
-    scalars = residency_lines.interval_scalars(STEP)
+    scalars = STEP.scalars()
     record = MetricsFile(tmp_path / "metrics.jsonl")
     record.record(scalars, step=120, samples=960)
     record.close()
