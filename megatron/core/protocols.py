@@ -11,8 +11,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.pipeline_parallel.plan.units import StageUnits
-
 
 class Operand(Protocol):
     """An input of a linear layer that this rank holds a part of: whole only once it has been gathered."""
@@ -117,9 +115,6 @@ class GradSync(Protocol):
 
     def weights_changed(self) -> None:
         """The optimizer has written this rank's weights: what was gathered is out of date, and freed."""
-
-    def stage_units(self) -> tuple[StageUnits, ...]:
-        """By chunk, without times and activations."""
 
 
 class UnitListener(Protocol):
