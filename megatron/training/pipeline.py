@@ -157,6 +157,7 @@ class PipelineRunner:
     ) -> None:
         """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
         self._step = _Step(batches, iteration, numbers)
+        self._engine.model.settle_weights()  # a plan of forwards gathers only what comes and goes
         modules = [chunk.module for chunk in self._engine.chunks]
         was_training = [module.training for module in modules]
         for module in modules:

@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
-from megatron.core.pipeline_parallel.plan.ir import BW, RawOp, Row
+from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 
@@ -59,7 +60,7 @@ class RowUses:
         complete: list[int] = []
         moment = reading = adding = 0
         for place, op in enumerate(row):
-            if op[0] > BW:
+            if not IS_COMPUTE[op[0]]:
                 continue
             self.computations.append((place, moment))
             uses = units.uses(op)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, RawOp, W
+from megatron.core.pipeline_parallel.plan.kinds import READS_WEIGHTS, WRITES_GRADS
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 Access = tuple[int, ...]
@@ -169,10 +170,10 @@ class RankUnits:
         kind, stage = op[0], op[1]
         units, numbers = self.stages[stage].units, self.of[stage]
         accesses = self.stages[stage].accesses(op)
-        reads = [kind != W and bool(unit.weight_bytes) for unit in units]
-        if kind in (B, BW):
+        reads = [READS_WEIGHTS[kind] and bool(unit.weight_bytes) for unit in units]
+        if kind != F:
             reads = [one and unit.backward_reads for one, unit in zip(reads, units, strict=True)]
-        adds = [kind in (W, BW) and bool(unit.grad_bytes) for unit in units]
+        adds = [WRITES_GRADS[kind] and bool(unit.grad_bytes) for unit in units]
         first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
         last = {unit: at for at, access in enumerate(accesses) for unit in access}
         uses = [

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
 from megatron.core.pipeline_parallel.plan.residency import Grouping, PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import LANE, grouping_of
+from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
 from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.plan.verify import verify
 
 
 def add_residency(
@@ -37,7 +39,7 @@ def add_residency(
     plan: with transfers or without, with post-validation or without, of training or evaluation. grouping: of
     an earlier plan, to keep its bits. Raises PlanError for a policy that the plan cannot have.
     """
-    assert not any(op[0] in LANE for row in plan.rows for op in row), "add_residency: a second time"
+    assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "add_residency: a second time"
     if residency.policy == "backward" and plan.placement.num_stages > 1:
         raise PlanError(
             "policy backward keeps a microbatch's weights from F to B, and in a pipeline several are under way: use "
@@ -52,7 +54,9 @@ def add_residency(
     made = [_row(one, plan, residency, costs, grouping, 0) for one in uses]
     groups = grouping_of(plan.placement, [one.units for one in uses], [groups for _, groups in made])
     note = PlannedResidency.of(residency, stages, groups)
-    return dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
+    planned = dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
+    verify(planned, costs, stages=stages, residency=residency)
+    return planned
 
 
 def _row(
