@@ -58,7 +58,7 @@ class Trainer:
             *NO_DROPOUT,
             *words.split(),
         ]
-        env = LaunchEnv(world_size=ctx.world_size, rank=ctx.rank)
+        env = LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank)
         self.config = parse_config([*flags, "--nan-policy", policy], env=env)
         self.ps = ps or ctx.ps
         self.engine = build_engine(
