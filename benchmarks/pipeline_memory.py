@@ -128,7 +128,7 @@ class HeapRecorder:
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
         self._row = plan.rows[rank]
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
         if not IS_COMPUTE[self._row[place][0]]:
             return
         used = bytes_in_use(self._device)
