@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
-from megatron.core.host_presence import Coming, presence_of
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_order import add_in_rank_order
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     )  # which itself gathers a few numbers before it makes groups
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-Running = dist.Work | Works | Coming
+Running = dist.Work | Works
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _all_gather_flat = dist.all_gather_single if _TORCH >= (2, 13) else dist.all_gather_into_tensor
@@ -87,6 +86,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool 
     """tensor <- sum, max or min over the group, in place."""
     if group.size == 1:
         return _done("all_reduce", group)
+    _count("all_reduce", group, (tensor,))
     return _launch(
         "all_reduce",
         group,
@@ -105,15 +105,12 @@ def all_gather_units(
     pairs: Sequence[tuple[Tensor, Tensor]],
     group: Group,
     *,
-    readable: Sequence[Sequence[Tensor]] | None = None,
     async_op: bool = True,
 ) -> Pending:
     """Several all-gathers in one call: of each (output, input), output [size * n] <- every rank's input [n].
 
     Types and sizes may differ from pair to pair, and are the same on all ranks; an `input` may be its own slice of
     its `output`. Nothing is copied or packed on the way. Neither is read or written by others before `wait()`.
-    readable: of each pair every rank's input, where this process can read them (`host_memory`), between a `fence`
-    after they were written and one before they are again: they are copied at once, and nobody waits for anybody.
     """
     for output, input in pairs:
         assert output.numel() == group.size * input.numel(), f"{output.shape} != {group.size} x {input.shape}"
@@ -122,12 +119,7 @@ def all_gather_units(
     if group.size == 1 or not flat:
         _copy_own(flat, 0)
         return _done("all_gather", group)
-    if readable is not None:
-        _observe("all_gather", group)
-        for (output, input), inputs in zip(pairs, readable, strict=True):
-            if input.numel():
-                _copy_rows(output.view(group.size, -1), inputs)
-        return _done("all_gather", group)
+    _count("all_gather", group, (output for output, _ in flat))
     buffers = tuple(tensor for pair in pairs for tensor in pair)
     start = _gather_each if group.backend == "gloo" else _gather_at_once
     return _launch("all_gather", group, async_op, lambda: start(flat, group), buffers)
@@ -146,7 +138,6 @@ def reduce_scatter_units(
     group: Group,
     *,
     accumulate: bool | Sequence[bool],
-    readable: Sequence[Sequence[Tensor]] | None = None,
     async_op: bool = True,
 ) -> Pending:
     """Several reduce-scatters in one call: of each (shard [n], full [size * n]), shard <- this rank's slice of the
@@ -156,9 +147,6 @@ def reduce_scatter_units(
     accumulate may be its own slice of it. gloo's own reduce-scatter is a hidden all-reduce at more than twice the
     CPU time, so there ranks exchange their slices and each sums its own in rank order: 16-bit values in fp32, the
     same bits on every run. NCCL sums in full's type, in an order of its own.
-    readable: of each item, in rank order, every rank's slice for this one, [n] each, where this process can read them
-    (`host_memory`): complete on each rank when that begins this call. They are summed by `wait()`, in rank order, and
-    nothing is sent but the word that they are there.
     """
     adds = [accumulate] * len(items) if isinstance(accumulate, bool) else list(accumulate)
     assert len(adds) == len(items), f"accumulate for {len(adds)} of {len(items)} items"
@@ -173,12 +161,9 @@ def reduce_scatter_units(
         for part in parts:
             part.take(part.full[0])
         return _done("reduce_scatter", group)
-    if readable is not None:
-        slices = [of_ranks for (shard, _), of_ranks in zip(items, readable, strict=True) if shard.numel()]
-        call, finish, temporaries = _read(parts, slices, group)
-    else:
-        start = _exchange if group.backend == "gloo" else _reduce_at_once
-        call, finish, temporaries = start(parts, group)
+    _count("reduce_scatter", group, (part.full for part in parts))
+    start = _exchange if group.backend == "gloo" else _reduce_at_once
+    call, finish, temporaries = start(parts, group)
     return _launch(
         "reduce_scatter",
         group,
@@ -190,28 +175,24 @@ def reduce_scatter_units(
     )
 
 
-def sum_gradients(bucket: Tensor, group: Group, *, readable: Sequence[Tensor] | None = None) -> Pending:
+def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     """bucket <- its sum over the group, in place, always asynchronous. Its size is a multiple of the group's.
 
     On gloo the sum runs in rank order, in fp32 at least: see [Note: sums in rank order] in
     distributed/distributed_data_parallel. It receives beside the bucket (`holds_temporary`), and its second half
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
-    readable: every rank's bucket, in rank order, where this process can read them (`host_memory`): each sums its own
-    slice in rank order and copies the others' sums. All such sums of a group begin before the first is waited for, and
-    no rank writes its bucket before a `fence` behind all `wait()`s.
     """
-    if readable is not None and group.size > 1:
-        return _sum_readable(bucket, [one.view(group.size, -1) for one in readable], group)
     order_free = group.size == 2 and bucket.element_size() >= 4  # a sum of two has one order
     if group.size == 1 or group.backend != "gloo" or order_free:
         return all_reduce(bucket, group, async_op=True)
     parts = bucket.view(group.size, -1)
     share = parts[group.rank]
     call, sum_parts, temporaries = _exchange([_Part(share, parts, False)], group)
+    _count("all_reduce", group, (bucket,))
 
     def gather_sums() -> None:
         sum_parts()
-        all_gather(bucket, share, group)
+        _launch("all_gather", group, False, lambda: _gather_each([(parts, share)], group), (bucket,))
 
     return _launch("sum_gradients", group, True, call, (bucket,), gather_sums, temporaries)
 
@@ -230,13 +211,6 @@ class _Part:
             self.shard.add_(total)
         elif self.shard.data_ptr() != total.data_ptr():
             self.shard.copy_(total)
-
-
-def _copy_rows(output: Tensor, inputs: Sequence[Tensor]) -> None:
-    """output [size, n] <- inputs, [n] each."""
-    for row, input in zip(output, inputs, strict=True):
-        if row.data_ptr() != input.data_ptr():
-            row.copy_(input)
 
 
 def _copy_own(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
@@ -285,41 +259,6 @@ def _exchange(parts: Sequence[_Part], group: Group) -> _Started:
     return lambda: exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
 
 
-def _read(parts: Sequence[_Part], slices: Sequence[Sequence[Tensor]], group: Group) -> _Started:
-    """Reduce-scatter of what can be read: nothing travels but the word that it is there."""
-
-    def finish() -> None:
-        for part, of_ranks in zip(parts, slices, strict=True):
-            add_in_rank_order(of_ranks, part.shard, accumulate=part.accumulate)
-
-    total = sum(part.full.numel() for part in parts)
-    return lambda: _tell(f"reduce_scatter of {total}", group), finish, ()
-
-
-def _sum_readable(bucket: Tensor, of_ranks: Sequence[Tensor], group: Group) -> Pending:
-    """All-reduce of what can be read. of_ranks: [size, n] of each rank."""
-    own = bucket.view(group.size, -1)
-
-    def finish() -> None:
-        add_in_rank_order([rows[group.rank] for rows in of_ranks], own[group.rank])
-        fence(group)  # all have read what they sum; their sums are there
-        for rank, rows in enumerate(of_ranks):
-            if rank != group.rank:
-                own[rank].copy_(rows[rank])
-
-    return _launch(
-        "sum_gradients", group, True, lambda: _tell(f"sum of {bucket.numel()}", group), (bucket,), finish
-    )
-
-
-def _tell(what: str, group: Group) -> Running:
-    """The word that this rank has come here, where all do `what`; done when all have. Where it has to be a message, a
-    small all-reduce takes a quarter of the CPU time of messages between pairs."""
-    if (presence := presence_of(group)) is not None:
-        return presence.come(what)
-    return dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=group.process_group, async_op=True)
-
-
 def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
     """Reduce-scatter by the backend: into the shard itself where its type is full's and nothing is added."""
     direct = [not part.accumulate and part.shard.dtype == part.full.dtype for part in parts]
@@ -357,6 +296,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool =
     """tensor <- that of the group's rank `source`, in place."""
     if group.size == 1:
         return _done("broadcast", group)
+    _count("broadcast", group, (tensor,))
     return _launch(
         "broadcast",
         group,
@@ -439,15 +379,6 @@ def _other_end(op: str, tensor: Tensor, place: int, group: Group) -> int:
     return group.ranks[place]
 
 
-def fence(group: Group) -> None:
-    """Wait for every rank of the group: memory that they share (`host_memory`) may change hands.
-
-    Raises PeerLostError.
-    """
-    if group.size > 1:
-        _launch("fence", group, False, lambda: _tell("fence", group), ())
-
-
 def barrier(group: Group) -> None:
     """Wait for every rank of the group. On gloo the error names the ranks that did not come.
 
@@ -485,6 +416,10 @@ def _launch(
 def _process_group(group: Group) -> dist.ProcessGroup:
     assert group.process_group is not None, f"{group.purpose!r} is a group of one"
     return group.process_group
+
+
+def _count(op: str, group: Group, payload: Iterable[Tensor]) -> None:
+    group.traffic.count(op, sum(tensor.numel() * tensor.element_size() for tensor in payload))
 
 
 def _observe(op: str, group: Group) -> None:

@@ -1,8 +1,8 @@
 """The CPU/CUDA seam: the only module that knows one from the other.
 
 Everything else asks a `Device`: where tensors live, which backend ranks talk over, how much memory is in use,
-how to wait. Streams and events exist on CUDA only; on CPU the same calls do nothing, so that engines are
-written once.
+how to wait. Where CUDA queues work, CPU has nothing to wait for: the same calls do nothing there, so that engines
+are written once.
 """
 
 from __future__ import annotations
@@ -54,51 +54,17 @@ class Device:
         """The torch.distributed backend of tensors that live here."""
         return "nccl" if self.kind == "cuda" else "gloo"
 
-    def describe(self) -> str:
-        """For the log: which device this is."""
-        if self.kind == "cuda":
-            return f"cuda:{self.index} ({torch.cuda.get_device_name(self.index)})"
-        return f"cpu ({available_cores()} cores, {torch.get_num_threads()} threads)"
-
     @property
     def queues_work(self) -> bool:
         """Whether calls return before their kernels have run, so that measuring one means waiting for it."""
         return self.kind == "cuda"
 
-    # Waiting, streams and events ------------------------------------------------------------------
+    # Waiting --------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Wait for everything queued on the device. Does nothing on CPU, where nothing is queued."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.index)
-
-    def new_stream(self, *, high_priority: bool = False) -> torch.cuda.Stream | None:
-        """A side stream, or None on CPU; `on_stream` and `wait_stream` take either."""
-        if self.kind == "cpu":
-            return None
-        return torch.cuda.Stream(self.index, priority=-1 if high_priority else 0)
-
-    def on_stream(self, stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-        """Queue what follows on this stream."""
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def wait_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """The current stream goes on only when `stream` has done what is queued on it now."""
-        if stream is not None:
-            torch.cuda.current_stream(self.index).wait_stream(stream)
-
-    def record_event(self) -> torch.cuda.Event | None:
-        """A mark in the current stream, or None on CPU."""
-        if self.kind == "cpu":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.index))
-        return event
-
-    def wait_event(self, event: torch.cuda.Event | None) -> None:
-        """The current stream goes on only after this mark."""
-        if event is not None:
-            torch.cuda.current_stream(self.index).wait_event(event)
 
     def record_use(self, tensor: Tensor) -> None:
         """`tensor`'s memory is not given to others before what is queued on the current stream now is done.
@@ -148,12 +114,7 @@ class Device:
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
 
-    # Randomness and copies ------------------------------------------------------------------------
-
-    def generator(self, seed: int | None = None) -> torch.Generator:
-        """A new generator of this device, seeded if asked."""
-        generator = torch.Generator(self.torch_device)
-        return generator if seed is None else generator.manual_seed(seed)
+    # Randomness, precision ------------------------------------------------------------------------
 
     def rng_states(self) -> dict[str, Tensor]:
         """The states of torch's default generators, as byte tensors: what a checkpoint keeps."""
@@ -167,12 +128,6 @@ class Device:
         torch.set_rng_state(states["cpu"])
         if self.kind == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.index)
-
-    def copy_in(self, tensor: Tensor) -> Tensor:
-        """A host tensor on this device, without waiting for the copy on CUDA."""
-        if self.kind == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def allow_tf32(self, allowed: bool) -> None:
         """Whether fp32 matrix products may round their inputs to TF32 (CUDA; nothing to choose on CPU)."""
@@ -246,23 +201,13 @@ def set_threads(local_world_size: int, cores: int | None = None, *, threads: int
     return threads
 
 
-_mapped_bytes = 0
-
-
-def count_mapped(num_bytes: int) -> None:
-    """So many bytes more (less) of tensors that this process has put beside the C heap."""
-    global _mapped_bytes
-    _mapped_bytes += num_bytes
-
-
 def heap_bytes() -> int | None:
-    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`), and what `count_mapped` was told of;
-    None where there is no such count."""
+    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is no such count."""
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return None
     info = mallinfo2()
-    return int(info.uordblks + info.hblkhd) + _mapped_bytes
+    return int(info.uordblks + info.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -44,6 +44,15 @@ class ModelUnit:
     backward_reads: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class UnitAccesses:
+    """The names of units that are needed together, in the order of the forward and in that of the backward. Also those
+    of units that another chunk of the rank declares and this one reads."""
+
+    forward: tuple[tuple[str, ...], ...]
+    backward: tuple[tuple[str, ...], ...]
+
+
 class ModelError(ValueError):
     """A model, its provider or its loss function cannot do what the flags ask of it."""
 
@@ -57,6 +66,11 @@ class MegatronModule(nn.Module):
     def units(self) -> tuple[ModelUnit, ...] | None:
         """What is gathered and reduced together under sharding, in the order of the forward; every parameter is in
         exactly one. None: to be derived from --fsdp-unit-modules."""
+        return None
+
+    def unit_accesses(self) -> UnitAccesses | None:
+        """In which order computations need the units (plan/units.py, [Note: accesses]). None: one by one, in the order
+        in which their modules are registered, and in the backward in reverse."""
         return None
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:

@@ -24,6 +24,7 @@ from megatron.core.device import Device, current_device
 from megatron.core.peer_loss import peer_loss_named
 from megatron.core.rank_grid import RankGrid
 from megatron.core.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
+from megatron.core.traffic_counter import TrafficCounter
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -36,7 +37,8 @@ class Group:
     """Ranks that talk for one purpose, seen from one of them.
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
-    one, which never communicates. observer: hears of every collective before it begins.
+    one, which never communicates. observer: hears of every collective before it begins. traffic: what its collectives
+    have moved.
     """
 
     purpose: str
@@ -47,6 +49,7 @@ class Group:
     device: Device
     timeout: datetime.timedelta
     observer: Observer | None = None
+    traffic: TrafficCounter = dataclasses.field(default_factory=TrafficCounter, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -135,10 +138,6 @@ class ParallelState:
         return self.coordinates["tp"]
 
     @property
-    def cp_rank(self) -> int:
-        return self.coordinates["cp"]
-
-    @property
     def dp_rank(self) -> int:
         return self.coordinates["dp"]
 
@@ -149,10 +148,6 @@ class ParallelState:
     @property
     def tp_size(self) -> int:
         return self.grid.tp
-
-    @property
-    def cp_size(self) -> int:
-        return self.grid.cp
 
     @property
     def dp_size(self) -> int:

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron.core.pipeline_parallel.plan.units import StageUnits
+
 
 class Operand(Protocol):
     """An input of a linear layer that this rank holds a part of: whole only once it has been gathered."""
@@ -38,7 +40,7 @@ class WeightGradSink(Protocol):
 
         x floating [tokens..., in], dy [tokens..., out]: a matrix, gradient dy^T x.
         x integer [tokens...], dy [tokens..., out]: a lookup table, rows of dy added at x.
-        x None, dy [tokens..., out] or [out]: a bias or norm, gradient the sum over tokens.
+        x None, dy [tokens..., out]: a bias, gradient the sum over tokens; dy of the gradient's shape: the gradient.
         """
 
     def done(self, key: str, microbatch: int) -> None:
@@ -79,45 +81,58 @@ class Stage(Protocol):
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """B: as `backward`, weight gradients filed for later."""
 
-    def backward_weight(self, microbatch: int) -> None:
-        """W: the weight gradients that B filed."""
+    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
+        """W: the weight gradients that B filed. units: (first, end) of those whose gradients are meant, all if None."""
 
     def check_empty(self) -> None:
         """After the step's last operation: assert that nothing is kept for any microbatch."""
 
 
 class GradSync(Protocol):
-    """A data parallel engine seen from a pipeline. chunk: local number of a model chunk. unit: a part of it that is
-    gathered and reduced together, None for all of it."""
+    """A data parallel engine seen from a pipeline: what the plan's operations of data parallelism call, unit by unit.
 
-    def unshard(self, chunk: int, unit: int | None = None) -> Work:
-        """Begin to make the weights whole; communicates over data parallel ranks."""
+    chunk: local number of a model chunk. unit: its place in the chunk's `StageUnits.units`. What begins here runs
+    beside computations. All communicate over data parallel ranks, which make the same calls in the same order, and
+    raise PeerLostError.
+    """
 
-    def wait(self, chunk: int, unit: int | None = None) -> None:
-        """Return once the weights are whole."""
+    def unshard(self, chunk: int, unit: int) -> None:
+        """Begin to make the unit's weights whole."""
 
-    def reshard(self, chunk: int, unit: int | None = None) -> None:
+    def wait(self, chunk: int, unit: int) -> None:
+        """Return once the unit's weights are whole."""
+
+    def reshard(self, chunk: int, unit: int) -> None:
         """Free what `unshard` gathered."""
 
-    def microbatch_done(self, chunk: int, microbatch: int) -> None:
-        """All gradients of a chunk for this microbatch (W or BW) are accumulated."""
+    def reduce(self, chunk: int, unit: int) -> None:
+        """Begin to sum what has been contributed to the unit's gradients since the last sum."""
 
-    def reduce(self, chunk: int, unit: int | None = None, *, last: bool) -> Work:
-        """Begin to sum gradients over data parallel ranks. last: nothing will be added to them in this step."""
+    def sum_outer(self, chunk: int, unit: int) -> None:
+        """Begin to sum what `reduce` has summed over distributed optimizer instances."""
 
     def finish(self) -> None:
-        """After the step's last operation: gradients are complete and the same on all ranks that share them."""
+        """After the step's last operation: whatever was not reduced is; gradients are complete, and the same on all
+        ranks that share them."""
 
     def weights_changed(self) -> None:
-        """The optimizer has written this rank's weights: what other ranks hold of them is out of date. Communicates
-        over data parallel ranks, perhaps only once the weights are used."""
+        """The optimizer has written this rank's weights: what was gathered is out of date, and freed."""
+
+    def stage_units(self) -> tuple[StageUnits, ...]:
+        """By chunk, without times and activations."""
+
+
+class UnitListener(Protocol):
+    """Hears when a model comes to the units of its chunks, in forwards, backwards and W's."""
+
+    def unit_begins(self, chunk: int, unit: int) -> None:
+        """The first module of a unit is about to run, its first gradient has arrived, it is about to be recomputed, or
+        its first weight gradient to be added. It may be told more than once. The unit's weights can be read on return.
+        """
 
 
 class Stepper(Protocol):
     """An optimizer whose step can be decided on, and undone."""
-
-    def local_state(self) -> Tensor:
-        """This rank's part of what a step is decided on: squared sums of its gradients, finite if these are."""
 
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         """Update the weights with gradients * clip_coefficient / divisor."""

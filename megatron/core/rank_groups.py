@@ -50,12 +50,6 @@ PURPOSES = (
     Purpose("pp_backward", "pp", point_to_point=True),  # gradients, to earlier stages
     Purpose("embedding", "pp", part="ends"),  # tied embeddings on the first and the last stage's ranks
 )
-# Of the grid of experts (`rank_grid.expert_grid`); made once a model has experts.
-EXPERT_PURPOSES = (
-    Purpose("ep", "ep"),  # tokens to their experts and back
-    Purpose("etp", "tp"),  # activations inside an expert
-    Purpose("expert_dp", "dp"),  # gradients of experts
-)
 
 
 def check_instances(grid: RankGrid, instances: int) -> None:

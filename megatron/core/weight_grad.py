@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def accumulate_wgrad(
     overwrite: main_grad = instead, whatever it holds, which may be anything.
     """
     if x is None:
-        total = dy if dy.dim() == 1 else dy.flatten(0, -2).sum(0, dtype=main_grad.dtype)
+        total = dy if dy.shape == main_grad.shape else dy.flatten(0, -2).sum(0, dtype=main_grad.dtype)
         add_gradient(main_grad, total, overwrite=overwrite, scale=scale)
         return
     dy = dy.flatten(0, -2)  # [tokens, out]
@@ -78,9 +78,12 @@ class WeightGradAccumulator:
     (`backward`): it is seldom the one whose forward ran last. keeps_gathered: see `WeightGradSink`; may be written
     between steps.
 
-    [Note: what is deferred] In a split backward, B files what a matrix, a lookup table or a bias needs (x, dy) and W
-    (`flush`) computes it. A gradient that is put finished, as one row (norms), is added in B: there is nothing left
-    to compute.
+    [Note: what is deferred] In a split backward, B files every contribution and W (`flush`) adds it, also those that
+    are put finished, as one row (norms, and whatever autograd computes): gradients are touched in W alone, so they
+    need memory from there on, and only the order of the W's decides their bits.
+
+    [Note: W by unit] Where a plan reduces gradients unit by unit, it has to know when W comes to a unit's first
+    contribution (`report_units`), and may ask for those of some units only.
     """
 
     def __init__(self) -> None:
@@ -91,6 +94,8 @@ class WeightGradAccumulator:
         self._scale = 1.0
         self._deferring = False
         self._filed: dict[int, deque[Contribution]] = {}
+        self._unit_of: Mapping[str, int] = {}
+        self._unit_begins: Callable[[int], None] | None = None
 
     def bind(
         self, main_grads: Mapping[str, Tensor], listener: GradListener | None = None, *, scale: float = 1.0
@@ -106,14 +111,21 @@ class WeightGradAccumulator:
         """Allocate zeroed buffers of these shapes."""
         self.bind({key: torch.zeros(shape, dtype=dtype, device=device) for key, shape in shapes.items()})
 
+    def report_units(self, unit_of: Mapping[str, int], begins: Callable[[int], None]) -> None:
+        """Tell `begins` of the unit of the contribution that comes next in a W, where it is another one than before.
+
+        unit_of: the unit of each key, by its number in the chunk's `StageUnits`.
+        """
+        self._unit_of, self._unit_begins = dict(unit_of), begins
+
     @property
     def deferring(self) -> bool:
-        """Whether `put` files what can wait for W."""
+        """Whether `put` files what it is given, for W."""
         return self._deferring
 
     @contextlib.contextmanager
     def backward(self, microbatch: int, *, split: bool = False) -> Iterator[None]:
-        """What is put inside belongs to `microbatch`. split: this is a B, file for its W what can wait."""
+        """What is put inside belongs to `microbatch`. split: this is a B, file it for its W."""
         assert not self._deferring, f"backward of microbatch {microbatch} inside the B of {self.microbatch}"
         self.microbatch = microbatch
         if split:
@@ -129,7 +141,7 @@ class WeightGradAccumulator:
         assert key in self.main_grads, (
             f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
         )
-        if self._deferring and (x is not None or dy.dim() > 1):
+        if self._deferring:
             if isinstance(x, Tensor) and x.requires_grad:
                 x = (
                     x.detach()
@@ -139,29 +151,45 @@ class WeightGradAccumulator:
             self._compute(key, x, dy, self.microbatch)
 
     @torch.no_grad()
-    def flush(self, microbatch: int) -> None:
+    def flush(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
         """W: compute what the B of `microbatch` filed, in that order, each contribution freed once it is added.
 
+        units: (first, end) of those whose contributions are meant; those of the others stay for another call.
         Communicates (tp) where operands are held in parts; the next one is gathered behind the GEMM of this one.
         """
         assert microbatch in self._filed, (
             f"W of microbatch {microbatch} without its B; filed: {sorted(self._filed)}"
         )
         filed = self._filed.pop(microbatch)
+        if units is not None:
+            chosen = range(*units)
+            # What is left may be nothing, and is asked for nevertheless: by another part of this W.
+            self._filed[microbatch] = deque(one for one in filed if self._unit(one[0]) not in chosen)
+            filed = deque(one for one in filed if self._unit(one[0]) in chosen)
         parts = deque(x for _, x, _ in filed if x is not None and not isinstance(x, Tensor))
         if parts:
             parts[0].start()
+        unit = None
         while filed:
             key, x, dy = filed.popleft()
             if parts and x is parts[0]:
                 parts.popleft()
             if parts:
                 parts[0].start()
+            if self._unit_begins is not None and self._unit(key) != unit:
+                unit = self._unit(key)
+                self._unit_begins(unit)
             self._compute(key, x, dy, microbatch)
 
     def check_flushed(self) -> None:
         """At the end of a step every B had its W."""
-        assert not self._filed, f"weight gradients of microbatches {sorted(self._filed)} were never computed"
+        left = sorted(microbatch for microbatch, filed in self._filed.items() if filed)
+        assert not left, f"weight gradients of microbatches {left} were never computed"
+        self._filed.clear()
+
+    def _unit(self, key: str) -> int:
+        assert key in self._unit_of, f"{key!r} is in no unit; those of units: {sorted(self._unit_of)}"
+        return self._unit_of[key]
 
     def done(self, key: str, microbatch: int) -> None:
         if self._listener is not None:

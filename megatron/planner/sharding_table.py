@@ -185,27 +185,6 @@ def step_collectives(
     )
 
 
-def outer_collectives(
-    num_params: float, shard_size: int, wire: WireBytes | None = None, *, outer_size: int, outer_optim: bool
-) -> Collectives:
-    """Over the copies of HSDP: one all-reduce of the gradient's shard, on the last microbatch. HFSDP (outer_optim):
-    one reduce-scatter then, and one gather of the weights' shard at the first forward."""
-    require_positive(num_params=num_params)
-    require_count(shard_size=shard_size, outer_size=outer_size)
-    wire = wire or WireBytes()
-    if outer_size == 1:
-        return Collectives()
-    grad_bytes = wire.grad_bytes * num_params / shard_size
-    if not outer_optim:
-        return Collectives(all_reduce_calls=1, all_reduce_bytes=grad_bytes)
-    return Collectives(
-        all_gather_calls=1,
-        all_gather_bytes=wire.param_bytes * num_params / shard_size,
-        reduce_scatter_calls=1,
-        reduce_scatter_bytes=grad_bytes,
-    )
-
-
 def collectives_in_words(strategy: Strategy) -> str:
     """How often the whole model is sent in a step of GA microbatches (slides)."""
     return {
@@ -214,10 +193,3 @@ def collectives_in_words(strategy: Strategy) -> str:
         Strategy.OPTIM_GRADS: "1 AG + GA RS",
         Strategy.OPTIM_GRADS_PARAMS: "2 GA AG + GA RS",
     }[strategy]
-
-
-def zero_volume_elements(strategy: Strategy, num_params: float) -> float:
-    """Elements a rank sends in a step of one microbatch: 2, 2, 2 and 3 a parameter (ZeRO, section 7: "Communication
-    Analysis of ZeRO-DP")."""
-    require_positive(num_params=num_params)
-    return (3 if strategy is Strategy.OPTIM_GRADS_PARAMS else 2) * num_params

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import host_data
+from megatron.core.asked_schedules import told_schedule
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
-    FullyShardedDataParallel,
     declared_units,
 )
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.initial_weights import broadcast_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
@@ -40,7 +39,7 @@ from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
-from megatron.training.schedule_choice import told_schedule
+from megatron.training.weight_pieces import weight_pieces
 
 ModelProvider = Callable[..., nn.Module]
 
@@ -158,7 +157,7 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
         _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
     )
     if spec.splits_backward:
-        _refuse_together(chunks, told_schedule(config, spec.schedule), ps)
+        _refuse_together(chunks, told_schedule(config.parallel, spec.schedule), ps)
     _join_uses([chunk.module for chunk in chunks])
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
@@ -187,19 +186,7 @@ def _data_parallel(
     """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
     modules = [chunk.module for chunk in chunks]
     sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
-    units = declared_units(modules)
-    if not config.ddp.use_custom_fsdp:
-        return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages, units=units)
-    return FullyShardedDataParallel(
-        modules,
-        ps,
-        config.ddp,
-        meta,
-        sinks=sinks,
-        stages=stages,
-        units=units,
-        fsdp_unit_modules=config.ddp.fsdp_unit_modules,
-    )
+    return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
 
 
 def _build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
@@ -261,8 +248,8 @@ def refuse_unsplittable(module: nn.Module, asked: str) -> None:
     """Raises UnsplittableError naming what the schedule's B and W cannot be split for. asked: the flag that asks for
     the schedule.
 
-    What goes to a sink can wait for W. Norms and other 1-D parameters are computed in B, in microbatch order as well,
-    whoever adds them up; a matrix that autograd accumulates would make of every B a whole backward.
+    What goes to a sink can wait for W. Gradients of 1-D parameters may be computed in B, whoever does so: they wait for
+    W to be added. A matrix that autograd accumulates would make of every B a whole backward.
     """
     ours = isinstance(module, MegatronModule)
     facts = module.param_meta if isinstance(module, MegatronModule) else {}

@@ -109,11 +109,6 @@ class Checkpointer:
         self._async = AsyncSaver(log, guard)
 
     @property
-    def in_flight(self) -> int | None:
-        """The iteration that is being written in the background, if any."""
-        return self._async.in_flight
-
-    @property
     def place(self) -> metrics.ModelParallelPlace:
         ps = self._ps
         return metrics.ModelParallelPlace(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)

@@ -65,18 +65,6 @@ DESCRIPTIONS: Mapping[ExitStatus, str] = {
 REQUEUE = frozenset({ExitStatus.STOPPED, ExitStatus.PEER_LOST, ExitStatus.RERUN_PERSISTENT})
 
 
-def markdown_table() -> str:
-    """The table of docs/exit_statuses.md."""
-    rows = [
-        f"| {int(status)} | {DESCRIPTIONS[status]} | {_yes(status in REQUEUE)} |" for status in ExitStatus
-    ]
-    return "\n".join(["| status | meaning | requeue |", "|---|---|---|", *rows])
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
 @dataclasses.dataclass(frozen=True)
 class ExitRecord:
     """The content of `exit.json`.

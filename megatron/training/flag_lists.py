@@ -23,13 +23,15 @@ class FlagList:
 
 ZERO_BUBBLE = "roadmap: zero-bubble schedules"
 CUSTOM_FSDP = "roadmap: custom FSDP"
-FULLY_SHARDED_PIPELINES = "roadmap: fully sharded pipelines"
 CONTEXT_PARALLEL = "roadmap: context parallel"
 MOE = "roadmap: mixture of experts"
 MLA = "roadmap: multi-latent attention"
 MTP = "roadmap: multi-token prediction"
 FP8 = "roadmap: fp8"
 TRANSFORMER_ENGINE = "roadmap: Transformer Engine"
+NCCL_GROUP_CALLS = "roadmap: NCCL group calls"
+USER_BUFFERS = "roadmap: user buffers"
+SHARP = "roadmap: SHARP"
 OFFLOAD = "roadmap: offload"
 MODEL_VARIANTS = "roadmap: model variants"
 OPTIMIZERS = "roadmap: more optimizers"
@@ -205,12 +207,13 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         "--use-interlaced-schedule",
         values="--final-stage-num-layers --num-seq-splits=1",
     ),
+    FlagList(CUSTOM_FSDP, switches="--megatron-fsdp-enable-fine-grained-param-gather"),
     FlagList(
-        CUSTOM_FSDP,
-        switches="--use-nccl-ub --use-sharp --disable-symmetric-registration --fsdp-manual-registration "
-        "--megatron-fsdp-enable-fine-grained-param-gather",
-        values="--nccl-communicator-config-path",
+        USER_BUFFERS,
+        switches="--use-nccl-ub --disable-symmetric-registration --fsdp-manual-registration",
     ),
+    FlagList(SHARP, switches="--use-sharp"),
+    FlagList(NCCL_GROUP_CALLS, values="--nccl-communicator-config-path"),
     FlagList("there is one custom FSDP: leave it out, or give 1", values="--megatron-fsdp-version=1"),
     FlagList("use --use-custom-fsdp", switches="--use-torch-fsdp2"),
     FlagList(

@@ -32,18 +32,14 @@ class LaunchEnv:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    node_rank: int = 0
     master_addr: str = "localhost"
     master_port: int | None = None
     restart_count: int = 0
-    max_restarts: int = 0
     agent_store: bool = False
     use_libuv: bool = True
     run_id: str | None = None
     launcher_pid: int | None = None
-    shutdown_timeout_s: int = 30
     cuda_visible_devices: str | None = None
-    cuda_device_max_connections: int | None = None
     cublas_workspace_config: str | None = None
     nccl_algo: str | None = None
     slurm_job_id: str | None = None
@@ -61,18 +57,14 @@ class LaunchEnv:
             world_size=world_size,
             local_rank=_integer(source, "LOCAL_RANK", 0) if launched else 0,
             local_world_size=_integer(source, "LOCAL_WORLD_SIZE", world_size) if launched else 1,
-            node_rank=_integer(source, "GROUP_RANK", 0) if launched else 0,
             master_addr=source.get("MASTER_ADDR", "localhost").strip(),
             master_port=_optional_integer(source, "MASTER_PORT"),
             restart_count=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
-            max_restarts=_integer(source, "TORCHELASTIC_MAX_RESTARTS", 0),
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             use_libuv=source.get("USE_LIBUV", "1") == "1",
             run_id=source.get("TORCHELASTIC_RUN_ID"),
             launcher_pid=_parent_of(os.getpid()) if "TORCHELASTIC_RUN_ID" in source else None,
-            shutdown_timeout_s=_integer(source, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30),
             cuda_visible_devices=source.get("CUDA_VISIBLE_DEVICES"),
-            cuda_device_max_connections=_optional_integer(source, "CUDA_DEVICE_MAX_CONNECTIONS"),
             cublas_workspace_config=source.get("CUBLAS_WORKSPACE_CONFIG"),
             nccl_algo=source.get("NCCL_ALGO"),
             slurm_job_id=source.get("SLURM_JOB_ID"),

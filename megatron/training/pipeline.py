@@ -6,12 +6,14 @@ One path for every run: a world of one executes the plan of one stage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
@@ -23,10 +25,12 @@ from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage, Run
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from megatron.core.protocols import Stage
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
 from megatron.training.pipeline_memory import check_snapshot, settled
+from megatron.training.residency import residency_of, units_of_all_stages
 from megatron.training.run_folder import OutputPathError
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
@@ -64,15 +68,15 @@ class _TimedStage(ModelStage):
         with self._timers("backward-compute", log_level=2):
             return super().backward_input(microbatch, grad)
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
         with self._timers("backward-compute", log_level=2):
-            super().backward_weight(microbatch)
+            super().backward_weight(microbatch, units)
 
 
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any. profiler: of what the
+    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any. profiler: of what the
     schedule is solved again for, if it is to be measured.
     """
 
@@ -89,7 +93,7 @@ class PipelineRunner:
         profiler: Profiler | None = None,
     ) -> None:
         self.profiler = profiler
-        self._spec = spec
+        self.spec = spec
         self._ps = ps
         self._engine = engine
         self._forward_step = forward_step
@@ -101,6 +105,12 @@ class PipelineRunner:
         self._validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._boundaries = UnitBoundaries()
+        residency = residency_of(engine.model, spec.placement.num_ranks)
+        if residency.moves:
+            units = units_of_all_stages(engine.model, ps, spec.local_stages(ps.pp_rank), spec.costs)
+            self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
+            watch_units(engine, self._boundaries)
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
         self._executors: dict[tuple[int, Purpose], Executor] = {}  # (microbatches, what for)
@@ -129,7 +139,8 @@ class PipelineRunner:
         """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
         owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
         self._step = _Step(batches, iteration, StepNumbers(self._ps.device.torch_device))
-        self._engine.model.begin_step(num_microbatches)
+        keep = self._validator is not None and self._validator.pending
+        self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
         done = self._execute(num_microbatches, iteration, Purpose.TRAIN_AND_STEP)
         self._step = None
         return done
@@ -157,17 +168,12 @@ class PipelineRunner:
             module.train(training)
         self._named(numbers, False)
 
-    @property
-    def spec(self) -> ScheduleSpec:
-        """By which steps and evaluations are planned."""
-        return self._spec
-
     def plan_by(self, spec: ScheduleSpec) -> None:
         """From now on. Between steps, on all ranks alike; layers stay where they are."""
-        assert (spec.placement, spec.stages) == (self._spec.placement, self._spec.stages), (
-            f"layers cannot move from {self._spec.placement} to {spec.placement}"
+        assert (spec.placement, spec.stages) == (self.spec.placement, self.spec.stages), (
+            f"layers cannot move from {self.spec.placement} to {spec.placement}"
         )
-        self._spec = spec
+        self.spec = spec
         self._executors.clear()
 
     def close(self) -> None:
@@ -197,12 +203,15 @@ class PipelineRunner:
             assert self._validator is not None, "train_and_step() before validate_by()"
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
             handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
+        units = self.spec.stages_units
         return Executor(
-            plan_for(self._spec, num_microbatches, purpose),
+            plan_for(self.spec, num_microbatches, purpose),
             self._ps.pp_rank,
             self._stages,
             self._channel,
-            self._engine.model if training else None,
+            self._engine.model,
+            units=None if units is None else {stage: units[stage] for stage in self._own_stages},
+            boundaries=self._boundaries,
             recorder=self._recorder if training else None,
             handlers=handlers,
             validation=validation,
@@ -245,6 +254,14 @@ class PipelineRunner:
         loss = loss_to_differentiate(result, self._per_token_loss)
         scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
         return loss * scale if scale != 1.0 else loss
+
+
+def watch_units(engine: Engine, boundaries: UnitBoundaries) -> None:
+    """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks."""
+    UnitEvents([tuple(enumerate(units)) for units in engine.model.unit_modules()], boundaries)
+    for chunk, (one, unit_of) in enumerate(zip(engine.chunks, engine.model.unit_of_key(), strict=True)):
+        if one.sink is not None:
+            one.sink.report_units(unit_of, functools.partial(boundaries.unit_begins, chunk))
 
 
 def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:

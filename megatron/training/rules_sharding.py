@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.core.distributed.sharding import main_grads_dtype
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
-from megatron.training.flag_lists import FULLY_SHARDED_PIPELINES
 from megatron.training.resolve_sharding import INSTANCES, OUTER, STRATEGY, grads_are_cut, weights_are_cut
 from megatron.training.rule_table import RuleTable, Situation, spelled
 
@@ -66,16 +65,33 @@ def _sharding_strategy(s: Situation) -> str | None:
 
 
 @rule(
-    "sharding-pipeline",
-    "--data-parallel-sharding-strategy --use-custom-fsdp --pipeline-model-parallel-size",
-    "with several stages use --data-parallel-sharding-strategy optim or no_shard, or use one stage; planned, see "
-    f"docs/roadmap.md, {FULLY_SHARDED_PIPELINES.removeprefix('roadmap: ')!r}",
+    "reshard-policy-stages",
+    "--fsdp-reshard-policy --pipeline-model-parallel-size",
+    "use --fsdp-reshard-policy budget with --fsdp-memory-budget BYTES, which keeps what the bytes allow at each moment",
 )
-def _sharding_pipeline(s: Situation) -> str | None:
+def _reshard_policy_stages(s: Situation) -> str | None:
     stages = s.value("pipeline_model_parallel_size")
-    if stages <= 1 or not grads_are_cut(s.value(STRATEGY)):
+    if stages <= 1 or s.value("fsdp_reshard_policy") != "backward" or not s.value("use_custom_fsdp"):
         return None
-    return f"{_told(s)} with --pipeline-model-parallel-size {stages} is not supported"
+    return (
+        f"--fsdp-reshard-policy backward with --pipeline-model-parallel-size {stages}: several microbatches are "
+        "between their forward and their backward at any time, so weights would stay gathered for the whole step"
+    )
+
+
+@rule(
+    "double-buffer-stages",
+    "--fsdp-double-buffer --pipeline-model-parallel-size",
+    "leave out --fsdp-double-buffer, or use one stage",
+)
+def _double_buffer_stages(s: Situation) -> str | None:
+    stages = s.value("pipeline_model_parallel_size")
+    if stages <= 1 or not s.value("fsdp_double_buffer") or not grads_are_cut(s.value(STRATEGY)):
+        return None
+    return (
+        f"--fsdp-double-buffer with --pipeline-model-parallel-size {stages}: forwards and backwards alternate, so "
+        "units do not take two slots in turns"
+    )
 
 
 @rule(

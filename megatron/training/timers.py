@@ -66,12 +66,6 @@ class Timer:
         self._elapsed_s += self._clock() - self._started_at
         self._started_at = None
 
-    def reset(self) -> None:
-        """Forget the sum; a running timer goes on from now."""
-        self._elapsed_s = 0.0
-        if self._started_at is not None:
-            self._started_at = self._clock()
-
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         """Seconds so far; a running timer keeps running."""
         running = self._started_at is not None
@@ -103,9 +97,6 @@ class _SilentTimer(Timer):
             raise AssertionError("a barrier must not depend on the log level: call it outside the timer")
 
     def stop(self, barrier: bool = False) -> None:
-        return None
-
-    def reset(self) -> None:
         return None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:

@@ -175,11 +175,6 @@ class Writers:
         """The wandb run, or None."""
         return next((t.run for t in self._trackers if isinstance(t, WandbTracker)), None)
 
-    @property
-    def metrics_path(self) -> Path | None:
-        """The metrics file of this rank, or None."""
-        return self._file.path if self._file is not None else None
-
     def flush(self) -> None:
         """Everything said so far is on its way to disk."""
         self._to_file(lambda file: file.flush())

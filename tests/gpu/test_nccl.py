@@ -46,16 +46,16 @@ def values(rank, n, dtype):
 
 pairs = [(torch.zeros(world * n, dtype=t, device=cuda), values(rank, n, t))
          for n, t in ((5, torch.float32), (3, torch.bfloat16), (2, torch.float64))]
-side = device.new_stream()
+side = torch.cuda.Stream()
 full = [values(rank, world * 4, t) for t in (torch.float32, torch.bfloat16, torch.float32)]
 shards = [torch.ones(4, device=cuda) for _ in full]
 gathers = collectives.all_gather_units(pairs, ps.dp_gather_group)
 sums = collectives.reduce_scatter_units(
     list(zip(shards, full)), ps.dp_reduce_group, accumulate=[True, True, False])
 side.wait_stream(torch.cuda.current_stream())
-with device.on_stream(side):  # made on one stream, waited for on another
+with torch.cuda.stream(side):  # made on one stream, waited for on another
     sums.wait()
-device.wait_stream(side)
+torch.cuda.current_stream().wait_stream(side)
 gathers.wait()
 for output, _ in pairs:
     n = output.numel() // world

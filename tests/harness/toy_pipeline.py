@@ -22,7 +22,7 @@ HIDDEN, TOKENS = 6, (5, 2)
 
 
 class _Scale(torch.autograd.Function):
-    """As a norm does: its gradient is put finished, in B."""
+    """As a norm does: its gradient is put finished."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sink: WeightGradAccumulator) -> Tensor:

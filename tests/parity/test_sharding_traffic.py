@@ -16,7 +16,8 @@ import torch
 
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.traffic import persistent_bytes
-from megatron.core.distributed.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Traffic
+from megatron.core.traffic_counter import Moved
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.ranks import run_ranks
 

@@ -108,7 +108,6 @@ OPENERS = {
     "megatron/core/safe_files.py": "the helper itself",
     "megatron/core/available_memory.py": "figures of /proc and of the control group",
     "megatron/core/device.py": "figures of this process in /proc",
-    "megatron/core/host_memory.py": "the machine's number and its ranks' memory in /proc",
     "megatron/training/console.py": "a descriptor that leads nowhere",
     "megatron/training/lease.py": "a file without a name, for the file system's time",
     "megatron/training/lease_holder.py": "processes in /proc",

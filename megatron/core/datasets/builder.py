@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus
+from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus, MockDataset
 from megatron.core.datasets.splits import (
     DEFAULT_SPLIT,
     SPLIT_NAMES,
@@ -183,7 +183,8 @@ class _Builder:
                 f"{prefix}: split {name!r} is empty: --split {self.split} gives it none of the {len(corpus)} "
                 "sequences; use a larger corpus, a larger weight for it, or weight 0 for no such data"
             )
-        dataset = GPTDataset(
+        kind = MockDataset if self.spec.mock else GPTDataset
+        dataset = kind(
             corpus,
             sequences,
             name,

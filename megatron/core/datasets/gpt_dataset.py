@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +16,10 @@ from megatron.core.datasets.index_builders import (
     plan_epochs,
 )
 from megatron.core.datasets.index_cache import Arrays, IndexCache
-from megatron.core.datasets.index_checks import index_fault, index_layouts, layout_bytes
+from megatron.core.datasets.index_checks import Layout, index_fault, index_layouts, layout_bytes
 
 Sample = dict[str, NDArray[Any]]
+Place = tuple[int, int]  # position in the document order, offset in that document
 NO_PAD = -1
 BYTES_PER_TOKEN = 8 + 8 + 8 + 4  # tokens, labels, positions, loss mask
 
@@ -111,13 +111,9 @@ class GPTDataset:
             extra_token=sample_format.extra_token,
             drop_last_partial=split != "valid" or sample_format.drop_last_partial_validation_sequence,
         )
-        self._seed = seed
-        self._layouts = index_layouts(corpus.lengths, sequences, self.plan)
+        self._seed, self._requested = seed, requested
         self._require_memory()
-        arrays = self._indices(requested, identity or {}, cache_folder)
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
-        self.shuffle_index = arrays["shuffle_index"]
+        self._arrays = self._indices(identity or {}, cache_folder)
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -152,13 +148,14 @@ class GPTDataset:
         """The sequences of the corpus that sample i has tokens of, in the order of its tokens."""
         return [sequence for sequence, _, _ in self._pieces(i)]
 
-    def _indices(self, requested: int | None, identity: dict[str, object], folder: str | None) -> Arrays:
+    def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
         if folder is None:
             return self._build()
+        kind = type(self).__name__
         key = {
-            "class": "GPTDataset",
+            "class": kind,
             "path_prefix": self.corpus.prefix,
-            "num_samples": requested,
+            "num_samples": self._requested,
             "index_split": self.split,
             "random_seed": self._seed,
             "sequence_length": self.format.sequence_length,
@@ -167,30 +164,28 @@ class GPTDataset:
             "sequences": [self.sequences.start, self.sequences.stop],
             **identity,
         }
-        check = functools.partial(
-            index_fault,
-            lengths=self.corpus.lengths,
-            sequences=self.sequences,
-            sequence_length=self.format.sequence_length,
-            plan=self.plan,
-            extra_token=self.format.extra_token,
-        )
         fingerprint = self.corpus.fingerprint()
-        cache = IndexCache(folder, "GPTDataset", self.split, key, fingerprint, self._layouts, check)
+        cache = IndexCache(folder, kind, self.split, key, fingerprint, self._layouts(), self._fault)
         return cache.load_or_build(self._build)
 
-    def _require_memory(self) -> None:
-        """Raises DataError for numbers of samples, or lengths of them, that no memory holds."""
-        samples, length = self.plan.num_samples, self.format.sequence_length
-        split = f"{self.corpus.prefix}: split {self.split!r}"
-        require_memory(
-            layout_bytes(self._layouts),
-            f"{split}: the index of {samples} samples (--train-samples, or iterations x --global-batch-size) of "
-            f"--seq-length {length}, which go {self.plan.num_epochs} times through the corpus,",
+    # Which indices there are and what they say: others of mock data -------------------------------------------
+
+    def _layouts(self) -> dict[str, Layout]:
+        return index_layouts(self.corpus.lengths, self.sequences, self.plan)
+
+    def _index_bytes(self) -> int:
+        return layout_bytes(self._layouts())
+
+    def _fault(self, arrays: Arrays) -> str | None:
+        """What is wrong with arrays that were read from disk."""
+        return index_fault(
+            arrays,
+            self.corpus.lengths,
+            self.sequences,
+            self.format.sequence_length,
+            self.plan,
+            extra_token=self.format.extra_token,
         )
-        if samples:
-            masks = length * length if self.format.create_attention_mask else 0
-            require_memory(BYTES_PER_TOKEN * length + masks, f"{split}: one sample of --seq-length {length}")
 
     def _build(self) -> Arrays:
         rng = np.random.RandomState(self._seed)
@@ -208,16 +203,35 @@ class GPTDataset:
             "shuffle_index": build_shuffle_index(self.plan, rng),
         }
 
+    def _bounds(self, i: int) -> tuple[Place, Place]:
+        """Where sample i starts, and where it ends."""
+        k = int(self._arrays["shuffle_index"][i])
+        (first, offset), (last, last_offset) = self._arrays["sample_index"][k : k + 2].tolist()
+        return (first, offset), (last, last_offset)
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _require_memory(self) -> None:
+        """Raises DataError for numbers of samples, or lengths of them, that no memory holds."""
+        samples, length = self.plan.num_samples, self.format.sequence_length
+        split = f"{self.corpus.prefix}: split {self.split!r}"
+        require_memory(
+            self._index_bytes(),
+            f"{split}: the index of {samples} samples (--train-samples, or iterations x --global-batch-size) of "
+            f"--seq-length {length}, which go {self.plan.num_epochs} times through the corpus,",
+        )
+        if samples:
+            masks = length * length if self.format.create_attention_mask else 0
+            require_memory(BYTES_PER_TOKEN * length + masks, f"{split}: one sample of --seq-length {length}")
+
     def _pieces(self, i: int) -> list[tuple[int, int, int]]:
         """(sequence, offset, tokens) of each non-empty stretch that sample i is made of."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        k = int(self.shuffle_index[i])
-        first, offset = map(int, self.sample_index[k])
-        last, last_offset = map(int, self.sample_index[k + 1])
+        (first, offset), (last, last_offset) = self._bounds(i)
         pieces = []
         for position in range(first, last + 1):
-            sequence = int(self.document_index[position])
+            sequence = int(self._arrays["document_index"][position])
             end = last_offset + int(self.format.extra_token) if position == last else None
             stop = int(self.corpus.lengths[sequence]) if end is None else end
             if stop > offset:

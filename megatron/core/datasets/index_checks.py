@@ -56,16 +56,23 @@ def index_fault(
         return f"document_index has sequences outside {sequences.start} to {sequences.stop}"
     if (np.bincount(documents - sequences.start, minlength=len(sequences)) != plan.num_epochs).any():
         return f"document_index does not have each sequence {plan.num_epochs} times"
-    if not _within(shuffle, 0, plan.num_samples):
-        return f"shuffle_index has samples outside 0 to {plan.num_samples}"
-    seen = np.zeros(plan.num_samples, dtype=bool)
-    for first in range(0, len(shuffle), _ROWS_AT_A_TIME):
-        seen[shuffle[first : first + _ROWS_AT_A_TIME]] = True
-    if not seen.all():
-        return "shuffle_index does not have each sample once"
+    if (fault := shuffle_fault(shuffle, plan.num_samples)) is not None:
+        return fault
     x = int(extra_token)
     if not _cuts(arrays["sample_index"], lengths[documents], sequence_length, plan.tokens - x, x):
         return f"sample_index does not cut the documents into samples of length {sequence_length}"
+    return None
+
+
+def shuffle_fault(order: NDArray[Any], num_samples: int) -> str | None:
+    """The same of an order of so many samples, or of its beginning."""
+    if not _within(order, 0, num_samples):
+        return f"shuffle_index has samples outside 0 to {num_samples}"
+    seen = np.zeros(num_samples, dtype=bool)
+    for first in range(0, len(order), _ROWS_AT_A_TIME):
+        seen[order[first : first + _ROWS_AT_A_TIME]] = True
+    if np.count_nonzero(seen) != len(order):
+        return "shuffle_index does not have each sample once"
     return None
 
 

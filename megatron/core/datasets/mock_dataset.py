@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.gpt_dataset import GPTDataset, Place
+from megatron.core.datasets.index_builders import (
+    build_document_index,
+    build_shuffle_index,
+    shuffle_index_dtype,
+)
+from megatron.core.datasets.index_cache import Arrays
+from megatron.core.datasets.index_checks import Layout, index_layouts, layout_bytes, shuffle_fault
 from megatron.core.datasets.requested_sizes import MOCK_LONGEST_DOCUMENT
 
 MOCK_DOCUMENTS = 100_000
@@ -42,3 +52,51 @@ class MockCorpus:
     def fingerprint(self) -> dict[str, int | str]:
         """Identity of the content, as of a corpus on disk."""
         return {"mock": 1, "eod": self.eod, "vocab_size": self.vocab_size}
+
+
+class MockDataset(GPTDataset):
+    """Samples of mock data, in the order that they would have as a corpus.
+
+    A split has millions, of which a run reads some: where one starts is computed when it is read, and as much of their
+    order is kept, on disk too, as was asked for. A read beyond that makes the whole order.
+    """
+
+    def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
+        documents = build_document_index(self.sequences, self.plan, np.random.RandomState(self._seed))
+        self._ends = np.cumsum(self.corpus.lengths[documents], dtype=np.int64)
+        return {**super()._indices(identity, folder), "document_index": documents}
+
+    def _layouts(self) -> dict[str, Layout]:
+        whole = self.plan.num_samples
+        kept = whole if self._requested is None else min(self._requested, whole)
+        return {"shuffle_index": (shuffle_index_dtype(self.plan), (kept,))}
+
+    def _index_bytes(self) -> int:
+        ends = 8 * self.plan.num_epochs * len(self.sequences)
+        return ends + layout_bytes(index_layouts(self.corpus.lengths, self.sequences, self.plan))
+
+    def _fault(self, arrays: Arrays) -> str | None:
+        return shuffle_fault(arrays["shuffle_index"], self.plan.num_samples)
+
+    def _build(self) -> Arrays:
+        dtype, (kept,) = self._layouts()["shuffle_index"]
+        return {"shuffle_index": self._order()[:kept].copy() if kept else np.empty(0, dtype)}
+
+    def _order(self) -> NDArray[Any]:
+        rng = np.random.RandomState(self._seed)
+        build_document_index(self.sequences, self.plan, rng)  # draws first
+        return build_shuffle_index(self.plan, rng)
+
+    def _bounds(self, i: int) -> tuple[Place, Place]:
+        if i >= len(self._arrays["shuffle_index"]):
+            self._arrays["shuffle_index"] = self._order()
+        k = int(self._arrays["shuffle_index"][i])
+        return self._place(k), self._place(k + 1)
+
+    def _place(self, k: int) -> Place:
+        """Of row k of the index that `build_sample_index` would make."""
+        extra = self.format.extra_token
+        start = min(k * self.format.sequence_length, self.plan.tokens - int(extra))
+        position = int(np.searchsorted(self._ends, start, side="right" if extra else "left"))
+        before = int(self._ends[position - 1]) if position else 0
+        return position, start - before

@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly
-from megatron.core.dist_checkpointing.pieces import Rectangle, fill_error
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
 from megatron.core.dist_checkpointing.schema import (
     MAX_CHARS,
@@ -42,6 +41,7 @@ from megatron.core.dist_checkpointing.schema import (
     text,
 )
 from megatron.core.rank_grid import AXES
+from megatron.core.rectangles import Rectangle, fill_error
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron-zero-checkpoint"

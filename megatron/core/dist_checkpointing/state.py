@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.pieces import cut_flat_slice
-from megatron.core.distributed.param_parts import region_parts
 from megatron.core.param_meta import ParamMeta
+from megatron.core.param_parts import region_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +27,6 @@ class LocalPiece:
     offset: tuple[int, ...]
     tensor: Tensor
     written: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatShard:
-    """Elements [start, end) of a flattened global tensor, as sharded data parallelism holds them.
-
-    tensor: 1-D view of the buffer they live in, end - start elements.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    start: int
-    end: int
-    tensor: Tensor
-
-
-def whole_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[LocalPiece]:
-    """One piece for each tensor that this rank holds whole. Names get `prefix` (`"model."`)."""
-    return [
-        LocalPiece(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
-        for name, tensor in tensors.items()
-    ]
 
 
 def pieces_of(prefix: str, meta: ParamMeta, tensor: Tensor) -> list[LocalPiece]:
@@ -78,17 +54,3 @@ def part_pieces(prefix: str, meta: ParamMeta, part: Tensor, start: int, end: int
         for region in meta.parts
         for piece in region_parts(region, meta.local_shape, part, start, end)
     ]
-
-
-def flat_shards(shards: Iterable[FlatShard]) -> list[LocalPiece]:
-    """The rectangles of flat shards, each a view of its part of the shard's tensor."""
-    out: list[LocalPiece] = []
-    for shard in shards:
-        view = shard.tensor.detach()
-        assert tuple(view.shape) == (shard.end - shard.start,), (
-            f"{shard.name}: slice [{shard.start}, {shard.end}) in a tensor of shape {tuple(view.shape)}"
-        )
-        for box in cut_flat_slice(shard.global_shape, shard.start, shard.end):
-            part = view.narrow(0, box.flat_start - shard.start, box.numel).view(box.shape)
-            out.append(LocalPiece(shard.name, shard.global_shape, box.offset, part))
-    return out

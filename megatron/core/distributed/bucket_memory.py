@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype
-from megatron.core.host_memory import SharedTensor
 from megatron.core.module import ModelError
+from megatron.core.parallel_state import Group
 
 NewFull = Callable[[str, str, int, torch.dtype, torch.device], Tensor]
 """(role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many
@@ -30,20 +29,28 @@ _NAMES = {dtype: name for name, dtype in _FLAGS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
+class ArenaGroups:
+    """The ranks that share an arena. gather, reduce: those that each hold a part, on two communicators, so that gathers
+    do not wait for reductions; outer: those that hold the same part, one in every instance."""
+
+    gather: Group
+    reduce: Group
+    outer: Group
+
+
+@dataclasses.dataclass(frozen=True)
 class Arena:
     """The flat buffers at rest of one layout; padding means nothing.
 
-    weights_of_ranks, grads_of_ranks: `weights` and `main_grads` of every inner rank, in order, where this process can
-    read them (`host_memory`). own_main_weights: None where main weights are (part of) `weights`. main_grads: None where
-    they are cut (`BucketMemory` has them). Frozen parameters have only weights.
+    own_main_weights: None where main weights are (part of) `weights`. main_grads: None where they are cut
+    (`BucketMemory` has them). Frozen parameters have only weights. groups: None where nobody communicates.
     """
 
     layout: FlatLayout
     weights: Tensor
-    weights_of_ranks: tuple[Tensor, ...] | None
     own_main_weights: Tensor | None = None
     main_grads: Tensor | None = None
-    grads_of_ranks: tuple[Tensor, ...] | None = None
+    groups: ArenaGroups | None = None
 
     @property
     def trained(self) -> bool:
@@ -59,9 +66,8 @@ class Arena:
 class BucketMemory:
     """What a rank holds of a bucket, all 1-D. Those that may be None are so for frozen parameters.
 
-    At rest: weights, main_grads: this rank's part, [numel / ways]; weights_of_ranks, grads_of_ranks: those of every
-    inner rank, where this process can read them (gradients: only whole ones). optimizer_weights, optimizer_grads: what
-    of these is the optimizer's. main_weights: what it updates; the very optimizer_weights where the dtypes agree.
+    At rest: weights, main_grads: this rank's part, [numel / ways]. optimizer_weights, optimizer_grads: what of these is
+    the optimizer's. main_weights: what it updates; the very optimizer_weights where the dtypes agree.
     Whole: full_weights, full_grads: [numel]; the very tensors at rest where those are whole, else transient.
     """
 
@@ -69,8 +75,6 @@ class BucketMemory:
     bucket: Bucket
     trained: bool
     weights: Tensor
-    weights_of_ranks: tuple[Tensor, ...] | None
-    grads_of_ranks: tuple[Tensor, ...] | None
     full_weights: Tensor
     main_weights: Tensor | None
     main_grads: Tensor | None
@@ -81,10 +85,6 @@ class BucketMemory:
     @property
     def name(self) -> str:
         return bucket_name(self.arena, self.bucket)
-
-
-NewShared = Callable[[int, torch.dtype], SharedTensor | None]
-"""(elements, dtype) -> zeros that all inner ranks can read; None where they cannot. They all call it."""
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -152,19 +152,6 @@ def main_weight_dtype(weights: torch.dtype, config: DistributedDataParallelConfi
     return dtype
 
 
-class _Flat(NamedTuple):
-    """A flat tensor at rest, and that of every inner rank where this process can read them."""
-
-    own: Tensor
-    of_ranks: tuple[Tensor, ...] | None
-
-    def narrow(self, start: int, numel: int) -> _Flat:
-        others = (
-            None if self.of_ranks is None else tuple(one.narrow(0, start, numel) for one in self.of_ranks)
-        )
-        return _Flat(self.own.narrow(0, start, numel), others)
-
-
 class ArenaMaker:
     """Allocates the arenas of a rank's layouts.
 
@@ -181,41 +168,37 @@ class ArenaMaker:
         sharding: Sharding,
         place: ShardPlace,
         device: torch.device,
-        new_shared: NewShared | None = None,
     ) -> None:
         ways = [place.ways(cut) for cut in (sharding.weights, sharding.main_grads, sharding.optimizer)]
         assert ways == sorted(ways), (
             f"{sharding} over {place}: each of weights, gradients, optimizer is cut as its predecessor or finer"
         )
         self._sharding, self._place, self._device = sharding, place, device
-        self._config, self._new_shared = config, new_shared
+        self._config = config
         grads = [
             (main_grad_dtype(dtype, config), layout.numel_at_rest(place, sharding.main_grads))
             for layout, dtype in zip(layouts, dtypes, strict=True)
             if layout.trained and sharding.main_grads is Cut.WHOLE
         ]
-        flat = {
-            wanted: self._zeros_for_all(sum(n for dtype, n in grads if dtype == wanted), wanted)
+        self.main_grads_flat = {
+            wanted: torch.zeros(sum(n for dtype, n in grads if dtype == wanted), dtype=wanted, device=device)
             for wanted in dict.fromkeys(dtype for dtype, _ in grads)
         }
-        self.main_grads_flat = {dtype: one.own for dtype, one in flat.items()}
-        used = dict.fromkeys(flat, 0)
+        used = dict.fromkeys(self.main_grads_flat, 0)
         self.arenas: list[Arena] = []
         for layout, dtype in zip(layouts, dtypes, strict=True):
-            weights = self._weights(layout, dtype)
+            weights = self._zeros(layout, sharding.weights, dtype)
             if not layout.trained:
-                self.arenas.append(Arena(layout, *weights))
+                self.arenas.append(Arena(layout, weights))
                 continue
             main_weights, main_grads = None, None
             if (main := main_weight_dtype(dtype, config)) != dtype:
                 main_weights = self._zeros(layout, sharding.optimizer, main)
             kept = main_grad_dtype(dtype, config)
             if sharding.main_grads is Cut.WHOLE:
-                main_grads = flat[kept].narrow(used[kept], layout.numel)
+                main_grads = self.main_grads_flat[kept].narrow(0, used[kept], layout.numel)
                 used[kept] += layout.numel
-            self.arenas.append(Arena(layout, *weights, main_weights, *(main_grads or (None, None))))
-        if any(arena.weights_of_ranks is None and arena.weights.numel() for arena in self.arenas):
-            self.arenas = [dataclasses.replace(arena, weights_of_ranks=None) for arena in self.arenas]
+            self.arenas.append(Arena(layout, weights, main_weights, main_grads))
 
     def bucket(
         self, arena: int, index: int, full_weights: Tensor | None, full_grads: Tensor | None
@@ -237,12 +220,6 @@ class ArenaMaker:
             bucket=bucket,
             trained=memory.trained,
             weights=weights,
-            weights_of_ranks=None
-            if memory.weights_of_ranks is None
-            else tuple(self.at_rest(memory, index, one, sharding.weights) for one in memory.weights_of_ranks),
-            grads_of_ranks=None
-            if memory.grads_of_ranks is None
-            else tuple(self.at_rest(memory, index, one, Cut.WHOLE) for one in memory.grads_of_ranks),
             full_weights=weights if full_weights is None else full_weights,
             main_weights=main_weights,
             main_grads=main_grads,
@@ -269,19 +246,6 @@ class ArenaMaker:
         outside, _ = arena.layout.shard(index, self._place, cut)
         start, end = arena.layout.shard(index, self._place, self._sharding.optimizer)
         return part[start - outside : end - outside]
-
-    def _weights(self, layout: FlatLayout, dtype: torch.dtype) -> _Flat:
-        """Weights at rest; for others to read where somebody gathers them."""
-        if self._sharding.optimizer is Cut.WHOLE:
-            return _Flat(self._zeros(layout, Cut.WHOLE, dtype), None)
-        return self._zeros_for_all(layout.numel_at_rest(self._place, self._sharding.weights), dtype)
-
-    def _zeros_for_all(self, numel: int, dtype: torch.dtype) -> _Flat:
-        """For others to read, where that can be."""
-        shared = None if self._new_shared is None else self._new_shared(numel, dtype)
-        if shared is None:
-            return _Flat(torch.zeros(numel, dtype=dtype, device=self._device), None)
-        return _Flat(shared.own, shared.of_ranks)
 
     def _zeros(self, layout: FlatLayout, cut: Cut, dtype: torch.dtype) -> Tensor:
         numel = layout.numel_at_rest(self._place, cut)

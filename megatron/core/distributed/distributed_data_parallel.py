@@ -1,6 +1,7 @@
-"""Data parallelism: every rank computes with all weights of its stages, gradients are summed over ranks.
+"""The data parallel engine, for every row of the table of sharding strategies (`sharding.py`) and all chunks of a rank.
 
-The engine behind all rows of the table of sharding strategies (`sharding.py`), over all chunks of a rank. One step:
+It holds what gathers weights and what reduces gradients, unit by unit, and does either when it is told: by a pipeline's
+plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are whole:
 
     ddp.begin_step(num_microbatches)
     forwards and backwards, in any order       # gradients arrive in the flat buffer
@@ -8,66 +9,52 @@ The engine behind all rows of the table of sharding strategies (`sharding.py`), 
     optimizer.step(...)
     ddp.weights_changed()                      # all ranks compute with the new weights
 
-Sums only: whoever uses the gradients divides once (`GradStats`, `step` of the optimizer), which costs one
-rounding instead of one a microbatch. With `--ddp-average-in-collective` contributions are divided by the number of
-ranks as they are added, which `FlatBuffer.grads_divided_by` records and the optimizer takes into account.
+Sums only: whoever uses the gradients divides once (`GradStats`, `step` of the optimizer), which costs one rounding
+instead of one a microbatch. With `--ddp-average-in-collective` contributions are divided by the number of ranks as they
+are added, which `FlatBuffer.grads_divided_by` records and the optimizer takes into account.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.bucket_memory import NewFull, own_storage
+from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
+from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
+from megatron.core.distributed.custom_fsdp.debug import watch_released
+from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
+from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.drive import Drive
-from megatron.core.distributed.engine_parts import Reduction, Weights
-from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.hooks import UnitHooks
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.model_chunks import ModelChunks
-from megatron.core.distributed.outer_sums import OuterSums
-from megatron.core.distributed.reduction_queue import ReductionQueue
+from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
-from megatron.core.distributed.step_reduction import StepReduction
-from megatron.core.distributed.traffic_counter import TrafficCounter
-from megatron.core.distributed.units import Unit, find_units
-from megatron.core.distributed.whole_weights import WholeWeights
-from megatron.core.host_memory import meet_on_host, shared_zeros
-from megatron.core.module import ModelError, ModelUnit
+from megatron.core.distributed.stage_units import RankUnits, find_rank_units, merged
+from megatron.core.distributed.traffic import Traffic, traffic_of
+from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
-from megatron.core.protocols import GradSync, Work
+from megatron.core.pipeline_parallel.plan.units import StageUnits
 
 
-@dataclasses.dataclass
-class _Step:
-    """A step under way. new_weights: the first one with them. chunks_left: microbatches left, by chunk; None where
-    nobody has said how many."""
-
-    num_microbatches: int | None
-    reduce_gradients: bool
-    new_weights: bool
-    chunks_left: list[int] | None
-
-
-class DistributedDataParallel(GradSync):
-    """Reduces the gradients of any `nn.Module`s over the data parallel ranks: rows `no_shard` and `optim`.
+class DistributedDataParallel:
+    """Data parallelism over any `nn.Module`s.
 
     chunks: this rank's model chunks, or its only one; their parameters' names are those of the whole model.
-    param_meta: facts about the parameters; derived for modules that are not ours. sinks: where each chunk's layers put
-    their gradients; None for a plain module, whose gradients are taken from autograd's hooks. A chunk may have both.
-    stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all chunks, so that gathers
-    overlapped with the forward are waited for unit by unit; without them the forward begins once all are there.
+    param_meta: facts about the parameters; sinks: where each chunk's layers put their gradients, None for a plain
+    module, whose gradients are taken from autograd's hooks; a chunk may have both. Both are a `MegatronModule`'s own
+    where they are not given. stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all
+    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`).
 
-    Communicates over dp_reduce, and over dp_gather after a step where the optimizer is sharded; over dp_outer where
-    there are several instances; over tp and embedding where gradients have parts there (`finalize_model_grads`), and
-    there once when built. In a world of one no communication and no copy.
+    Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
+    embedding where gradients have parts there (`finalize_model_grads`), there once when built. In a world of one no
+    communication and no copy. Raises ModelError where units do not fit the model.
     """
 
     def __init__(
@@ -81,110 +68,59 @@ class DistributedDataParallel(GradSync):
         *,
         units: Sequence[ModelUnit] | None = None,
     ) -> None:
-        self._chunks = ModelChunks(
-            (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks),
-            None if stages is None else tuple(stages),
-        )
-        self.ps = ps
-        self.config = config
-        self.place = _place(ps)
+        modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
+        self._chunks = ModelChunks(modules, None if stages is None else tuple(stages))
+        self.ps, self.config = ps, config
+        inner, outer = ps.dp_reduce_group, ps.dp_outer_group
+        self.place = ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
         self.sharding = effective_sharding(config, self.place)
-        self.traffic = TrafficCounter()
         self.ledger = Ledger()
         if param_meta is None:
-            param_meta = {n: fact for chunk in self.chunks for n, fact in infer_param_meta(chunk).items()}
-        self._step: _Step | None = None
-        self._weights_are_new = False
-        # Told inside backwards: of each contribution; of each unit that backward comes to, where hooks tell of it.
-        self.on_gradient: Callable[[], None] | None = None
-        self.on_backward: Callable[[], None] | None = None
-        self.units = self._find_units(units)
-        for group in (ps.dp_gather_group, ps.dp_reduce_group):
-            meet_on_host(group)
-        self.buffer = self._new_buffer(param_meta)
-        outer = OuterSums(self.buffer, ps.dp_outer_group, self.traffic, self.ledger)
-        self._reduction = self._new_reduction(outer)
-        self._weights = self._new_weights()
-        self._scale = 1.0
-        if config.ddp_average_in_collective:
-            self._scale = 1.0 / self.place.dp_size
-        self._hooks: list[RemovableHandle] = []
-        self._reduction.bind(
-            connect(self._chunks, self.buffer, sinks, self, scale=self._scale, hooks=self._hooks)
-        )
-        self._install_hooks()
-        self._book_persistent()
-
-    # What the row of the table decides ----------------------------------------------------------------
-
-    def _find_units(self, declared: Sequence[ModelUnit] | None) -> tuple[Unit, ...]:
-        """Units whose weights are waited for; () where nobody waits."""
-        if not self.config.overlap_param_gather or self.sharding.optimizer is Cut.WHOLE:
-            return ()
-        whole = [ModelUnit(type(chunk).__name__, (chunk,)) for chunk in self.chunks]
-        return find_units(self.chunks, self._chunks.parameters, declared or whole, None)
-
-    def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
-        return self._flat_buffer(param_meta)
-
-    def _flat_buffer(
-        self,
-        param_meta: Mapping[str, ParamMeta],
-        *,
-        unit_of: Mapping[str, str] | None = None,
-        new_full: NewFull = own_storage,
-        reading: Reading = as_they_are,
-    ) -> FlatBuffer:
-        return FlatBuffer(
+            param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
+        if sinks is None:
+            sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
+        self._found = self._find_units(units)
+        self.units = self._found.units
+        names = [unit.name for unit in self.units]
+        self._numbers = [chunk.numbers for chunk in self._found.chunks]
+        memory = self._new_memory()
+        self.buffer = FlatBuffer(
             self._chunks.parameters,
             param_meta,
-            self.config,
+            config,
             sharding=self.sharding,
             place=self.place,
-            device=self.ps.device.torch_device,
+            device=ps.device.torch_device,
             stages=self._chunks.stage_of,
-            units=unit_of,
-            new_full=new_full,
-            reading=reading,
-            new_shared=lambda numel, dtype: shared_zeros(numel, dtype, self.ps.dp_gather_group),
+            units=dict.fromkeys(self._chunks.parameters, "")
+            | {name: unit.name for unit in self.units for name in unit.names},
+            new_full=memory.new,
+            groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
         )
-
-    def _new_reduction(self, outer: OuterSums) -> Reduction:
-        assert self.sharding.main_grads is Cut.WHOLE, (
-            f"{self.sharding}: FullyShardedDataParallel cuts gradients"
-        )
-        queue = ReductionQueue(self.buffer, self.ps.dp_reduce_group, self.traffic, self.ledger)
-        groups = self.ps.tp_group, self.ps.embedding_group
-        overlap = self.config.overlap_grad_reduce
-        return StepReduction(self.buffer, queue, outer, *groups, overlap=overlap, ledger=self.ledger)
-
-    def _new_weights(self) -> Weights:
-        return self._whole_weights()
-
-    def _whole_weights(self) -> WholeWeights:
-        place_of = {name: place for place, one in enumerate(self.buffer.buckets) for name in one.bucket.names}
-        return WholeWeights(
+        self._gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
+        self._reductions = GradReducePipeline(
+            names,
             self.buffer,
-            self.ps.dp_gather_group,
-            self.traffic,
-            overlap=self.config.overlap_param_gather,
-            buckets_of={
-                unit.index: sorted({place_of[name] for name in unit.names if name in place_of}, reverse=True)
-                for unit in self.units
-            },
+            memory,
+            self.ledger,
+            order=self._found.backward_order,
+            tp=ps.tp_group,
+            embedding=ps.embedding_group,
         )
-
-    def _install_hooks(self) -> None:
-        if self.units:
-            drive = Drive(self, self._reduction, self._weights)
-            self._hooks += UnitHooks(self.chunks, self.units, drive, backward=False).handles
-
-    def _book_persistent(self) -> None:
-        """What lasts for the whole run; cut gradients, which do not, are booked unit by unit."""
+        self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
+        connect(self._chunks, self.buffer, sinks, self, scale=self._scale)
+        self._is_stepping = False
+        self._counted_from = Traffic()
+        self._of_weights = (
+            Traffic()
+        )  # what the last `weights_changed` has moved, for the step that comes next
+        self._of_step = Traffic()
         held = self.buffer.persistent_bytes()
         if self.sharding.main_grads is not Cut.WHOLE:
-            del held["main_grads"]
+            del held["main_grads"]  # they come and go: booked unit by unit
         self.ledger.book({name: size for name, size in held.items() if size})
+        if config.fsdp_debug:
+            watch_released(self, self.buffer, self.units)
 
     # The model ------------------------------------------------------------------------------------------
 
@@ -193,161 +129,199 @@ class DistributedDataParallel(GradSync):
         return self._chunks.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the only chunk."""
+        """The forward of the only chunk, whose weights are whole at rest, once those of the last step have come."""
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
+        for unit in range(len(self.units)):
+            self._gathers.wait(unit)
         return self.chunks[0](*args, **kwargs)
+
+    def stage_units(self) -> tuple[StageUnits, ...]:
+        """By chunk, what a plan has to know. weight_bytes: of whole weights, padding included. grad_bytes: of whole
+        gradients, and of those of further uses. Times and activations are 0."""
+        weights, grads = [], []
+        for unit in self.units:
+            buckets = self.buffer.buckets_of_unit(unit.name)
+            weights.append(num_bytes(bucket.full_weights for bucket in buckets))
+            uses = [self.buffer.param_meta[name].grad_keys for name in unit.names]
+            extra = [
+                self.buffer.extra_grads[key]
+                for keys in uses
+                for key in keys[1:]
+                if key in self.buffer.extra_grads
+            ]
+            wholes = [bucket.full_grads for bucket in buckets if bucket.full_grads is not None]
+            grads.append(num_bytes([*wholes, *extra]))
+        return self._found.stages(weights, grads)
+
+    def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
+        """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
+        found = []
+        for module, numbers in zip(self.chunks, self._numbers, strict=True):
+            inside = {id(one) for one in module.modules()}
+            found.append(
+                tuple(tuple(m for m in self.units[unit].modules if id(m) in inside) for unit in numbers)
+            )
+        return tuple(found)
+
+    def unit_of_key(self) -> tuple[dict[str, int], ...]:
+        """By chunk: in which of its units a weight gradient is, by the key that it is put under."""
+        keys = [
+            [
+                key
+                for name in unit.names
+                if name in self.buffer.names
+                for key in self.buffer.param_meta[name].grad_keys
+            ]
+            for unit in self.units
+        ]
+        return tuple(
+            {key: place for place, unit in enumerate(numbers) for key in keys[unit]}
+            for numbers in self._numbers
+        )
 
     # A step ---------------------------------------------------------------------------------------------
 
     def begin_step(
-        self, num_microbatches: int | None, *, reduce_gradients: bool = True, accumulate: bool = False
+        self,
+        num_microbatches: int,
+        *,
+        reduce_gradients: bool = True,
+        keep_gradients: bool = False,
     ) -> None:
-        """Start a step: what gradients there are is overwritten, no bucket is reduced yet.
+        """Start a step: what gradients there are is overwritten, no unit is reduced yet.
 
-        num_microbatches: None where `expect_last` will say which is the last. reduce_gradients: without, they stay this
-        rank's own, and `finish` is not called. accumulate: add to the sums of the step before.
+        reduce_gradients: without, they stay this rank's own, and `finish` is not called. keep_gradients: those of the
+        last step are still needed, until `release_gradients` (a step that is not decided on).
         """
-        assert num_microbatches is None or num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
-        new_weights = self._weights_are_new
-        self._count_from_here(new_weights=False)
-        self._reduction.begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
+        assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
+        self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
+        self._reductions.begin_step(reduce_gradients=reduce_gradients, accumulate=False, keep=keep_gradients)
         self.buffer.grads_divided_by = round(1.0 / self._scale)
-        left = None if num_microbatches is None else [num_microbatches] * len(self.chunks)
-        self._step = _Step(num_microbatches, reduce_gradients, new_weights, left)
+        self._is_stepping, self._reduces = True, reduce_gradients
 
-    def let_go(self) -> None:
-        """Take all hooks off the model, which another engine is to have: this one's weights can still be read."""
-        for handle in self._hooks:
-            handle.remove()
+    def grad_begins(self, key: str) -> bool:
+        """A contribution is about to be written; whether it overwrites. Raises ModelError where it comes too late."""
+        assert self._is_stepping, f"a gradient for {key} outside of a step: call begin_step() first"
+        return self._reductions.grad_begins(key)
+
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        """A contribution is complete. That nothing more comes is for `reduce` and `finish` to say."""
+
+    def reduce(self, chunk: int, unit: int) -> None:
+        """Begin to sum over ranks what was contributed to the unit since the last time."""
+        self._assert_stepping("reduce()")
+        self._reductions.start(self._numbers[chunk][unit])
+
+    def sum_outer(self, chunk: int, unit: int) -> None:
+        """Begin to sum the unit over instances, behind its last `reduce`."""
+        self._assert_stepping("sum_outer()")
+        self._reductions.start_outer(self._numbers[chunk][unit])
+
+    def finish(self) -> None:
+        """After the last backward: reduce what nobody has reduced, wait for all, add what other ranks hold parts of.
+
+        Raises PeerLostError.
+        """
+        self._assert_stepping("finish()")
+        assert self._reduces, "finish() of a step begun without reduce_gradients"
+        self._reductions.finish()
+        self._gathers.settle()  # the optimizer is about to write what they may still send
+        self._of_step = self._moved() - self._counted_from
+        self._is_stepping = False
 
     def release_gradients(self) -> None:
         """What gradients there are means nothing: cut ones have no memory until their unit's next reduction, unless
         somebody has made views of them since this was first called."""
-        self._reduction.release()
-
-    def expect_last(self) -> None:
-        """The microbatch whose backward comes next is the last of a step whose length was not told."""
-        step = self._running("expect_last()")
-        assert step.chunks_left is None, "the step was begun with its number of microbatches"
-        step.chunks_left = [1] * len(self.chunks)
-        self._reduction.expect(1)
-
-    def hold_back(self, held_back: bool) -> None:
-        """From here on, whether nothing is reduced before the step's last microbatch."""
-        self._reduction.hold_back(held_back)
-
-    def backward_reached(self) -> None:
-        """A backward comes to a unit; it need not contribute a gradient."""
-        if self.on_backward is not None:
-            self.on_backward()
-
-    def grad_begins(self, key: str) -> bool:
-        """A contribution is about to be written; whether it overwrites."""
-        if self.on_gradient is not None:
-            self.on_gradient()
-        assert self._step is not None, f"a gradient for {key} outside of a step: call begin_step() first"
-        return self._reduction.grad_begins(key)
-
-    def grad_ready(self, key: str, microbatch: int) -> None:
-        """A contribution under `key` is complete."""
-        self._reduction.grad_ready(key)
-
-    def microbatch_done(self, chunk: int, microbatch: int) -> None:
-        """A chunk has all its gradients of one microbatch; after its last one, all that it will ever have."""
-        step = self._running(f"microbatch {microbatch} done")
-        if step.chunks_left is None:
-            self._reduction.microbatch_done((), left=2)  # at least one more
-            return
-        assert step.chunks_left[chunk] > 0, (
-            f"chunk {chunk}: more microbatches done than the step has (number {microbatch})"
-        )
-        step.chunks_left[chunk] -= 1
-        left = step.chunks_left[chunk]
-        self._reduction.microbatch_done(self._complete(chunk) if left == 0 else (), left=left)
-
-    def reduce(self, chunk: int, unit: int | None = None, *, last: bool) -> Work:
-        """Begin to sum what is complete, once a chunk's gradients are (`last`). A bucket that it shares with another
-        chunk waits for that one, and all for the buckets before them."""
-        step = self._running(f"reduce of chunk {chunk}")
-        if not last:
-            return _Done()  # sums in the middle of a step would be added up again
-        if step.chunks_left is not None:
-            step.chunks_left[chunk] = 0
-        return self._reduction.launch(self._complete(chunk))
-
-    def finish(self) -> None:
-        """After the last backward: reduce what is left, wait for all, add what other ranks hold parts of.
-
-        Raises PeerLostError.
-        """
-        step = self._running("finish()")
-        assert step.reduce_gradients, "finish() of a step begun without reduce_gradients"
-        self._reduction.finish()
-        self._weights.end_step()
-        self._step = None
+        self._reductions.release()
 
     def nonfinite_keys(self) -> tuple[str, ...]:
-        """Of a step without reduction, where gradients are not kept whole: those of this rank that were not finite."""
-        return self._reduction.nonfinite_keys()
+        """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
+        return self._reductions.nonfinite_keys()
 
     # Weights --------------------------------------------------------------------------------------------
 
+    def unshard(self, chunk: int, unit: int) -> None:
+        """Begin to gather the unit's weights; nothing to do where they are whole at rest."""
+        self._gathers.start(self._numbers[chunk][unit])
+
+    def wait(self, chunk: int, unit: int) -> None:
+        """Return once the unit's weights are whole."""
+        self._gathers.wait(self._numbers[chunk][unit])
+
+    def reshard(self, chunk: int, unit: int) -> None:
+        """Free the unit's whole weights; nothing to do where they are whole at rest."""
+        self._gathers.free(self._numbers[chunk][unit])
+
+    def gathered(self, units: Iterable[int]) -> contextlib.AbstractContextManager[None]:
+        """Weights are whole inside: for whoever reads them outside of steps. units: places in `units`."""
+        return self._gathers.gathered(units)
+
     def weights_changed(self) -> None:
         """The optimizer, a load or an initialisation has written this rank's weights at rest; in a step that is under
-        way, whose forwards are done again."""
-        if self._step is None:
-            self._count_from_here(new_weights=True)
-        else:
-            self.traffic.reset()
-            self._step.new_weights = True
-        self._weights.weights_changed()
+        way, whose forwards are done again, behind `settle_weights`."""
+        before = self._moved()
+        self._gathers.weights_changed()
+        if not self._is_stepping:
+            self._of_weights = self._moved() - before
 
     def settle_weights(self) -> None:
-        """On return the weights at rest are up to date: before they are read by anything but the model."""
-        self._weights.settle()
-
-    def unshard(self, chunk: int, unit: int | None = None) -> Work:
-        """Weights are whole, perhaps once those of the last step have come."""
-        return _Done()
-
-    def wait(self, chunk: int, unit: int | None = None) -> None:
-        """Return once the weights are those of the last step."""
-        self._weights.settle()
-
-    def reshard(self, chunk: int, unit: int | None = None) -> None:
-        """Nothing to free."""
+        """On return the weights at rest are up to date, and nothing reads them: before they are read or written by
+        anything but the model."""
+        self._gathers.settle()
 
     # ---
-
-    def _count_from_here(self, *, new_weights: bool) -> None:
-        """A step's traffic begins with the gathers of its weights, which may begin before it does."""
-        if new_weights or not self._weights_are_new:
-            self.traffic.reset()
-        self._weights_are_new = new_weights
 
     @property
     def is_stepping(self) -> bool:
         """Whether a step was begun and is not finished."""
-        return self._step is not None
+        return self._is_stepping
 
     @property
-    def more_microbatches(self) -> bool:
-        """Whether the step has another microbatch after the one under way, as far as is known."""
-        return (
-            self._step is not None and bool(self._step.chunks_left) and max(self._step.chunks_left or ()) > 1
+    def traffic(self) -> Traffic:
+        """What the step under way has moved, or the last one: with the gathers of the weights that it began with."""
+        return self._moved() - self._counted_from if self._is_stepping else self._of_step
+
+    def _moved(self) -> Traffic:
+        """Since the groups were made."""
+        everyone = {id(groups): groups for groups, _ in self.buffer.by_groups(self.buffer.buckets)}
+        counted = (
+            traffic_of(one.gather.traffic, one.reduce.traffic, one.outer.traffic) for one in everyone.values()
         )
+        return sum(counted, start=Traffic())
 
-    def _running(self, what: str) -> _Step:
-        assert self._step is not None, f"{what} outside of a step: call begin_step() first"
-        return self._step
+    def _assert_stepping(self, what: str) -> None:
+        assert self._is_stepping, f"{what} outside of a step: call begin_step() first"
 
-    def _complete(self, chunk: int) -> Iterator[str]:
-        """Parameters of a chunk that no further microbatch contributes to; one of several chunks waits for all."""
-        left = self._running("completion").chunks_left
-        assert left is not None
-        for name in self._chunks.names_of[chunk]:
-            if not any(left[holder] for holder in self._chunks.holders[name]):
-                yield name
+    def _find_units(self, declared: Sequence[ModelUnit] | None) -> RankUnits:
+        parameters, config = self._chunks.parameters, self.config
+        without = (
+            ()
+            if self.sharding.weights is not Cut.WHOLE
+            else tuple(n for n, p in parameters.items() if not p.requires_grad)
+        )
+        found = find_rank_units(self._chunks, declared, config.fsdp_unit_modules or (), without=without)
+        if self.sharding.main_grads is not Cut.WHOLE:
+            return found
+        numel = [
+            sum(parameters[name].numel() for name in unit.names if parameters[name].requires_grad)
+            for unit in found.units
+        ]
+        limit = bucket_size_of(sum(numel), self.place.dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
+        return merged(found, numel, limit)
+
+    def _new_memory(self) -> TransientMemory:
+        config = self.config
+        if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
+            return AllocatedMemory(self.ledger)
+        if config.fsdp_debug:
+            raise ModelError(
+                "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
+                "reads another unit's weights and cannot be told from one that was not; leave out one of them"
+            )
+        all_last = config.fsdp_reshard_policy != "memory"
+        lasting = range(len(self.units)) if all_last else self._found.lasting
+        slots = plan_slots(len(self.units), lasting=lasting)
+        return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in self.units})
 
 
 def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace) -> Sharding:
@@ -362,13 +336,5 @@ def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace)
     return row.at(place)
 
 
-def _place(ps: ParallelState) -> ShardPlace:
-    inner, outer = ps.dp_reduce_group, ps.dp_outer_group
-    return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
-
-
-class _Done:
-    """Work that needs none."""
-
-    def wait(self) -> None:
-        pass
+def _param_meta(module: nn.Module) -> Mapping[str, ParamMeta]:
+    return module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)

@@ -7,8 +7,9 @@ Two kinds, both rare, both found in `ParamMeta` and fixed when the engine is bui
   in as few collectives as a buffer of bounded size allows. That is after the sum over data parallel ranks, and of what
   this rank's optimizer holds a gradient of: tensor parallel ranks at one data parallel place hold the same parts.
 - shared parameters (tied embeddings): the first and the last pipeline stage each have the gradient of their own use.
-  A sum of two has one order, so it is, bit for bit, what one process gets from adding the uses (`combine_uses`). Whole
-  gradients are added, before a bucket of them goes to data parallel ranks.
+  Their buckets are their own and cut alike on both stages. Whole gradients are added before they go to data parallel
+  ranks: a sum of two has one order, so it is, bit for bit, what one process gets from adding the uses (`combine_uses`).
+  Of gradients that are cut the parts are added, afterwards: fewer bytes, and other bits than one process.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch import Tensor
 from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.param_parts import RegionPart, region_parts
 from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
+from megatron.core.param_parts import RegionPart, region_parts
 
 MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large enough for any link
 
@@ -118,39 +119,30 @@ class PartialSums:
 
 
 class SharedSums:
-    """Adds the gradients of parameters that the first and the last stage share. Communicates over embedding.
-
-    Gradients must be whole. ledger: is told of what padding and exchanges take.
-    """
+    """Adds the gradients of parameters that the first and the last stage share: whole ones, where they are whole at
+    rest, else what the optimizer updates. ledger: is told of what exchanges take. Communicates over embedding."""
 
     def __init__(self, buffer: FlatBuffer, group: Group, *, ledger: Ledger | None = None) -> None:
         self._ledger = Ledger() if ledger is None else ledger
-        self._buffer = buffer
         self._group = group
-        self._names = tuple(name for name in buffer.names if buffer.param_meta[name].shared)
-        assert group.size > 1 or not self._names, (
-            f"{self._names} are shared with another stage, and group {group.purpose!r} has one rank"
+        whole = buffer.sharding.main_grads is Cut.WHOLE
+        buckets = [bucket for bucket in buffer.buckets if buffer.arenas[bucket.arena].layout.shared]
+        buckets.sort(
+            key=lambda bucket: bucket.bucket.names
+        )  # places in their stages' lists differ, names do not
+        names = [name for bucket in buckets for name in bucket.bucket.names]
+        assert group.size > 1 or not names, (
+            f"{names} are shared with another stage, and group {group.purpose!r} has one rank"
         )
-        assert not self._names or buffer.sharding.main_grads is Cut.WHOLE, (
-            f"{self._names} are shared with another stage, and gradients are cut: {buffer.sharding}"
-        )
-        plan = [[name, list(buffer.param_meta[name].local_shape)] for name in sorted(self._names)]
+        grads = [bucket.full_grads if whole else bucket.optimizer_grads for bucket in buckets]
+        self._grads = [grad for grad in grads if grad is not None]
+        plan = [[*names], [grad.numel() for grad in self._grads]]
         _assert_agreed(plan, group, "shared parameters")
 
     def add(self) -> None:
         """Every shared parameter's gradient holds the sum over its uses. Raises PeerLostError."""
-        for name in sorted(self._names):  # places in their stages' lists differ, names do not
-            grad = self._buffer.main_grad(name).view(-1)
-            padded = _round_up(grad.numel(), self._group.size)
-            if padded == grad.numel():
-                _sum(grad, self._group, self._ledger)
-                continue
-            with self._ledger.holding("packed", padded * grad.element_size()):
-                flat = torch.zeros(padded, dtype=grad.dtype, device=grad.device)
-                flat[: grad.numel()].copy_(grad)
-                _sum(flat, self._group, self._ledger)
-                grad.copy_(flat[: grad.numel()])
-                del flat
+        for grad in self._grads:
+            _sum(grad, self._group, self._ledger)
 
 
 def _sum(flat: Tensor, group: Group, ledger: Ledger) -> None:

@@ -20,6 +20,7 @@ keep a storage of their own: nothing is ever reduced or updated there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -28,10 +29,10 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import (
     Arena,
+    ArenaGroups,
     ArenaMaker,
     BucketMemory,
     NewFull,
-    NewShared,
     bucket_name,
     grad_comm_dtype,
     num_bytes,
@@ -61,8 +62,8 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
     (config's sizes of buckets have no effect); None: buckets by size.
-    new_full: makes transient tensors. reading: a bucket's parameters are read inside it. new_shared: makes weights at
-    rest that other ranks gather from, without messages.
+    new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
+    reduces; None where nobody does.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device get memory here and no value: the caller fills them (`write_weight`).
@@ -81,8 +82,8 @@ class FlatBuffer:
         units: Mapping[str, str] | None = None,
         new_full: NewFull = own_storage,
         reading: Reading = as_they_are,
-        new_shared: NewShared | None = None,
         placement: Placement = "flat",
+        groups: ArenaGroups | None = None,
     ) -> None:
         _check(parameters, param_meta, units)
         self.config, self.sharding, self.place = config, sharding, place
@@ -109,9 +110,9 @@ class FlatBuffer:
         )
         dtypes = {str(p.dtype): p.dtype for p in parameters.values()}
         maker = ArenaMaker(
-            layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device, new_shared
+            layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device
         )
-        self.arenas = tuple(maker.arenas)
+        self.arenas = tuple(dataclasses.replace(arena, groups=groups) for arena in maker.arenas)
         self._main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
         self._weights: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}  # by key
@@ -130,15 +131,20 @@ class FlatBuffer:
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether other ranks read this one's weights at rest without a message (the same on all of dp_gather): see
-        host_memory, [Note: whose turn it is]."""
-        return any(arena.weights_of_ranks is not None for arena in self.arenas)
-
     def buckets_of_unit(self, unit: str) -> tuple[BucketMemory, ...]:
         """The buckets that hold parameters of a unit, trained and frozen."""
         return tuple(memory for memory in self.buckets if unit in memory.bucket.units)
+
+    def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
+        """Buckets by who communicates about them."""
+        found: list[tuple[ArenaGroups, list[BucketMemory]]] = []
+        for bucket in buckets:
+            groups = self.arenas[bucket.arena].groups
+            assert groups is not None, f"nobody communicates about {bucket.name}"
+            if not found or found[-1][0] is not groups:
+                found.append((groups, []))
+            found[-1][1].append(bucket)
+        return found
 
     def bucket_of(self, name: str) -> BucketMemory | None:
         """None for a frozen parameter with a storage of its own."""
@@ -251,10 +257,6 @@ class FlatBuffer:
     def copy_weights_to_main(self) -> None:
         """From this rank's part of the weights at rest."""
         self._copy_main(to_weights=False)
-
-    def reset_grads(self) -> None:
-        """A new step's gradients are about to overwrite what is there."""
-        self.grads_divided_by = 1
 
     def combine_uses(self, name: str, keys: Iterable[str] | None = None) -> None:
         """Add the accumulators of a parameter's further uses to its first, and empty them. keys: those of them that
@@ -385,7 +387,7 @@ def _spec(name: str, parameter: nn.Parameter, meta: ParamMeta, unit: str) -> Par
     assert meta.grad_keys[0] == name, f"parameter {name}: its first use is {meta.grad_keys[0]!r}"
     trained = parameter.requires_grad
     return ParamSpec(
-        name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained, meta.expert
+        name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained, meta.expert, meta.shared
     )
 
 

@@ -49,7 +49,7 @@ def connect(
             grads |= {key: buffer.main_grad(key) for key in meta.grad_keys}
         if not here or meta.route is GradRoute.AUTOGRAD:
             reports[name] = len(holders)  # each chunk's backward reports what it has accumulated
-            hook = _autograd_hook(name, buffer.main_grad(name), listener, scale)
+            hook = _autograd_hook(name, buffer.main_grad(name), listener, scale, here)
             handle = chunks.parameters[name].register_post_accumulate_grad_hook(hook)
             if hooks is not None:
                 hooks.append(handle)
@@ -75,8 +75,13 @@ def _sink_of_each_chunk(chunks: ModelChunks, sinks: Sinks) -> tuple[WeightGradAc
 
 
 def _autograd_hook(
-    name: str, main_grad: Tensor, listener: GradListener, scale: float
+    name: str,
+    main_grad: Tensor,
+    listener: GradListener,
+    scale: float,
+    sinks: Sequence[WeightGradAccumulator],
 ) -> Callable[[Tensor], None]:
+    """sinks: of the chunks that use the parameter; the one whose B is under way files the gradient for W."""
     heard = weakref.ref(listener)  # see [Note: hooks of parameters]
 
     def take(parameter: Tensor) -> None:
@@ -90,6 +95,10 @@ def _autograd_hook(
                 "memory that they share, through which no backward goes; take gradients of inputs, with "
                 "torch.autograd.grad(outputs, inputs, create_graph=True), and leave it out of backward()"
             )
+        for sink in sinks:
+            if sink.deferring:
+                sink.put(name, None, grad)
+                return
         overwrite = engine.grad_begins(name)
         add_gradient(main_grad, grad, overwrite=overwrite, scale=scale)
         engine.grad_ready(name, 0)

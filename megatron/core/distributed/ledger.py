@@ -10,9 +10,6 @@ their memory is taken and given back:
     casts      gradients in the dtype of main weights, where it is another, or scaled beside a snapshot
     snapshot   what the optimizer can go back to
 
-One category is neither: `outbox`, gradients on their way to other ranks of the host, which stays as long as the engine.
-It belongs to the communication, and not to what is held of a parameter.
-
 Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.
 """
 
@@ -23,7 +20,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
-COMMUNICATION = ("outbox",)
 TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
 
 
@@ -47,7 +43,7 @@ class Ledger:
             self._transient_bytes += num_bytes
             self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
         else:
-            known = PERSISTENT + COMMUNICATION + TRANSIENT
+            known = PERSISTENT + TRANSIENT
             assert category in known, f"category {category!r}; known: {known}"
 
     def free(self, category: str, unit: str, num_bytes: int) -> None:
@@ -98,7 +94,7 @@ class Ledger:
     def lines(self) -> list[str]:
         """A table for the log: a row a category, then the units that hold something now."""
         out = [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}"]
-        for category in (*PERSISTENT, *COMMUNICATION, *TRANSIENT):
+        for category in (*PERSISTENT, *TRANSIENT):
             if self._peaks[category]:
                 out.append(f"{category:<14}{self._by_category[category]:>16,}{self._peaks[category]:>16,}")
         out.append(f"{'persistent':<14}{self.persistent_bytes:>16,}")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Iterable, Mapping
 
 from megatron.core import collectives
 from megatron.core.distributed.bucket_memory import num_bytes
@@ -105,14 +103,6 @@ class ReductionQueue:
     def finish(self) -> None:
         """Complete all, after the last launch; gradients may be written. Raises PeerLostError."""
         self.wait()
-        if any(reducer.of_ranks is not None for reducer in self._reducers):
-            collectives.fence(self._group)  # others have read this rank's
-
-    def _slices(self, of_ranks: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's slice of everybody's bucket."""
-        return [
-            one.view(self._group.size, one.numel() // self._group.size)[self._group.rank] for one in of_ranks
-        ]
 
     def _launch_next(self) -> None:
         """Reduce the next bucket in order. See [Note: order of collectives]."""
@@ -133,11 +123,10 @@ class ReductionQueue:
                 [(reducer.part, reducer.grads)],
                 self._group,
                 accumulate=False,
-                readable=None if reducer.of_ranks is None else [self._slices(reducer.of_ranks)],
             )
         else:
             self._traffic.count("all_reduce", payload)
-            pending = collectives.sum_gradients(reducer.grads, self._group, readable=reducer.of_ranks)
+            pending = collectives.sum_gradients(reducer.grads, self._group)
         self._ledger.hold("exchange", reducer.name, pending.temporary_bytes)
         self._in_flight.append(_InFlight(index, pending, reducer.name))
 
@@ -169,7 +158,6 @@ class _Reducer:
         assert memory.optimizer_grads is not None, "a frozen bucket"
         self.bucket, self.name = memory.bucket, memory.name
         self.grads, self.part = memory.full_grads, memory.optimizer_grads
-        self.of_ranks = memory.grads_of_ranks
         self.keys = frozenset(key for name in memory.bucket.names for key in param_meta[name].grad_keys)
         self.reset()
 

@@ -1,8 +1,9 @@
 """Where each parameter lies in the flat buffers (pure: ints only).
 
-All trained parameters of one dtype share one flat buffer, all frozen ones another, and experts' are apart from both:
-what one rank in several holds is reduced over other ranks. Seen from its start: buckets, in the order in which backward
-completes them; in a bucket, parameters; at its end, padding. A bucket is what one collective moves.
+All trained parameters of one dtype share one flat buffer, all frozen ones another. Experts' are apart from both: what
+one rank in several holds is reduced over other ranks. So are those that two pipeline stages hold (tied embeddings),
+which both stages have to cut alike. Seen from its start: buckets, in the order in which backward completes them; in a
+bucket, parameters; at its end, padding. A bucket is what one collective moves.
 
     [ bucket 0: p9 p8 p7 .. pad | bucket 1: p6 p5 .. pad | ... ]
 
@@ -45,7 +46,8 @@ Placement = Literal["flat", "tensor_atomic"]
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """What the layout needs to know of a parameter. group: any name; equal for parameters treated alike. unit: what of
-    the model is gathered and reduced with it. trained: has a gradient. expert: an expert's."""
+    the model is gathered and reduced with it. trained: has a gradient. expert: an expert's. shared: another pipeline
+    stage holds it too."""
 
     name: str
     numel: int
@@ -54,6 +56,7 @@ class ParamSpec:
     unit: str = ""
     trained: bool = True
     expert: bool = False
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     trained: bool = True
     expert: bool = False
+    shared: bool = False
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Slot]:
@@ -209,7 +213,7 @@ def plan_layouts(
     by_unit: bool = False,
     placement: Placement = "flat",
 ) -> tuple[FlatLayout, ...]:
-    """One layout a (dtype, trained, expert), for parameters given in the order they were registered in.
+    """One layout a (dtype, trained, expert, shared), for parameters given in the order they were registered in.
 
     by_unit: a bucket a unit, units in the reverse of their first appearance: what is gathered and reduced together is
     the unit, and no size of a bucket can be asked for. Raises ValueError for sizes that make no bucket.
@@ -229,16 +233,17 @@ def plan_layouts(
         if by_unit:
             backward.sort(key=lambda spec: -units[spec.unit])
         buckets = _cut(backward, limit, by_unit=by_unit)
-        dtype, trained, expert = kind
-        layouts.append(
-            layout_of_buckets(dtype, dp_size, buckets, trained=trained, expert=expert, placement=placement)
+        dtype, trained, expert, shared = kind
+        layout = layout_of_buckets(
+            dtype, dp_size, buckets, trained=trained, expert=expert, placement=placement
         )
+        layouts.append(dataclasses.replace(layout, shared=shared))
     return tuple(layouts)
 
 
-def _kind(spec: ParamSpec) -> tuple[str, bool, bool]:
+def _kind(spec: ParamSpec) -> tuple[str, bool, bool, bool]:
     """What lies in one flat buffer."""
-    return spec.dtype, spec.trained, spec.expert
+    return spec.dtype, spec.trained, spec.expert, spec.shared
 
 
 def layout_of_buckets(

@@ -8,16 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """Calls of one collective and the bytes they were called with."""
-
-    calls: int = 0
-    payload_bytes: int = 0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
+from megatron.core.traffic_counter import NOTHING, Moved, TrafficCounter
 
 
 def moved(payloads: Iterable[int], times: int = 1) -> Moved:
@@ -30,21 +21,27 @@ def moved(payloads: Iterable[int], times: int = 1) -> Moved:
 class Traffic:
     """What a rank's collectives move in a step: over the inner ranks, and over the outer ones."""
 
-    all_gather: Moved = Moved()
-    reduce_scatter: Moved = Moved()
-    all_reduce: Moved = Moved()
-    outer_all_gather: Moved = Moved()
-    outer_reduce_scatter: Moved = Moved()
-    outer_all_reduce: Moved = Moved()
+    all_gather: Moved = NOTHING
+    reduce_scatter: Moved = NOTHING
+    all_reduce: Moved = NOTHING
+    outer_all_gather: Moved = NOTHING
+    outer_reduce_scatter: Moved = NOTHING
+    outer_all_reduce: Moved = NOTHING
 
     def __add__(self, other: Traffic) -> Traffic:
         names = [field.name for field in dataclasses.fields(Traffic)]
         return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
-    def sent_bytes(self, inner_size: int, outer_size: int = 1) -> float:
-        """What one rank sends, in rings: an all-reduce goes round twice, the others once."""
-        inner = self.all_gather.payload_bytes + self.reduce_scatter.payload_bytes
-        outer = self.outer_all_gather.payload_bytes + self.outer_reduce_scatter.payload_bytes
-        inner += 2 * self.all_reduce.payload_bytes
-        outer += 2 * self.outer_all_reduce.payload_bytes
-        return inner * (inner_size - 1) / inner_size + outer * (outer_size - 1) / outer_size
+    def __sub__(self, other: Traffic) -> Traffic:
+        names = [field.name for field in dataclasses.fields(Traffic)]
+        return Traffic(**{name: getattr(self, name) - getattr(other, name) for name in names})
+
+
+def traffic_of(gather: TrafficCounter, reduce: TrafficCounter, outer: TrafficCounter) -> Traffic:
+    """What groups of gathers and reductions over the inner ranks, and the one over the outer ranks, have moved."""
+    return Traffic(
+        gather.moved("all_gather"),
+        reduce.moved("reduce_scatter"),
+        reduce.moved("all_reduce"),
+        *(outer.moved(collective) for collective in ("all_gather", "reduce_scatter", "all_reduce")),
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from megatron.core.distributed.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Traffic
+from megatron.core.traffic_counter import Moved
 
 
 class TrafficCounter:

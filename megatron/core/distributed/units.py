@@ -102,12 +102,19 @@ def _encloses(chunks: Sequence[nn.Module], declared: Sequence[ModelUnit], place:
     return any(other != place for other in order[first:last])
 
 
-def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]) -> tuple[ModelUnit, ...]:
-    """Units for models that declare none. Raises ModelError where a class or name matches nothing."""
+def derive_units(
+    chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule], *, one_rest: bool = False
+) -> tuple[ModelUnit, ...]:
+    """Units for models that declare none. one_rest: what is in no matched unit is one that spans its chunk. Raises
+    ModelError where a class or name matches nothing."""
     units: list[ModelUnit] = []
     for chunk in chunks:
         matched = _matched(chunk, unit_modules)
-        units += _with_rest(chunk, matched)
+        if one_rest:
+            units.append(ModelUnit(type(chunk).__name__, (chunk,)))
+            units += [_unit_of(name, modules) for name, modules in dict.fromkeys(matched.values())]
+        else:
+            units += _with_rest(chunk, matched)
     found = {word for unit in units for word in _words(unit)}
     unmatched = [word for word in unit_modules if _spelled(word) not in found]
     if unmatched:
@@ -185,6 +192,11 @@ def _first_own_parameter(name: str, module: nn.Module, units: Collection[int]) -
     return next((own for own in below if own is not None), None)
 
 
+def _unit_of(name: str, modules: tuple[nn.Module, ...]) -> ModelUnit:
+    lookup = all(isinstance(module, LOOKUP_TABLES) for module in modules)
+    return ModelUnit(name, modules, backward_reads=not lookup)
+
+
 def _with_rest(
     chunk: nn.Module, matched: dict[int, tuple[str, tuple[nn.Module, ...]]]
 ) -> Iterator[ModelUnit]:
@@ -196,9 +208,7 @@ def _with_rest(
 
     def close() -> None:
         if run:
-            lookup = all(isinstance(module, LOOKUP_TABLES) for _, module in run)
-            name = "+".join(name for name, _ in run)
-            units.append(ModelUnit(name, tuple(module for _, module in run), backward_reads=not lookup))
+            units.append(_unit_of("+".join(name for name, _ in run), tuple(module for _, module in run)))
             run.clear()
 
     inside: set[int] = set()  # below a matched module
@@ -210,8 +220,7 @@ def _with_rest(
             inside |= {id(child) for member in modules for child in member.modules()}
             if unit_name not in seen:
                 seen.add(unit_name)
-                lookup = all(isinstance(member, LOOKUP_TABLES) for member in modules)
-                units.append(ModelUnit(unit_name, modules, backward_reads=not lookup))
+                units.append(_unit_of(unit_name, modules))
         elif id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
             continue
         elif next(module.children(), None) is None and module is not chunk:
@@ -227,12 +236,13 @@ def _with_rest(
 def _owners(
     chunks: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], declared: Sequence[ModelUnit]
 ) -> dict[str, int]:
-    """Parameter name -> place of its unit. Raises ModelError where it has two."""
+    """Parameter name -> place of its unit, the first chunk's where several hold it. Raises ModelError where a chunk has
+    it in two units."""
     unit_of = {id(module): place for place, unit in enumerate(declared) for module in unit.modules}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    owners: dict[str, int] = {}
+    all_owners: dict[str, int] = {}
 
-    def visit(module: nn.Module, unit: int | None) -> None:
+    def visit(module: nn.Module, unit: int | None, owners: dict[str, int]) -> None:
         unit = unit_of.get(id(module), unit)
         for parameter in module.parameters(recurse=False):
             name = name_of[id(parameter)]
@@ -246,8 +256,10 @@ def _owners(
                     f"tuple of the modules' names in fsdp_unit_modules"
                 )
         for child in module.children():
-            visit(child, unit)
+            visit(child, unit, owners)
 
     for chunk in chunks:
-        visit(chunk, None)
-    return owners
+        of_chunk: dict[str, int] = {}
+        visit(chunk, None, of_chunk)
+        all_owners = of_chunk | all_owners
+    return all_owners

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from megatron.core import collectives
-from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.traffic_counter import TrafficCounter
@@ -41,16 +38,14 @@ class WholeWeights:
         if cut is Cut.WHOLE or self._group.size == 1:
             return
         self.settle()
-        self._fence()  # all have written their parts
         index = self._buffer.place.index(cut)
         for place in reversed(range(len(self._buffer.buckets))):  # laid in the order of the backward
             bucket = self._buffer.buckets[place]
             part = bucket.weights.view(self._group.size, -1)[index]
             self._traffic.count("all_gather", bucket.weights.numel() * bucket.weights.element_size())
             self._pending[place] = collectives.all_gather_units(
-                [(bucket.weights, part)], self._group, readable=self._parts(bucket), async_op=True
+                [(bucket.weights, part)], self._group, async_op=True
             )
-        self._fence()  # all have read the others'
         if not self._overlap:
             self.settle()
 
@@ -86,20 +81,6 @@ class WholeWeights:
         """On return all weights are those of the last step."""
         for place in tuple(self._pending):
             self._wait(place)
-
-    def _fence(self) -> None:
-        """Where parts are read by others. See host_memory, [Note: whose turn it is]."""
-        if self._buffer.shares_weights:
-            collectives.fence(self._group)
-
-    def _parts(self, bucket: BucketMemory) -> list[list[Tensor]] | None:
-        """Every rank's part of a bucket, where it can be read."""
-        if bucket.weights_of_ranks is None:
-            return None
-        size = self._group.size
-        return [
-            [one.view(size, one.numel() // size)[rank] for rank, one in enumerate(bucket.weights_of_ranks)]
-        ]
 
     def _wait(self, place: int) -> None:
         pending = self._pending.pop(place, None)

@@ -27,17 +27,18 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.param_parts import region_slices
 from megatron.core.distributed.sharding import Cut
 from megatron.core.finite import all_finite
 from megatron.core.module import ModelError
-from megatron.core.optimizer.clip_grads import norm_of, squared_sums_of_parts, zero_counts_of_parts
+from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.model_vector import ModelVector
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel_state import ParallelState
+from megatron.core.param_parts import region_slices
 from megatron.core.protocols import Stepper
+from megatron.core.squared_sums import squared_sums_of_parts
 from megatron.core.validation_state import ValidationState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
@@ -137,14 +138,6 @@ class MixedPrecisionOptimizer(Stepper):
             num_zeros=int(sum(zeros[0])) if zeros else None,
         )
 
-    def local_state(self) -> Tensor:
-        """[regions of the whole model] fp64: squared sums of this rank's own gradients, undivided, 0 at all others.
-
-        Summed over mp (over world where the optimizer is cut) they are the squared norm; one that is not finite belongs
-        to a gradient that is not.
-        """
-        return self._vector.place([squared_sums_of_parts(self._grads)])[0]
-
     def norm(self, sums: Sequence[float], divisor: float) -> float:
         """Of the whole model, or of a part, from squared sums in the model's order."""
         return norm_of(sums) / (divisor / self.buffer.grads_divided_by)
@@ -152,7 +145,7 @@ class MixedPrecisionOptimizer(Stepper):
     def stage_state(
         self, nonfinite: bool, *, count_zero_grads: bool = False, extras: Sequence[float] = ()
     ) -> ValidationState:
-        """What this pipeline stage knows of a step: `local_state` over its ranks, the same on all of them. nonfinite:
+        """What this pipeline stage knows of a step, summed over its ranks and the same on all of them. nonfinite:
         this rank has seen a loss that is not finite. extras: this rank's, to be added up over all. Communicates over
         tp and dp.
 

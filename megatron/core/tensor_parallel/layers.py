@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron.core.param_meta import LOOKUP, InitKind, Region
 from megatron.core.protocols import WeightGradSink
-from megatron.core.sink_module import LayerFactory, SinkModule
 from megatron.core.tensor_parallel.linear import Activation, column_linear, row_linear
 from megatron.core.tensor_parallel.mappings import (
     TensorParallel,
@@ -20,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     sum_ranks,
 )
 from megatron.core.tensor_parallel.shards import Band, band_regions, even_bands, whole_region
+from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule
 
 
 class _ParallelLinear(SinkModule):

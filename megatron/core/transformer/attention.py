@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
-from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.shards import Band
+from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.norm import Norm

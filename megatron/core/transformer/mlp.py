@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.shards import even_bands
+from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.activations import mlp_activation
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron.core.param_meta import InitKind
 from megatron.core.protocols import WeightGradSink
-from megatron.core.sink_module import LayerFactory, SinkModule
 from megatron.core.tensor_parallel.shards import whole_region
+from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
-from megatron.core.sink_module import LayerFactory
+from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.attention import Angles
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.norm import Norm

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
-from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
+from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.attention import Angles, SelfAttention
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.mlp import MLP

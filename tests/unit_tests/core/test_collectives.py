@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.host_memory import shared_zeros
 from megatron.core.parallel_state import make_parallel_state, single_process
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.rank_grid import RankGrid
+from megatron.core.traffic_counter import Moved
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
@@ -597,40 +597,26 @@ def test_asynchronous_collectives_run_under_compute_and_in_order_of_issue():
     run_ranks(body, 2)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_can_be_read_gives_the_bits_of_what_is_sent(world):
-    n = 301 * world
-
+def test_groups_count_what_their_collectives_have_moved():
     def body(ctx):
-        group, found = ctx.ps.dp_group, []
-        for dtype in (torch.float32, torch.bfloat16):
-            shared = shared_zeros(n, dtype, group)
-            values = values_of(ctx.rank, n, dtype)
-            slices = [one.view(world, -1)[ctx.rank] for one in shared.of_ranks]
+        group, size = ctx.ps.dp_group, ctx.world_size
+        full, part = torch.zeros(4 * size), torch.zeros(4)
+        half, narrow = torch.zeros(2 * size, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
+        collectives.all_gather_units([(full, part), (half, narrow)], group).wait()  # one call of two buffers
+        collectives.reduce_scatter_units([(part, full)], group, accumulate=True).wait()
+        collectives.sum_gradients(half, group).wait()  # of three ranks an exchange and a gather, yet one sum
+        collectives.all_reduce(part, group)
+        collectives.broadcast(part, group)
+        alone = ctx.ps.tp_group
+        collectives.all_reduce(part, alone)
+        names = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+        return [group.traffic.moved(name) for name in names], alone.traffic.moved("all_reduce")
 
-            shared.own.copy_(values)
-            for accumulate in (False, True):
-                sent, read = torch.ones(n // world), torch.ones(n // world)
-                collectives.reduce_scatter_units([(sent, values)], group, accumulate=accumulate).wait()
-                readable = [slices]
-                collectives.reduce_scatter_units(
-                    [(read, shared.own)], group, accumulate=accumulate, readable=readable
-                ).wait()
-                found.append(torch.equal(sent, read))
-
-            gathered, copied = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
-            mine = values.view(world, -1)[ctx.rank]
-            collectives.all_gather(gathered, mine, group)
-            readable = [[one.view(world, -1)[rank] for rank, one in enumerate(shared.of_ranks)]]
-            collectives.fence(group)
-            collectives.all_gather_units([(copied, mine)], group, readable=readable).wait()
-            collectives.fence(group)
-            found.append(torch.equal(gathered, copied))
-
-            collectives.sum_gradients(values, group).wait()
-            collectives.sum_gradients(shared.own, group, readable=shared.of_ranks).wait()
-            collectives.fence(group)
-            found.append(torch.equal(values, shared.own))
-        return found
-
-    assert run_ranks(body, world) == [[True] * 8] * world
+    for counted, nothing in run_ranks(body, 3):
+        assert counted == [
+            Moved(1, 12 * 4 + 6 * 2),
+            Moved(1, 12 * 4),
+            Moved(2, 6 * 2 + 4 * 4),
+            Moved(1, 4 * 4),
+        ]
+        assert nothing == Moved(0, 0)

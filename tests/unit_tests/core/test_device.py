@@ -22,23 +22,15 @@ from tests.harness.ranks import run_ranks
 CPU = Device("cpu")
 
 
-def test_cpu_device_is_gloo_and_its_streams_do_nothing():
+def test_cpu_device_is_gloo_and_queues_nothing():
     assert current_device(kind="cpu") == CPU
     assert CPU.torch_device == torch.device("cpu")
     assert CPU.backend == "gloo"
     assert Device("cuda", 3).backend == "nccl"
     assert Device("cuda", 3).torch_device == torch.device("cuda", 3)
-    stream = CPU.new_stream(high_priority=True)
-    with CPU.on_stream(stream):
-        x = torch.ones(3) * 2
-    CPU.wait_stream(stream)
-    CPU.wait_event(CPU.record_event())
+    assert not CPU.queues_work
     CPU.synchronize()
-    assert stream is None
-    assert x.sum().item() == 6
-    assert CPU.copy_in(x) is x
-    CPU.record_use(x)
-    assert "cores" in CPU.describe()
+    CPU.record_use(torch.ones(3))
 
 
 def test_memory_figures_see_an_allocation_and_its_peak():
@@ -98,9 +90,7 @@ def test_threads_that_were_asked_for_are_taken_whatever_the_cores():
         torch.set_num_threads(1)
 
 
-def test_generators_and_rng_states_replay():
-    a, b = CPU.generator(7), CPU.generator(7)
-    assert torch.equal(torch.randn(5, generator=a), torch.randn(5, generator=b))
+def test_rng_states_replay():
     states = CPU.rng_states()
     first = torch.randn(4)
     CPU.set_rng_states(states)

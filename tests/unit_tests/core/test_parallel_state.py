@@ -35,7 +35,7 @@ def test_groups_and_coordinates_follow_the_grid():
         return {
             "dp": (ps.dp_rank, ps.dp_size, ps.dp_group.ranks, ps.dp_group.rank),
             "tp": (ps.tp_rank, ps.tp_size),
-            "pp": (ps.pp_rank, ps.pp_size, ps.cp_rank, ps.cp_size),
+            "pp": (ps.pp_rank, ps.pp_size),
             "talked_to": mine.nonzero().flatten().tolist(),
             "world": world.item(),
             "ends": (ps.is_first_rank, ps.is_last_rank),
@@ -48,7 +48,7 @@ def test_groups_and_coordinates_follow_the_grid():
         coordinates = grid.coordinates(rank)
         assert got["dp"] == (coordinates["dp"], 2, peers, peers.index(rank))
         assert got["tp"] == (coordinates["tp"], 2)
-        assert got["pp"] == (0, 1, 0, 1)
+        assert got["pp"] == (0, 1)
         assert got["talked_to"] == sorted(peers)
         assert got["world"] == 3
         assert got["ends"] == (rank == 0, rank == 3)

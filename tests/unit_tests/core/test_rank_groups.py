@@ -13,10 +13,8 @@ from megatron.core.rank_grid import (
     RankGrid,
     RankGridError,
     dense_grid,
-    expert_grid,
 )
 from megatron.core.rank_groups import (
-    EXPERT_PURPOSES,
     PURPOSES,
     MeshError,
     WorldPart,
@@ -120,18 +118,6 @@ def test_all_groups_of_16384_ranks_in_under_a_second():
         for rank in (0, 5000, 16383):
             for purpose in PURPOSES:
                 assert own_ranks(purpose, grid, rank, 4) in set(lists[purpose.name])
-
-
-def test_groups_of_experts_are_those_of_their_own_grid():
-    grid = expert_grid(16, etp=2, ep=2, pp=2)
-    by_name = {purpose.name: rank_lists(purpose, grid) for purpose in EXPERT_PURPOSES}
-    assert by_name["etp"][0] == (0, 1)
-    assert by_name["ep"][0] == (0, 2)
-    assert by_name["expert_dp"][0] == (0, 4)
-    for lists in by_name.values():
-        assert sorted(rank for ranks in lists for rank in ranks) == list(range(16))
-        assert {len(ranks) for ranks in lists} == {2}
-    assert not {purpose.name for purpose in EXPERT_PURPOSES} & set(BY_NAME)
 
 
 @pytest.mark.parametrize("instances", [0, 4, -2])

@@ -147,7 +147,7 @@ def put_all(sink, microbatch):
     sink.put("norm", None, dy.flatten(0, -2).sum(0))
 
 
-def test_a_split_backward_files_what_can_wait_and_adds_the_same_bits():
+def test_a_split_backward_files_everything_and_adds_the_same_bits():
     log = []
     sink, plain = split_sink(log), split_sink([])
     for microbatch in range(3):
@@ -160,13 +160,13 @@ def test_a_split_backward_files_what_can_wait_and_adds_the_same_bits():
             put_all(sink, microbatch)
         assert not sink.deferring
         sink.microbatch = 17  # a forward in between says so
-    assert log == [("norm", 0), ("norm", 1), ("norm", 2)]  # finished in B
-    assert not sink.main_grads["w"].any()
+    assert log == []  # nothing is added in B, what is finished neither
+    assert not any(grad.any() for grad in sink.main_grads.values())
     with pytest.raises(AssertionError, match=r"microbatches \[0, 1, 2\] were never computed"):
         sink.check_flushed()
     for microbatch in range(3):
         sink.flush(microbatch)
-    assert log[3:] == [(key, microbatch) for microbatch in range(3) for key in ("table", "w", "b")]
+    assert log == [(key, microbatch) for microbatch in range(3) for key in ("table", "w", "b", "norm")]
     sink.check_flushed()
     for key, grad in plain.main_grads.items():
         assert torch.equal(grad, sink.main_grads[key]), key
@@ -209,3 +209,42 @@ def test_parts_are_gathered_when_the_gradient_is_computed_the_next_one_behind_th
         *("whole z", ("w", 0), ("b", 0)),
     ]
     assert sink.main_grads["w"].unique().tolist() == [8.0]
+
+
+def test_w_by_units_computes_theirs_in_the_order_filed_and_tells_which_begins():
+    log = []
+    sink = split_sink(log)
+    sink.report_units({"table": 0, "norm": 1, "w": 1, "b": 2}, lambda unit: log.append(f"unit {unit}"))
+    with sink.backward(4, split=True):
+        sink.put("b", None, torch.ones(2, 5))
+        sink.put("w", Part("x", torch.ones(2, 4), log), torch.ones(2, 5))
+        sink.put("w", Part("y", torch.ones(2, 4), log), torch.ones(2, 5))
+        sink.put("norm", None, torch.ones(5))
+        sink.put("table", torch.tensor([0]), torch.ones(1, 5))
+    sink.flush(4, (0, 1))
+    assert log == ["unit 0", ("table", 4)]
+    log.clear()
+    sink.flush(4, (1, 3))
+    assert log == [
+        *(
+            "start x",
+            "unit 2",
+            ("b", 4),
+            "start y",
+            "unit 1",
+            "whole x",
+            ("w", 4),
+            "whole y",
+            ("w", 4),
+            ("norm", 4),
+        )
+    ]
+    sink.flush(4, (0, 1))  # nothing is left
+    sink.check_flushed()
+    with pytest.raises(AssertionError, match="W of microbatch 4 without its B"):
+        sink.flush(4)
+    with sink.backward(0, split=True):
+        sink.put("b", None, torch.ones(2, 5))
+    sink.flush(0, (0, 2))
+    with pytest.raises(AssertionError, match=r"microbatches \[0\] were never computed"):
+        sink.check_flushed()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import whole_tensors
+from tests.harness.pieces import whole_tensors
 from tools.inspect_checkpoint import main
 
 REPOSITORY = Path(__file__).resolve().parents[3]

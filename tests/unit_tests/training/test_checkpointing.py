@@ -8,12 +8,12 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import FlatShard, flat_shards, whole_tensors
 from megatron.core.parallel_state import single_process
 from megatron.training.checkpointing import Checkpointer, checkpoint_config, load_for_inference
 from megatron.training.rng_state import rng_state
 from megatron.training.training_config import CheckpointConfig
 from megatron.training.weight_check import NonFiniteWeightsError
+from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import run_ranks
 
 CONFIG = {"num_layers": 2, "hidden_size": 8, "lr": 0.1}
@@ -164,7 +164,7 @@ def test_async_save_by_flag(tmp_path):
     root = str(tmp_path)
     run = Run(5.0, save=root, async_save=True)
     assert run.save(10) is None
-    assert run.checkpointer.in_flight == 10
+    assert run.checkpointer._async.in_flight == 10
     assert run.checkpointer.maybe_finalize(blocking=True) == tmp_path / "iter_0000010"
     assert "scheduled an async checkpoint save" in run.lines[1]
     assert any(line.endswith(f"from iteration      10 to {root} [ t 1/1, p 1/1 ]") for line in run.lines)

@@ -43,11 +43,12 @@ BAD = [
      f"{STRATEGY} optim_grads needs {FSDP}: {ZERO1} shards the optimizer state only", f"add {FSDP}"),
     (f"{STRATEGY} no_shard {ZERO1}", "sharding-strategy",
      f"{STRATEGY} no_shard contradicts {ZERO1}, which shards the optimizer state", "leave the strategy out"),
-    (f"{FSDP} {PP} 2", "sharding-pipeline",
-     f"{STRATEGY} optim_grads_params with {PP} 2 is not supported",
-     "docs/roadmap.md, 'fully sharded pipelines'"),
-    (f"{FSDP} {STRATEGY} optim_grads {PP} 2", "sharding-pipeline",
-     f"{STRATEGY} optim_grads with {PP} 2 is not supported", "optim or no_shard"),
+    (f"{FSDP} {PP} 2 --fsdp-reshard-policy backward", "reshard-policy-stages",
+     f"--fsdp-reshard-policy backward with {PP} 2: several microbatches are between their forward and their backward at "
+     "any time, so weights would stay gathered for the whole step", "use --fsdp-reshard-policy budget"),
+    (f"{FSDP} {PP} 2 --fsdp-double-buffer", "double-buffer-stages",
+     f"--fsdp-double-buffer with {PP} 2: forwards and backwards alternate, so units do not take two slots in turns",
+     "use one stage"),
     (f"{FSDP} {STRATEGY} no_shard {INSTANCES} 2", "sharding-instances",
      f"{INSTANCES} 2 with {STRATEGY} no_shard: there is no sharded state to have instances of",
      "leave the instances out"),
@@ -101,7 +102,7 @@ BAD = [
      f"{HASH} 0: must be at least 1", "give 1 or more"),
     (f"{FSDP} --megatron-fsdp-version 2", "not-supported",
      "--megatron-fsdp-version 2 is not supported", "leave it out, or give 1"),
-    (f"{FSDP} --use-nccl-ub", "not-supported", "--use-nccl-ub is not supported", "docs/roadmap.md, 'custom FSDP'"),
+    (f"{FSDP} --use-nccl-ub", "not-supported", "--use-nccl-ub is not supported", "docs/roadmap.md, 'user buffers'"),
     (f"{FSDP} --keep-fp8-transpose-cache", "not-supported", "--keep-fp8-transpose-cache is not supported", "'fp8'"),
     ("--use-torch-fsdp2", "not-supported", "--use-torch-fsdp2 is not supported", "use --use-custom-fsdp"),
 ]  # fmt: skip
@@ -116,11 +117,11 @@ def test_what_makes_no_sense_is_refused_with_flags_and_fix(words, rule, message,
 
 
 def test_all_reasons_are_told_at_once():
-    words = f"{STRATEGY} optim_grads {PP} 2 {OUTER} optim --fsdp-memory-budget 1 {MAIN_PARAMS} bf16"
+    words = f"{STRATEGY} optim_grads {PP} 2 {OUTER} optim --fsdp-memory-budget 1 {MAIN_PARAMS} bf16 --fsdp-double-buffer"
     told = [problem.rule for problem in problems_of(words)]
     assert told == [
         "sharding-strategy",
-        "sharding-pipeline",
+        "double-buffer-stages",
         "outer-sharding",
         "fsdp-memory-budget",
         "main-params-dtype",
@@ -131,6 +132,8 @@ GOOD = [
     f"{FSDP} {STRATEGY} optim_grads_params --no-gradient-accumulation-fusion",
     f"--use-megatron-fsdp {STRATEGY} no_shard {ZERO1}",
     f"{FSDP} {STRATEGY} optim {PP} 2",
+    f"{FSDP} {STRATEGY} optim_grads {PP} 2 --fsdp-reshard-policy step",
+    f"{FSDP} {PP} 2",
     f"{FSDP} {STRATEGY} no_shard {PP} 2",
     f"{ZERO1} {STRATEGY} optim {PP} 2 {INSTANCES} 2",
     f"{FSDP} {INSTANCES} 2 {OUTER} optim {HASH} 3",

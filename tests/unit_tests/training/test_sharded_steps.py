@@ -5,13 +5,11 @@ Engines, plans and optimizer are the trainer's own, made from flags; only data a
 
 import contextlib
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.core import host_memory
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.training.arguments import parse_config
@@ -241,12 +239,6 @@ def test_the_flag_chooses_the_engine():
         assert sharded == (FSDP in ROWS[row]), row
 
 
-def booked_by_messages(ctx):
-    """As ranks of several hosts, which share no memory."""
-    with mock.patch.object(host_memory, "_new_file", return_value=-1):
-        return booked(ctx)
-
-
 def booked(ctx):
     """By row, the ledger after two steps: what lasts, what is left over, peaks of what is not the units'."""
     told = {}
@@ -265,7 +257,6 @@ def booked(ctx):
             engine.persistent_bytes() - expected,
             ledger.transient_bytes,
             ledger.peak("exchange"),
-            ledger.live("outbox"),
             ledger.peak("casts"),
             sizes,
             own,
@@ -273,22 +264,11 @@ def booked(ctx):
     return told
 
 
-def test_every_row_has_a_ledger_where_ranks_share_memory():
-    """Whole gradients are read where they lie; slices of cut ones go through the outbox."""
-    for told in run_ranks(booked, 2):
-        for row, (held, reported, transient, exchange, outbox, *_) in told.items():
-            assert (held, reported, transient) == (0, 0, 0), row
-            if "optim_" not in row:
-                assert (exchange, outbox) == (0, 0), row
-            else:
-                assert outbox > 0, row
-
-
 def test_every_row_has_a_ledger():
     """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too."""
-    for told in run_ranks(booked_by_messages, 2):
-        for row, (held, reported, transient, exchange, outbox, casts, sizes, own) in told.items():
-            assert (held, reported, transient, outbox) == (0, 0, 0, 0), row
+    for told in run_ranks(booked, 2):
+        for row, (held, reported, transient, exchange, casts, sizes, own) in told.items():
+            assert (held, reported, transient) == (0, 0, 0), row
             assert casts == (4 * own if "bf16" in row else 0), row
             if row == "no_shard":
                 assert exchange == 0, "a sum of two is made in place"

@@ -12,12 +12,10 @@ import functools
 import hashlib
 from functools import partial
 from math import inf, nan
-from unittest import mock
 
 import pytest
 import torch
 
-from megatron.core import host_memory
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.training.arguments import parse_config
@@ -215,15 +213,9 @@ def compared(ctx, settings, afters=(0, 2)):
     }
 
 
-def by_messages(ctx, settings, afters):
-    """As ranks of several hosts, which share no memory: gathers are under way while forwards run."""
-    with mock.patch.object(host_memory, "_new_file", return_value=-1):
-        return compared(ctx, settings, afters)
-
-
-def check(world_size, settings, afters=(0, 2), timeout=110, run=compared):
+def check(world_size, settings, afters=(0, 2), timeout=110):
     """All settings on one fork; the optimistic runs' outcomes are those of the synchronous. Returns them, of rank 0."""
-    outs = run_ranks(run, world_size, settings, afters, timeout=timeout)
+    outs = run_ranks(compared, world_size, settings, afters, timeout=timeout)
     for name in settings:
         for rank, out in enumerate(outs):
             one = out[name]
@@ -406,17 +398,10 @@ def test_steps_that_are_clipped_because_of_all_ranks_only():
     assert 2 <= len(out[0]["taken_back"]) <= len(clipped) < 8
 
 
-def test_data_parallel_ranks_overlapped_and_sharing_weights():
+def test_data_parallel_ranks_overlapped():
     out = check(4, pick("data parallel", "fsdp optim", "overlapped"), afters=(0,))
     for name in ("fsdp optim", "overlapped"):
         assert out[name][0]["taken_back"] == ROLLED_BACK[0]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_all_data_parallel_ranks_of_several_hosts():
-    for name, one in FOUR_BY_DATA.items():
-        check(4, {name: one}, timeout=300, run=by_messages)
 
 
 def test_tensor_parallel_ranks():

@@ -39,7 +39,6 @@ def test_only_the_last_rank_writes(tmp_path, monkeypatch):
     silent.close()
     assert list(tmp_path.iterdir()) == []
     assert silent.tensorboard is None
-    assert silent.metrics_path is None
 
 
 @pytest.mark.parametrize(

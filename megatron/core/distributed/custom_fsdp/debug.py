@@ -66,11 +66,6 @@ def watch_released(owner: object, buffer: FlatBuffer, units: Sequence[Unit]) -> 
     weakref.finalize(owner, watch.forget, key).atexit = False
 
 
-def watched() -> int:
-    """How many engines of this thread are watched."""
-    return sum(len(mode.known) for mode in _stack() if isinstance(mode, _Watch))
-
-
 class _Watch(dispatch.TorchDispatchMode):
     """See [Note: one mode for all engines]. known: engine -> storage -> what lies in it."""
 

@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,14 +32,13 @@ from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasti
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
 from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
-from megatron.core.distributed.custom_fsdp.whole_state import load_whole_state, whole_state
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.initial_weights import broadcast_weights
 from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.units import UnitModule
+from megatron.core.initial_weights import broadcast_weights
 from megatron.core.module import ModelError
-from megatron.core.optimizer.clip_grads import squared_sums
 from megatron.core.parallel_state import ParallelState
+from megatron.core.squared_sums import squared_sums
 
 
 def fully_shard(
@@ -184,17 +184,61 @@ class FullyShardedModule(nn.Module):
     def full_state_dict(self) -> dict[str, Any]:
         """What the plain module's `state_dict()` would be, on every rank, on the host: whole weights under all of their
         names, this rank's buffers. Communicates over dp_gather, unit by unit."""
-        driver = driver_of(self)
+        driver, engine = driver_of(self), driver_of(self).engine
         driver.write_back()
-        return whole_state(self, driver.engine)
+        engine.settle_weights()
+        whole: dict[str, Tensor] = {}
+        for unit in engine.units:
+            engine.wait(0, unit.index)
+            whole |= {name: _copied(engine.buffer.weight(name)) for name in unit.names}
+            engine.weights_read(unit.index)
+        first = _first_names(self)
+        return {
+            name: whole[first[name]] if name in first else _copied(value)
+            for name, value in self.state_dict(keep_vars=True).items()
+        }
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a plain module's `state_dict()`, the same on every rank. Raises ModelError where names or shapes differ,
-        or where two names of one weight have different values."""
+        """Take a plain module's `state_dict()`, the same on every rank; of a tied weight one name is enough. Raises
+        ModelError where names or shapes differ, or where two names of one weight have different values."""
         driver = driver_of(self)
-        driver.shards.take_changes()  # and drop them
-        load_whole_state(self, driver.engine, state)
-        driver.engine.weights_changed()
+        _check_whole(self, driver.engine, state)
+        self.load_state_dict(state, strict=False)
+        driver.write_back()
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> its first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def _check_whole(module: nn.Module, engine: FullyShardedDataParallel, state: Mapping[str, Any]) -> None:
+    """Raises ModelError where a state is none of the plain module."""
+    first = _first_names(module)
+    shapes = {name: _shape(value) for name, value in module.state_dict(keep_vars=True).items()}
+    shapes |= {name: engine.buffer.param_meta[first[name]].local_shape for name in first}
+    given: dict[str, list[str]] = {}  # parameter -> its names in `state`
+    for name in first.keys() & state.keys():
+        given.setdefault(first[name], []).append(name)
+    wrong = {name for name in shapes.keys() - state.keys() if first.get(name) not in given}
+    wrong |= {name for name in state if name not in shapes or shapes[name] != _shape(state[name])}
+    if wrong:
+        raise ModelError(f"weights that are missing, unknown or of another shape: {sorted(wrong)}")
+    for one, *others in map(sorted, given.values()):
+        for other in others:
+            if not torch.equal(state[one].cpu(), state[other].cpu()):
+                raise ModelError(
+                    f"{one!r} and {other!r} are one weight here, and have different values: give one of them"
+                )
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _registered(name: str, module: nn.Module) -> Any:

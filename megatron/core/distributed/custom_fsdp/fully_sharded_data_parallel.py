@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: weights, gradients and optimizer state cut over ranks, whole only where in use.
 
-All rows of the sharding table over the flat buffer of `DistributedDataParallel`, with one bucket a unit of the model
+All rows of the sharding table over the flat buffer of `HookDrivenDataParallel`, with one bucket a unit of the model
 and type of weights. Weights are gathered unit by unit as forward and backward come to them; gradients are reduced unit
 by unit as backward leaves them. Source of the rows: ZeRO (Rajbhandari et al. 2020).
 """
@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.gather import Gatherer
+from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
-from megatron.core.distributed.custom_fsdp.outbox import Outbox
 from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.drive import Drive
 from megatron.core.distributed.engine_parts import Reduction, Weights
@@ -38,8 +37,8 @@ from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.protocols import Work
 
 
-class FullyShardedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
+class FullyShardedDataParallel(HookDrivenDataParallel):
+    """`HookDrivenDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
 
     ps_or_mesh: the ranks; a mesh has one dim, or two: (instances, ranks of an instance). param_meta, sinks: a
     `MegatronModule`'s own where they are not given.
@@ -48,7 +47,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
     together; those of the config if not given. What is in none of them forms units of its own (`units.py`).
     reading: a unit's parameters are read inside it, where another engine has cut them.
 
-    A step is that of `DistributedDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
+    A step is that of `HookDrivenDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
     in forward and backward, over dp_reduce in backward, over dp_outer once a step.
 
     Raises ModelError where units do not fit the model, or where gradients are cut and the model is in several chunks;
@@ -117,13 +116,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def _new_reduction(self, outer: OuterSums) -> Reduction:
         if self.sharding.main_grads is Cut.WHOLE:
             return super()._new_reduction(outer)
-        fulls = [
-            [one.full_grads for one in self.buffer.buckets_of_unit(unit.name) if one.full_grads is not None]
-            for unit in self.units
-        ]
-        outbox = Outbox.of_units(fulls, self.ps.dp_reduce_group)
-        if outbox is not None:
-            self.ledger.hold("outbox", "", outbox.num_bytes)
         self._by_microbatch = MicrobatchReduction(
             self.units,
             self.buffer,
@@ -134,7 +126,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self.ledger,
             self.traffic,
             bound=self.plan.bound,
-            outbox=outbox,
             forward=self.plan.order if self._reduces_in_one_order else None,
             on_complete=self._unit_complete,
         )
@@ -244,12 +235,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
         """What `wait` gathered to be read outside of the model is not needed any more."""
         if self.sharding.weights is not Cut.WHOLE:
             self._gatherer.unfetch(unit)
-
-    def weights_were_read(self) -> None:
-        """On return all ranks have read what they needed so far, and this rank's weights may be written. Needed only
-        between a forward in training and a write without that forward's backward: steps and evaluations end so."""
-        if self.sharding.weights is not Cut.WHOLE:
-            self._gatherer.fence()
 
     def reshard(self, chunk: int, unit: int | None = None) -> None:
         """Free the whole weights of a unit, or of all: at once what `wait` gathered, what the model uses when it needs

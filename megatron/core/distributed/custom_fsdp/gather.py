@@ -89,7 +89,6 @@ class Gatherer:
         self._held_by_training: set[int] | None = None  # while a forward without backward runs
         self._waiting: set[int] = set()  # for their backward, gathered in the forward
         self._recomputed: set[int] = set()  # likewise, inside a backward
-        self.fence()  # all have laid their shards down
 
     def set_keep(self, keep: Sequence[Keep]) -> None:
         """For how long each unit stays gathered. Between steps."""
@@ -171,7 +170,6 @@ class Gatherer:
         """They are read: what `fetch` has gathered goes, unless the model has come to need it."""
         if unit in self._fetched:
             self.free(unit)
-            self.fence()
 
     def _make_room(self, unit: int) -> None:
         """Free what only waits and can be gathered again: all where the unit's slot is taken, and of units that were
@@ -231,7 +229,6 @@ class Gatherer:
                 self.free(unit)
         if self._open:
             self._order = self._orders[True]
-        self.fence()
 
     def end_microbatch(self, *, last: bool) -> None:
         """Free all but what stays for the whole step and what was gathered ahead; with the last one, all."""
@@ -241,7 +238,6 @@ class Gatherer:
         self.as_planned = self.as_planned and in_order
         self._open = False
         self._free_all(last=last)
-        self.fence()
 
     def end_step(self) -> None:
         """Nothing is gathered any more."""
@@ -277,13 +273,6 @@ class Gatherer:
             if state is not State.SHARDED:
                 self.free(unit)
         self._outer_stale = self._outer.size > 1 and self._buffer.sharding.optimizer is Cut.FULL
-        if not self._outer_stale:
-            self.fence()
-
-    def fence(self) -> None:
-        """Where other ranks read this one's shards by themselves: they begin to, or have ended. See host_memory."""
-        if self._buffer.shares_weights:
-            collectives.fence(self._group)
 
     def settle(self) -> None:
         """Shards at rest are up to date on return. Communicates over dp_outer where the optimizer is cut there."""
@@ -300,7 +289,6 @@ class Gatherer:
         for pairs in by_dtype.values():
             self._traffic.count("outer_all_gather", num_bytes(full for full, _ in pairs))
             collectives.all_gather_units(pairs, self._outer, async_op=True).wait()
-        self.fence()
 
     def _start(self, unit: int, kind: str | None = None) -> None:
         """kind: for whom, in the count of traffic; for the model, if not given."""
@@ -317,10 +305,7 @@ class Gatherer:
             is_training = self._order is self._orders[True]
             kind = kind or ("all_gather" if is_training else "evaluation_all_gather")
             self._traffic.count(kind, num_bytes(fulls))
-        readable = [bucket.weights_of_ranks or () for bucket in self._buckets[unit]]
-        self._pending[unit] = collectives.all_gather_units(
-            pairs, self._group, readable=readable if self._buffer.shares_weights else None, async_op=True
-        )
+        self._pending[unit] = collectives.all_gather_units(pairs, self._group, async_op=True)
         self._state[unit] = State.GATHERING
 
     def _finish(self, unit: int) -> None:

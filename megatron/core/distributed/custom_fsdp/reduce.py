@@ -21,7 +21,6 @@ import torch
 
 from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
-from megatron.core.distributed.custom_fsdp.outbox import Outbox
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
 from megatron.core.distributed.finalize_model_grads import PartialSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -40,9 +39,8 @@ class MicrobatchReduction:
 
     bound: elements of whole gradients under way, the unit that is accumulating included; one unit in any case.
     forward: units in the order of registration, for an order of reductions that does not depend on the run; None: that
-    of the run. outbox: where others read this rank's gradients, as far as they fit; None: all are sent. on_complete: is
-    told of every unit with all its gradients of a microbatch. Communicates over dp_reduce (`group`), and once a step
-    over dp_outer, and over tp where gradients have parts there.
+    of the run. on_complete: is told of every unit with all its gradients of a microbatch. Communicates over dp_reduce
+    (`group`), and once a step over dp_outer, and over tp where gradients have parts there.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class MicrobatchReduction:
         traffic: TrafficCounter,
         *,
         bound: int,
-        outbox: Outbox | None,
         on_complete: Callable[[int], None],
         forward: Sequence[int] | None = None,
     ) -> None:
@@ -66,7 +63,6 @@ class MicrobatchReduction:
         self._outer, self._partial = outer, partial
         self._memory, self._ledger, self._traffic = memory, ledger, traffic
         self._bound = bound
-        self._outbox = outbox
         self._forward = None if forward is None else dict.fromkeys(forward)
         self._units = [_UnitGrads(unit, buffer, ledger) for unit in units]
         self._of_key = {key: unit for unit in self._units for key in unit.keys}
@@ -247,7 +243,7 @@ class MicrobatchReduction:
         if self._group.size > 1:
             self._traffic.count("reduce_scatter", unit.num_bytes)
         unit.resting.hold()
-        pending = self._start(unit)
+        pending = collectives.reduce_scatter_units(unit.items, self._group, accumulate=unit.has_sum)
         exchanged = pending.temporary_bytes
         self._ledger.hold("exchange", unit.name, exchanged)
         unit.has_sum = True
@@ -256,15 +252,6 @@ class MicrobatchReduction:
         self._in_flight_numel += unit.numel
         while self._in_flight and self._in_flight_numel > self._bound:
             self._wait_oldest()
-
-    def _start(self, unit: _UnitGrads) -> collectives.Pending:
-        add = unit.has_sum
-        if self._outbox is None or not self._outbox.fits(unit.full_grads):
-            return collectives.reduce_scatter_units(unit.items, self._group, accumulate=add)
-        readable = self._outbox.put(unit.index, unit.full_grads)
-        pending = collectives.reduce_scatter_units(unit.items, self._group, accumulate=add, readable=readable)
-        self._outbox.taken_by(pending)
-        return pending
 
     def _hold(self, unit: _UnitGrads) -> None:
         """Memory for the unit's whole gradients, within the bound as far as waiting can help."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.custom_fsdp.state_pieces import (
+from megatron.core.dist_checkpointing.state_pieces import (
     Place,
     StatePiece,
     as_pieces,

@@ -80,11 +80,8 @@ class StepDriver:
         self.shards.in_forward = module is not None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is not self._running or in_backward():
-            return
-        self._set_running(None)
-        if module is not self.module or torch.is_grad_enabled() or output is None:  # None: it has failed
-            self.engine.weights_were_read()  # its backward may never run, and weights be written next
+        if module is self._running and not in_backward():
+            self._set_running(None)
 
     def _prepare(self) -> None:
         """Before a forward: weights are the optimizer's, a step has begun."""

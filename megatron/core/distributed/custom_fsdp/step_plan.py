@@ -21,8 +21,9 @@ from megatron.core.distributed.custom_fsdp.traffic import (
 )
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.distributed.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Traffic
 from megatron.core.distributed.units import Unit, forward_order
+from megatron.core.traffic_counter import Moved
 
 
 class StepPlan:

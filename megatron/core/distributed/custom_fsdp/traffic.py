@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 from megatron.core.distributed.custom_fsdp.reshard_plan import Keep, UnitPolicy
 from megatron.core.distributed.custom_fsdp.run_order import RunOrder
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
-from megatron.core.distributed.traffic import Moved, Traffic, moved
+from megatron.core.distributed.traffic import Traffic, moved
+from megatron.core.traffic_counter import Moved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
-from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.layers import PositionEmbedding, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
+from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.transformer_config import SQRT_HIDDEN, TransformerConfig
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.embedding import LanguageModelEmbedding
-from megatron.core.module import MegatronModule, ModelContext, ModelUnit
-from megatron.core.sink_module import LayerFactory, collect_param_meta
+from megatron.core.module import MegatronModule, ModelContext, ModelUnit, UnitAccesses
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import column_linear
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
+from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -132,6 +132,24 @@ class GPTModel(MegatronModule):
             assert self.embedding is not None
             first = (ModelUnit("embedding", (self.embedding,), backward_reads=False),)
         return (*first, *layers, *((ModelUnit("head", head),) if head else ()))
+
+    def unit_accesses(self) -> UnitAccesses:
+        """Layers are needed one by one, in the backward those together that are recomputed together. The head reads a
+        tied matrix too, which on a V is a part of the other end's `embedding`."""
+        layers = [f"decoder.layers.{number}" for number in self.decoder.layers]
+        both_ends = self.pre_process and self.post_process and self.tied
+        first = [("embedding_and_head",) if both_ends else ("embedding",)] if self.pre_process else []
+        last: list[tuple[str, ...]] = []
+        if self.post_process:
+            elsewhere = self.tied and not self.pre_process and self.other_end_here
+            last = [
+                ("embedding_and_head",) if both_ends else ("head", *(("embedding",) if elsewhere else ()))
+            ]
+        forward = [(layer,) for layer in layers]
+        backward: list[tuple[str, ...]] = []
+        for start, end, recomputed in reversed(self.decoder.chunks):
+            backward += [tuple(layers[start:end])] if recomputed else reversed(forward[start:end])
+        return UnitAccesses((*first, *forward, *last), (*last, *backward, *first))
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
         """What the next `forward` of a stage that does not embed begins with, from the stage before: [s, b, h], or

@@ -50,16 +50,18 @@ def count_parameters(
         rank = where.rank_of(stage)
         per_rank[rank] += len(spec.layers) * layer_parameters(config, tp)
         if spec.embedding:
-            per_rank[rank] += _word_embedding(config, padded_vocab_size, tp) + _position_embedding(config)
+            per_rank[rank] += word_embedding_parameters(
+                config, padded_vocab_size, tp
+            ) + position_embedding_parameters(config)
         if spec.loss:
-            per_rank[rank] += _norm(config, config.hidden_size)
+            per_rank[rank] += norm_parameters(config, config.hidden_size)
             if not (tied and rank in with_embedding):
-                per_rank[rank] += _word_embedding(config, padded_vocab_size, tp)
+                per_rank[rank] += word_embedding_parameters(config, padded_vocab_size, tp)
     total = (
         config.num_layers * layer_parameters(config, 1)
-        + (1 if tied else 2) * _word_embedding(config, padded_vocab_size, 1)
-        + _position_embedding(config)
-        + _norm(config, config.hidden_size)
+        + (1 if tied else 2) * word_embedding_parameters(config, padded_vocab_size, 1)
+        + position_embedding_parameters(config)
+        + norm_parameters(config, config.hidden_size)
     )
     return ParameterCount(total=total, per_rank=tuple(per_rank))
 
@@ -74,23 +76,23 @@ def layer_parameters(config: TransformerConfig, tp: int = 1) -> int:
     qkv = query + 2 * max(config.num_query_groups // tp, 1) * head
     ffn = config.ffn_hidden_size // tp
     fc1 = ffn * (2 if config.gated_linear_unit else 1)
-    here = h * qkv + query * h + h * fc1 + ffn * h + 2 * _norm(config, h)
+    here = h * qkv + query * h + h * fc1 + ffn * h + 2 * norm_parameters(config, h)
     if config.add_bias_linear or config.add_qkv_bias:
         here += qkv
     here += h * config.attention_output_bias + (fc1 + h) * config.add_bias_linear
     if config.qk_layernorm:
-        here += 2 * _norm(config, head)
+        here += 2 * norm_parameters(config, head)
     return here
 
 
-def _norm(config: TransformerConfig, width: int) -> int:
+def norm_parameters(config: TransformerConfig, width: int) -> int:
     return width if config.normalization == "RMSNorm" else 2 * width
 
 
-def _word_embedding(config: TransformerConfig, padded_vocab_size: int, tp: int) -> int:
+def word_embedding_parameters(config: TransformerConfig, padded_vocab_size: int, tp: int) -> int:
     return padded_vocab_size // tp * config.hidden_size
 
 
-def _position_embedding(config: TransformerConfig) -> int:
+def position_embedding_parameters(config: TransformerConfig) -> int:
     learned = config.position_embedding_type == "learned_absolute"
     return config.max_position_embeddings * config.hidden_size if learned else 0

@@ -81,34 +81,34 @@ class ModelCosts:
         total = Work(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._residual))
         if spec.embedding:
             total = total + self.embedding()
-        total = total + self._layers(len(spec.layers))
+        total = sum(self.of_layers(len(spec.layers)), total)
         return total + self.head() if spec.loss else total
 
-    def _layers(self, count: int) -> Work:
-        """Without the input of the first, which the stage has."""
-        if not count:
-            return Work()
-        one, chunks = self.layer(), self._recomputed_chunks(count)
-        dropped = sum(chunks)
-        inputs = len(chunks) - 1 if dropped == count else len(chunks)  # all that is kept of recomputed chunks
-        rest = (count - dropped) * one.saved - (0 if dropped == count else self._hidden(self._residual))
-        return Work(
-            count * one.f,
-            count * one.b + dropped * one.f,
-            count * one.w,
-            inputs * self._hidden(self._residual) + rest,
-            count * one.held,
-        )
+    def of_layers(self, count: int) -> list[Work]:
+        """Each of a stage's layers, without the input of the first, which the stage has."""
+        one, hidden = self.layer(), self._hidden(self._residual)
+        works: list[Work] = []
+        for first, end, recomputed in self.recomputed(count):
+            if recomputed:  # only the chunk's input is kept
+                again = dataclasses.replace(one, b=one.b + one.f, saved=0.0)
+                kept = dataclasses.replace(again, saved=hidden if first else 0.0)
+                works += [kept, *[again] * (end - first - 1)]
+            else:
+                works += [one] * (end - first)
+                if not first and works:
+                    works[0] = dataclasses.replace(one, saved=one.saved - hidden)
+        return works
 
-    def _recomputed_chunks(self, count: int) -> list[int]:
-        """Layers of each chunk of which only the input is kept."""
+    def recomputed(self, count: int) -> list[tuple[int, int, bool]]:
+        """(first, end, whether its activations are computed again in the backward) of runs of a stage's layers."""
         config = self.config
         if config.recompute_granularity != "full":
-            return []
+            return [(0, count, False)]
         step = config.recompute_num_layers or 1
         if config.recompute_method == "block":
-            return [1] * min(step, count)
-        return [min(step, count - first) for first in range(0, count, step)]
+            dropped = min(step, count)
+            return [(at, at + 1, True) for at in range(dropped)] + [(dropped, count, False)]
+        return [(at, min(at + step, count), True) for at in range(0, count, step)]
 
     def layer(self) -> Work:
         """One decoder layer."""

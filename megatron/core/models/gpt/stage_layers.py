@@ -67,11 +67,6 @@ def split_stages(
     return tuple(specs)
 
 
-def num_chunks(config: ModelParallelConfig, num_layers: int) -> int:
-    """Model chunks on each pipeline rank; more than one is interleaving. Raises StageLayersError."""
-    return len(split_stages(config, num_layers)) // config.pipeline_model_parallel_size
-
-
 def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[str]:
     """For the log: what each stage holds and on which pipeline rank; one line where all hold equally many layers."""
     assert len(specs) == placement.num_stages, f"{len(specs)} stages, {placement} has {placement.num_stages}"

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.plan.kinds import (
 )
 from megatron.core.pipeline_parallel.plan.kinds import Kind as Kind
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 
 VERSION = 1
 
@@ -196,7 +197,8 @@ class Plan:
 
     schedule: name, for people only. rows: one a rank. bitwise: whether every stage adds its weight gradients in
     increasing microbatch order, and so gives the bits of one process; verify holds a plan to it. forward_only: an
-    evaluation, where nothing is kept for a backward.
+    evaluation, where nothing is kept for a backward. residency: what its operations of data parallelism are for; None
+    where there are none.
     """
 
     schedule: str
@@ -205,6 +207,7 @@ class Plan:
     rows: tuple[Row, ...]
     bitwise: bool = True
     forward_only: bool = False
+    residency: PlannedResidency | None = None
 
     def ops(self, rank: int) -> Iterator[Op]:
         """Views of one rank's operations."""

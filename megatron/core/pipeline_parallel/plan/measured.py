@@ -14,10 +14,15 @@ and a line an operation, in the order of the row:
 Times count from the header's clock, which is in unix time, so that ranks of one machine line up. wait_s is the part
 at the beginning of the operation in which it waited for a message. Overlapped computations carry their pair as
 `"pair": 3`. Operations of one batch of transfers share start and end.
+
+Where a row has operations of data parallelism, its computations carry `"lane_s": 0.001`, the part in which they did
+operations in their middle or waited for weights. Such an operation lasts from its call to the return of the last one
+that waited for it, which took wait_s of computations and, of those before it, of their lane_s.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +32,7 @@ from typing import Any
 
 from megatron.core import safe_files
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.verify import verify
 
@@ -37,20 +43,23 @@ LONGEST_S = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation as it ran. wait_s: the part at its beginning in which it waited for a message."""
+    """One operation as it ran. wait_s: the part at its beginning in which it waited for a message; of an operation of
+    data parallelism, for how long computations waited for it. lane_s: what a computation spent on these."""
 
     start_s: float
     end_s: float
     wait_s: float = 0.0
+    lane_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
-        return self.end_s - self.start_s - self.wait_s
+        """In a computation."""
+        return self.end_s - self.start_s - self.wait_s - self.lane_s
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank, text of an
+    """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank, `span_key` of an
     operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step."""
 
     iteration: int
@@ -58,10 +67,10 @@ class MeasuredStep:
     plan: Plan
     spans: tuple[dict[str, Span], ...]
 
-    @property
-    def length_s(self) -> float:
-        """From the first start to the last end."""
-        return max(span.end_s for row in self.spans for span in row.values())
+
+def span_key(place: int, op: RawOp) -> str:
+    """An operation's text, which is its own; one of data parallelism may stand in a row several times."""
+    return f"{op_text(op)} at {place}" if IS_DATA_PARALLEL[op[0]] else op_text(op)
 
 
 def file_name(world_rank: int) -> str:
@@ -91,13 +100,16 @@ def header_line(plan: Plan, rank: int, pipeline: tuple[int, ...], clock_unix_s: 
 
 
 def op_lines(row: tuple[RawOp, ...]) -> list[str]:
-    """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s)."""
+    """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s), of
+    computations beside operations of data parallelism with lane_s too."""
     lines = []
+    has_lane = any(IS_DATA_PARALLEL[op[0]] for op in row)
     for op in row:
         pair = f', "pair": {op[7]}' if op[7] >= 0 and "#" not in op_text(op) else ""
+        lane = ', "lane_s": %.7f' if has_lane and IS_COMPUTE[op[0]] else ""
         lines.append(
             f'{{"iteration": %d, "op": "{op_text(op)}"{pair}, '
-            '"start_s": %.7f, "end_s": %.7f, "wait_s": %.7f}\n'
+            f'"start_s": %.7f, "end_s": %.7f, "wait_s": %.7f{lane}}}\n'
         )
     return lines
 
@@ -171,7 +183,8 @@ def _parts(file: Path) -> Iterator[_Part]:
                     part = _Part(_of(content, "iteration", int), header, [], [])
                 clock = header["clock_unix_s"]
                 start, end, wait = (_seconds(content, name) for name in ("start_s", "end_s", "wait_s"))
-                span = Span(clock + start, clock + end, wait)
+                lane = _seconds(content, "lane_s") if "lane_s" in content else 0.0
+                span = Span(clock + start, clock + end, wait, lane)
                 op = parse_op(content["op"])
                 op = (*op[:7], _of(content, "pair", int)) if "pair" in content else op
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -246,8 +259,10 @@ def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
     begin = min(part.spans[0].start_s for part in parts.values() if part.spans)
     spans = tuple(
         {
-            op_text(op): Span(span.start_s - begin, span.end_s - begin, span.wait_s)
-            for op, span in zip(parts[rank].ops, parts[rank].spans, strict=True)
+            span_key(place, op): dataclasses.replace(
+                span, start_s=span.start_s - begin, end_s=span.end_s - begin
+            )
+            for place, (op, span) in enumerate(zip(parts[rank].ops, parts[rank].spans, strict=True))
         }
         for rank in range(len(parts))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Kind,
     Plan,
     PlanError,
+    RawOp,
     W,
     op_text,
 )
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline, span_key
 from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
 from megatron.core.pipeline_parallel.plan.render import (
     RECEIVE_LANE,
@@ -73,25 +75,27 @@ def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]
     Raises PlanError where a computation of the plan was not measured.
     """
     sums = {kind: [0.0] * plan.placement.num_stages for kind in (F, B, W, BW)}
-    counts = {kind: [0] * plan.placement.num_stages for kind in (F, B, W, BW)}
+    done: set[tuple[int, int, int]] = set()  # a W may have parts
     for rank, row in enumerate(plan.rows):
-        for op in row:
+        for place, op in enumerate(row):
             if IS_COMPUTE[op[0]]:
-                sums[op[0]][op[1]] += _span(spans, rank, op_text(op)).busy_s
-                counts[op[0]][op[1]] += 1
+                sums[op[0]][op[1]] += _span(spans, rank, place, op).busy_s
+                done.add(op[:3])
+    counts = Counter(one[:2] for one in done)
     return {
         Kind(kind): tuple(
-            total / count if count else None for total, count in zip(sums[kind], counts[kind], strict=True)
+            total / counts[kind, stage] if counts[kind, stage] else None for stage, total in enumerate(totals)
         )
-        for kind in sums
-        if any(counts[kind])
+        for kind, totals in sums.items()
+        if any(counts[kind, stage] for stage in range(len(totals)))
     }
 
 
-def _span(spans: Spans, rank: int, text: str) -> Span:
-    if text not in spans[rank]:
-        raise PlanError(f"the timeline of pipeline rank {rank} has no {text}")
-    return spans[rank][text]
+def _span(spans: Spans, rank: int, place: int, op: RawOp) -> Span:
+    key = span_key(place, op)
+    if key not in spans[rank]:
+        raise PlanError(f"the timeline of pipeline rank {rank} has no {key}")
+    return spans[rank][key]
 
 
 def measured_costs(
@@ -113,20 +117,26 @@ def measured_costs(
 def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulation:
     """The figures of a simulation from a step as it ran, the first computation of all ranks at time 0.
 
-    A computation begins where its wait for a message ends. bubble_time is measured alike: cost less what the busiest
-    rank computed.
+    A computation begins where its wait for a message ends, and is not busy while it waits for weights. bubble_time is
+    measured alike: cost less what the busiest rank computed.
     """
     starts: list[list[float]] = []
     ends: list[list[float]] = []
+    lane: list[list[float]] = []
     for rank, row in enumerate(plan.rows):
-        here = [_span(spans, rank, op_text(op)) for op in row]
-        starts.append([one.start_s + one.wait_s for one in here])
+        here = [_span(spans, rank, place, op) for place, op in enumerate(row)]
+        waits = [0.0 if IS_DATA_PARALLEL[op[0]] else one.wait_s for op, one in zip(row, here, strict=True)]
+        starts.append([one.start_s + wait for one, wait in zip(here, waits, strict=True)])
         ends.append([one.end_s for one in here])
+        lane.append([one.lane_s for one in here])
     places = [[place for place, op in enumerate(row) if IS_COMPUTE[op[0]]] for row in plan.rows]
     begin = min(starts[rank][mine[0]] for rank, mine in enumerate(places))
     starts = [[one - begin for one in row] for row in starts]
     ends = [[one - begin for one in row] for row in ends]
-    busy = [sum(ends[rank][at] - starts[rank][at] for at in mine) for rank, mine in enumerate(places)]
+    busy = [
+        sum(ends[rank][at] - starts[rank][at] - lane[rank][at] for at in mine)
+        for rank, mine in enumerate(places)
+    ]
     return Simulation(plan, costs, Timeline(starts, ends, [], {}), tuple(busy), max(busy))
 
 
@@ -159,8 +169,8 @@ def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> st
     )
     for rank, row in enumerate(measured.plan.rows):
         starts, ends = measured.timeline.starts[rank], measured.timeline.ends[rank]
-        for op, start, end in zip(row, starts, ends, strict=True):
-            text, wait_s = op_text(op), spans[rank][op_text(op)].wait_s
+        for place, (op, start, end) in enumerate(zip(row, starts, ends, strict=True)):
+            text, wait_s = op_text(op), _span(spans, rank, place, op).wait_s
             process = num_ranks + rank
             if IS_COMPUTE[op[0]] and wait_s > 0:
                 events.append(

@@ -69,7 +69,7 @@ class RankStep:
 
     @property
     def busy_ns(self) -> int:
-        """In computations, without their waiting."""
+        """In computations, without their waiting and without operations of data parallelism in their middle."""
         return sum(_ns(span.busy_s) for span in self._computed())
 
     def _computed(self) -> list[Span]:
@@ -93,9 +93,12 @@ def figures_of(
     receives: list[list[int]] = []
     for step in steps:
         row = step.plan.rows[step.rank]
+        whole: dict[tuple[int, int, int], int] = defaultdict(int)  # a W may have parts
         for op, span in zip(row, step.spans, strict=True):
             if IS_COMPUTE[op[0]]:
-                durations[op[0], op[1]].append(max(0, _ns(span.busy_s)))
+                whole[op[:3]] += max(0, _ns(span.busy_s))
+        for (kind, stage, _), busy_ns in whole.items():
+            durations[kind, stage].append(busy_ns)
         _messages(step, row, sends, receives)
     return Figures(
         pipeline=list(pipeline),

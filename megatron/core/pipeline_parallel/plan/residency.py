@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
+    from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+POLICIES = ("memory", "backward", "step", "budget")
+
+# By stage, by unit: how many microbatches of that stage each REDUCE of the unit sums up. It decides bits.
+Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True)
 class Residency:
     """The same on all ranks.
 
-    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and instances of them.
-    outer_optimizer: the optimizer is cut over instances too. policy: --fsdp-reshard-policy. budget: by pipeline rank, bytes
-    of gathered weights and whole gradients that it may hold beyond what policy `memory` does; None for other policies.
-    ahead: bytes of whole weights at any time that gathers ahead of their use keep to, the unit in use included; 0: two
-    units. overlap_gather, overlap_reduce: whether gathers and reductions run beside computations.
+    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and
+    instances of them. outer_optimizer: the optimizer is cut over instances too. policy:
+    --fsdp-reshard-policy. budget: by pipeline rank, bytes of gathered weights and whole gradients that it may
+    hold beyond what policy `memory` does. limit: by pipeline rank, bytes that it may hold in all (states at
+    rest, gathered weights, gradients, activations, whose costs are in bytes then). Policy `budget` has one of
+    the two or both, others none. ahead: bytes of whole weights at any time that gathers ahead of their use
+    keep to, the unit in use included; 0: twice the rank's mean unit. overlap_gather, overlap_reduce: whether
+    gathers and reductions run beside computations.
     """
 
     strategy: str
@@ -22,6 +36,94 @@ class Residency:
     outer_optimizer: bool = False
     policy: str = "memory"
     budget: tuple[int, ...] | None = None
+    limit: tuple[float, ...] | None = None
     ahead: int = 0
     overlap_gather: bool = True
     overlap_reduce: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.strategy in STRATEGIES, self.strategy
+        assert self.policy in POLICIES, self.policy
+        assert self.ways >= 1, self
+        assert self.outer >= 1, self
+        bound = self.budget is not None or self.limit is not None
+        assert bound == (self.policy == "budget"), f"policy {self.policy}: {self.budget=}, {self.limit=}"
+
+    @property
+    def moves(self) -> bool:
+        """Whether ranks share anything; without, a plan has no operations of data parallelism."""
+        return self.ways > 1 or self.outer > 1
+
+    @property
+    def weights_cut(self) -> bool:
+        """Whether whole weights come and go."""
+        return self.strategy == "optim_grads_params" and self.ways > 1
+
+    @property
+    def grads_cut(self) -> bool:
+        """Whether whole gradients come and go."""
+        return self.strategy in ("optim_grads", "optim_grads_params") and self.ways > 1
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights are whole at rest, and gathered once behind each step of the optimizer."""
+        inner = self.strategy in ("optim", "optim_grads") and self.ways > 1
+        return inner or (self.outer_optimizer and self.outer > 1 and not self.weights_cut)
+
+    def ahead_of(self, units: RankUnits) -> int:
+        """The bound of gathers ahead on a rank, in bytes."""
+        if self.ahead or not len(units):
+            return self.ahead
+        return -(-2 * sum(units.weight_bytes) // len(units))
+
+
+@dataclass(frozen=True)
+class PlannedResidency:
+    """What a plan with operations of data parallelism was made for; it is no good for anything else.
+
+    units: names by stage. grouping: `Grouping` as planned.
+    """
+
+    strategy: str
+    ways: int
+    outer: int
+    outer_optimizer: bool
+    policy: str
+    units: tuple[tuple[str, ...], ...]
+    grouping: Grouping
+
+    @classmethod
+    def of(cls, residency: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
+        names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
+        row = (residency.strategy, residency.ways, residency.outer, residency.outer_optimizer)
+        return cls(*row, residency.policy, names, grouping)
+
+
+@dataclass(frozen=True)
+class LaneCosts:
+    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective,
+    bytes in a unit of time. It is one wire a rank; messages between stages are taken to have another one,
+    which they have not where both go over the same network card."""
+
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+
+    def unshard(self, unit: UnitCosts, residency: Residency, *, first: bool) -> float:
+        """A gather, and where instances cut the optimizer the one over them before the row's first one."""
+        seconds = self._ring(unit.weight_bytes, residency.ways)
+        if first and residency.outer_optimizer:
+            seconds += self._ring(unit.outer_weight_bytes, residency.outer)
+        return seconds
+
+    def reduce(self, unit: UnitCosts, residency: Residency) -> float:
+        """A reduce-scatter; where nothing is cut an all-reduce, which goes round twice."""
+        rounds = 2 if residency.strategy == "no_shard" else 1
+        return self._ring(rounds * unit.grad_bytes, residency.ways)
+
+    def outer_sum(self, unit: UnitCosts, residency: Residency) -> float:
+        """An all-reduce over instances, or where they cut the optimizer a reduce-scatter."""
+        rounds = 1 if residency.outer_optimizer else 2
+        return self._ring(rounds * unit.outer_grad_bytes, residency.outer)
+
+    def _ring(self, num_bytes: int, ways: int) -> float:
+        return self.latency + num_bytes * (ways - 1) / (ways * self.bandwidth) if ways > 1 else 0.0

@@ -73,25 +73,6 @@ class Simulation:
         return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
 
 
-def step_period(plan: Plan, costs: CostModel, *, synchronous: bool, num_steps: int = 6) -> float:
-    """What one of many steps takes in the long run: between the ends of the last two of `num_steps`.
-
-    synchronous: all ranks agree before they step, so that none begins the next step before the last one has ended,
-    and one message more (an all-reduce takes at least that). Else a rank begins as soon as its own row is done, and
-    nothing but the row's operations holds it: with a plan of `post_validation` the difference is what it saves.
-    Raises PlanError on a deadlock.
-    """
-    begin, ends = [0.0] * plan.placement.num_ranks, [0.0]
-    for _ in range(num_steps):
-        timeline = execute(plan, costs, begin=begin)
-        _refuse_deadlock(plan, timeline)
-        begin = [row[-1] for row in timeline.ends]
-        ends.append(max(begin))
-        if synchronous:
-            begin = [ends[-1] + costs.comm] * len(begin)
-    return ends[-1] - ends[-2]
-
-
 def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """Time a plan: transfers run beside computations, each `costs.comm` after both of its ends are posted.
 

@@ -140,27 +140,3 @@ def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:
         texts = row_texts(bare, _TORCH_NAMES)
         writer.writerow(f"{text}OVERLAP_F_B" if text.startswith("(") else text for text in texts)
     return out.getvalue()
-
-
-def from_torch_csv(text: str, placement: Placement) -> Plan:
-    """The computations of a torch CSV; empty cells (torch's idle slots) say nothing. Raises PlanError."""
-    letters = {"F": "F", "I": "B", "W": "W", "B": "BW"}
-    rows = []
-    for line in csv.reader(io.StringIO(text)):
-        cells = [cell.strip().removesuffix("OVERLAP_F_B") for cell in line if cell.strip()]
-        rows.append(parse_row([_translated(cell, letters) for cell in cells]))
-    if len(rows) != placement.num_ranks:
-        raise PlanError(f"{len(rows)} lines for {placement.num_ranks} ranks")
-    microbatches = 1 + max((op[2] for row in rows for op in row), default=-1)
-    return Plan("torch-csv", placement, microbatches, tuple(rows), bitwise=False)
-
-
-def _translated(cell: str, letters: Mapping[str, str]) -> str:
-    parts = cell.strip("()").split(";")
-    ours = []
-    for part in parts:
-        name = part.strip().strip("0123456789")
-        if name not in letters:
-            raise PlanError(f"{cell!r}: only computations (F, I, W, B) can be read from a torch CSV")
-        ours.append(part.strip().replace(name, letters[name]))
-    return f"({';'.join(ours)})" if cell.startswith("(") else ours[0]

@@ -1,15 +1,21 @@
-"""What a stage is made of for data parallelism: units, which are gathered and reduced together, and their order.
+"""What a stage is made of for data parallelism: units, which are gathered and reduced together, and their
+order.
 
-[Note: accesses] A computation goes through its stage's units access by access. An access names the units that are needed
-together from one moment on: mostly one unit; layers that are recomputed together are one access of their backward. It begins
-when the first module of one of its units runs, when the first gradient of one arrives, or, in W, with the first weight
-gradient of one. A unit is in use from the beginning of each access that names it to the beginning of the next one that does
-not, or to the computation's end.
+[Note: accesses] A computation goes through its stage's units access by access. An access names the units that
+are needed together from one moment on: mostly one unit; layers that are recomputed together are one access of
+their backward. It begins when the first module of one of its units runs, when the first gradient of one
+arrives, or, in W, with the first weight gradient of one. A unit is in use from the beginning of each access
+that names it to the beginning of the next one that does not, or to the computation's end. A W of some units
+only, `0W7[2:4]`, has the accesses that name one of these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, RawOp, W
+from megatron.core.pipeline_parallel.plan.placement import Placement
 
 Access = tuple[int, ...]
 
@@ -18,9 +24,14 @@ Access = tuple[int, ...]
 class UnitCosts:
     """One unit of one stage: what one microbatch costs on one rank, and what its weights and gradients take.
 
-    name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding). f, b, w: times
-    in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its whole weights as UNSHARD makes
-    them, padding included. grad_bytes: its whole gradients, held from the first contribution to the end of its REDUCE.
+    name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding).
+    f, b, w: times in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its
+    whole weights as UNSHARD makes them, padding included; 0: nothing to gather. grad_bytes: its whole
+    gradients as REDUCE takes them, 0: frozen; where gradients are sharded they are held from the first
+    contribution to the end of that REDUCE. extra_grad_bytes: accumulators of further uses that this stage's
+    contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end
+    of its REDUCE. shard_bytes: what this rank holds of all its states at rest. outer_grad_bytes,
+    outer_weight_bytes: what is summed over instances, and gathered from them where they cut the optimizer.
     backward_reads: whether B and BW read its weights.
     """
 
@@ -32,13 +43,17 @@ class UnitCosts:
     held_after_b: float = 0.0
     weight_bytes: int = 0
     grad_bytes: int = 0
+    extra_grad_bytes: int = 0
+    shard_bytes: int = 0
+    outer_grad_bytes: int = 0
+    outer_weight_bytes: int = 0
     backward_reads: bool = True
 
 
 @dataclass(frozen=True)
 class StageUnits:
-    """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that is the output
-    layer too). backward: those of B, BW and W."""
+    """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that
+    is the output layer too). backward: those of B, BW and W."""
 
     units: tuple[UnitCosts, ...]
     forward: tuple[Access, ...]
@@ -49,3 +64,123 @@ class StageUnits:
         for accesses in (self.forward, self.backward):
             named = {unit for access in accesses for unit in access}
             assert named == known, f"accesses of units {sorted(named)}, the stage has {len(self.units)}"
+
+    def accesses(self, op: RawOp) -> tuple[Access, ...]:
+        """Those of a computation, in order; of a W with a range of units only its own."""
+        kind, first, end = op[0], op[4], op[5]
+        if kind == F:
+            return self.forward
+        if first < 0:
+            return self.backward
+        kept = (tuple(unit for unit in access if first <= unit < end) for access in self.backward)
+        return tuple(access for access in kept if access)
+
+    def shares(self, op: RawOp) -> tuple[float, ...]:
+        """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units'
+        times, each divided evenly over its accesses. Of a W with a range of units they sum up to its part of
+        the whole W."""
+        times = [_time(unit, op[0]) for unit in self.units]
+        whole = sum(times)
+        if not whole:
+            times, whole = [1.0] * len(times), float(len(times))
+        accesses = self.accesses(op)
+        count = [0] * len(times)
+        for access in accesses:
+            for unit in access:
+                count[unit] += 1
+        return tuple(sum(times[unit] / count[unit] for unit in access) / whole for access in accesses)
+
+
+def _time(unit: UnitCosts, kind: int) -> float:
+    return {F: unit.f, B: unit.b, W: unit.w, BW: unit.b + unit.w}[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One access of a computation, by numbers of the rank's units. reads: weights that it needs. begins:
+    units to whose gradients the computation contributes from here on. completes: those to which it has
+    contributed when the access ends."""
+
+    reads: tuple[int, ...]
+    begins: tuple[int, ...]
+    completes: tuple[int, ...]
+
+
+class RankUnits:
+    """The units of one pipeline rank, numbered: those of one name are one.
+
+    stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the
+    place in it of each. weight_bytes, grad_bytes: by number. shard_bytes: of all.
+    """
+
+    def __init__(self, rank: int, placement: Placement, stages: Sequence[StageUnits]) -> None:
+        if len(stages) != placement.num_stages:
+            raise PlanError(f"units of {len(stages)} stages, the plan has {placement.num_stages}")
+        self.rank, self.stages = rank, stages
+        self.of: dict[int, tuple[int, ...]] = {}
+        self.home: list[tuple[int, int]] = []
+        self.weight_bytes: list[int] = []
+        self.grad_bytes: list[int] = []
+        self.shard_bytes = 0
+        self._uses: dict[tuple[int, int, int, int], tuple[Use, ...]] = {}
+        numbers: dict[str, int] = {}
+        for stage in (stage for stage, one in enumerate(placement.ranks()) if one == rank):
+            mine = []
+            for place, unit in enumerate(stages[stage].units):
+                number = numbers.setdefault(unit.name, len(numbers))
+                if number == len(self.home):
+                    self.home.append((stage, place))
+                    self.weight_bytes.append(unit.weight_bytes)
+                    self.grad_bytes.append(unit.grad_bytes)
+                    self.shard_bytes += unit.shard_bytes
+                sizes = (self.weight_bytes[number], self.grad_bytes[number])
+                assert sizes == (unit.weight_bytes, unit.grad_bytes), (
+                    f"unit {unit.name} has {sizes} bytes in stage {self.home[number][0]}, in stage {stage} "
+                    f"{(unit.weight_bytes, unit.grad_bytes)}"
+                )
+                assert number not in mine, f"stage {stage} has two units {unit.name}"
+                mine.append(number)
+            self.of[stage] = tuple(mine)
+
+    def __len__(self) -> int:
+        return len(self.home)
+
+    def unit(self, number: int) -> UnitCosts:
+        """As its first stage has it."""
+        stage, place = self.home[number]
+        return self.stages[stage].units[place]
+
+    def extra_bytes(self, number: int, stage: int | None = None) -> int:
+        """Of a unit's extra accumulators, those of one stage or of all."""
+        stages = self.of if stage is None else (stage,)
+        places = ((one, self.of[one].index(number)) for one in stages if number in self.of[one])
+        return sum(self.stages[one].units[place].extra_grad_bytes for one, place in places)
+
+    def uses(self, op: RawOp) -> tuple[Use, ...]:
+        """What each access of a computation needs, in order; at least one, of nothing where the stage has no
+        units."""
+        key = (op[0], op[1], op[4], op[5])
+        found = self._uses.get(key)
+        if found is None:
+            found = self._uses[key] = self._compiled(op)
+        return found
+
+    def _compiled(self, op: RawOp) -> tuple[Use, ...]:
+        kind, stage = op[0], op[1]
+        units, numbers = self.stages[stage].units, self.of[stage]
+        accesses = self.stages[stage].accesses(op)
+        reads = [kind != W and bool(unit.weight_bytes) for unit in units]
+        if kind in (B, BW):
+            reads = [one and unit.backward_reads for one, unit in zip(reads, units, strict=True)]
+        adds = [kind in (W, BW) and bool(unit.grad_bytes) for unit in units]
+        first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
+        last = {unit: at for at, access in enumerate(accesses) for unit in access}
+        uses = [
+            Use(
+                tuple(numbers[unit] for unit in access if reads[unit]),
+                tuple(numbers[unit] for unit in access if adds[unit] and first[unit] == at),
+                tuple(numbers[unit] for unit in access if adds[unit] and last[unit] == at),
+            )
+            for at, access in enumerate(accesses)
+        ]
+        return tuple(uses) or (Use((), (), ()),)

@@ -45,9 +45,9 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
     its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
-    activations never negative; gradients of a stage in microbatch order, unless the plan is not bitwise (in B and in
-    W: norms are computed in B). A forward_only plan has one F each and no backward. Operations of post-validation are
-    all there or none, see `verify_state`.
+    activations never negative; W (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
+    added there alone. A forward_only plan has one F each and no backward. Operations of post-validation are all there
+    or none, see `verify_state`.
     deadlock: False leaves that check to a pass that walks the plan next.
     Raises PlanError naming rank, place and operation.
     """
@@ -95,9 +95,7 @@ class _Check:
         # (sender, receiver, kind of send) -> inputs in order, at each end
         self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        # By stage: microbatch of the last B (or BW) and of the last W (or BW).
-        self.last_input = [-1] * len(self.ranks)
-        self.last_weight = [-1] * len(self.ranks)
+        self.last_weight = [-1] * len(self.ranks)  # by stage: microbatch of the last W (or BW)
         self.out_of_order = ""
         self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
 
@@ -136,17 +134,10 @@ class _Check:
                 wrong = self._receive(rank, op)
             if wrong:
                 raise PlanError(f"{self.where(rank, place)}: {wrong}")
-            if kind in (B, BW):
-                self._in_order(self.last_input, rank, place, op)
             if kind in (W, BW):
-                self._in_order(self.last_weight, rank, place, op)
-
-    def _in_order(self, last: list[int], rank: int, place: int, op: RawOp) -> None:
-        """Gradients are added in B (norms) and in W (the others), both in microbatch order."""
-        stage, microbatch = op[1], op[2]
-        if microbatch < last[stage] and not self.out_of_order:
-            self.out_of_order = self.where(rank, place)
-        last[stage] = microbatch
+                if microbatch < self.last_weight[stage] and not self.out_of_order:
+                    self.out_of_order = self.where(rank, place)
+                self.last_weight[stage] = microbatch
 
     @staticmethod
     def _misplaced(op: RawOp) -> str:

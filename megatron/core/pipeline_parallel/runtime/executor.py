@@ -1,15 +1,17 @@
 """One rank's row of a plan, done: one dispatch table from kinds to methods, and no schedule's name.
 
-A plan says everything: order, transfers, batches, overlap. Whatever a schedule adds is an operation with a kind, and
-a kind is a handler in the table: the executor's own, or one that another module hands in (`handlers`).
+A plan says everything: order, transfers, batches, overlap, gathers and reductions. Whatever a schedule adds is an
+operation with a kind, and a kind is a handler in the table: the executor's own, or one that another module hands in
+(`handlers`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -26,15 +28,18 @@ from megatron.core.pipeline_parallel.plan.ir import (
     F,
     Kind,
     Plan,
-    PlanError,
     RawOp,
     W,
     op_text,
 )
-from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_TRANSFER, REPEATED_ON_AGAIN
+from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, IS_TRANSFER, REPEATED_ON_AGAIN
 from megatron.core.pipeline_parallel.plan.undone import undone
+from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import DataParallelLane
+from megatron.core.pipeline_parallel.runtime.program import Computation, Step, check_row, compile_row
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
+from megatron.core.pipeline_parallel.runtime.unit_boundaries import Crossing, UnitBoundaries
 from megatron.core.protocols import GradSync, Stage
 
 Handler = Callable[[RawOp], None]
@@ -62,22 +67,17 @@ class _Stopped(Exception):  # noqa: N818 - no error: the way out of the row
     """VALIDATE said STOP."""
 
 
-class _Step(NamedTuple):
-    """What the loop calls: an operation, or a batch of transfers. first, end: its places in the row."""
-
-    call: Callable[[Any], None]
-    argument: Any
-    first: int
-    end: int
+_NO_UNITS = contextlib.nullcontext()
 
 
 class Executor:
     """Runs the operations of one pipeline rank.
 
     plan: verified, with its transfers. rank: in the pipeline. stages: those of this rank, by global stage. channel:
-    to the other ranks. grad_sync: the data parallel engine; None where nobody wants to hear of gradients (evaluation).
-    recorder: of the measured timeline. handlers: for kinds that this executor knows nothing of. validation: of the step
-    before, for plans with VALIDATE.
+    to the other ranks. grad_sync: the data parallel engine, for plans with operations of data parallelism. units: of
+    stages, for these. boundaries: who hears of units that begin; without, all of a stage's units begin as one of its
+    computations is called. recorder: of the measured timeline. handlers: for kinds that this executor knows nothing of.
+    validation: of the step before, for plans with VALIDATE.
 
     Overlapped computations run one after the other. Raises PlanError where a stage is missing, where the row has a
     kind without a handler, or where B and W are split on a stage that cannot split them.
@@ -91,27 +91,36 @@ class Executor:
         channel: Channel,
         grad_sync: GradSync | None = None,
         *,
+        units: Mapping[int, StageUnits] | None = None,
+        boundaries: UnitBoundaries | None = None,
         recorder: Recorder | None = None,
         handlers: Mapping[Kind, Handler] | None = None,
         validation: Validation | None = None,
     ) -> None:
         self._plan, self._rank, self._row = plan, rank, plan.rows[rank]
         self._stages, self._channel = stages, channel
-        self._grad_sync, self._recorder, self._validation = grad_sync, recorder, validation
+        self._boundaries, self._recorder, self._validation = boundaries, recorder, validation
         ranks = plan.placement.ranks()
         self._last_stage = len(ranks) - 1
         self._is_local = [one == rank for one in ranks]
-        self._chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
+        self._units = units or {}
+        self._lane: DataParallelLane | None = None
+        if grad_sync is not None and any(IS_DATA_PARALLEL[op[0]] for op in self._row):
+            chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
+            assert set(stages) <= set(self._units), (
+                f"units of stages {sorted(self._units)} of {sorted(stages)}"
+            )
+            self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
         # Tensors on their way: what a send takes; what a computation takes, there already or arriving.
         self._outgoing: dict[Key, Tensor] = {}
         self._incoming: dict[Key, Tensor | Arrival] = {}
-        self._gathering: dict[int, list[int | None]] = {}  # stage -> units whose weights are under way
-        self._weights_done = dict.fromkeys(
-            stages, 0
-        )  # stage -> microbatches whose weight gradients are complete
         self._waited_s = 0.0
-        self._check(handlers or {})
-        self._program = self._compile(handlers or {})
+        table = self._table()
+        both = [kind.name for kind in handlers or {} if kind in table or IS_TRANSFER[kind]]
+        assert not both, f"handlers for what the executor does itself: {both}"
+        check_row(plan, rank, stages, {*table, *(handlers or {})}, units=self._lane is not None)
+        table |= {int(kind): handler for kind, handler in (handlers or {}).items()}
+        self._program = compile_row(self._row, table, self._transfer, self._crossing)
         self._echoes = echoes(plan, rank)
         self._undone = undone(plan, rank)
 
@@ -122,12 +131,14 @@ class Executor:
         Returns whether it came to the end: False where VALIDATE stopped it, on all ranks alike.
         iteration: for messages and the timeline. Communicates over the pipeline, and with whom the stages do.
         Raises PeerLostError naming rank, stage, iteration and operation, ModelError where a stage hands on what cannot
-        go to the next; other errors than the first get a note that says where.
+        go to the next, or runs its units in another order than the plan's; other errors than the first get a note that
+        says where.
         """
-        for store in (self._outgoing, self._incoming, self._gathering):
-            store.clear()
-        self._weights_done = dict.fromkeys(self._stages, 0)
-        step: _Step | None = None
+        self._outgoing.clear()
+        self._incoming.clear()
+        if self._lane is not None:
+            self._lane.begin(self._recorder)
+        step: Step | None = None
         try:
             for step in self._program if self._recorder is None else self._timed(self._recorder, iteration):
                 step.call(step.argument)
@@ -142,6 +153,8 @@ class Executor:
             error.add_note(f"pipeline rank {self._rank}, {self._where(step, iteration)}")
             raise
         finally:
+            if self._lane is not None:
+                self._lane.drop()
             if self._recorder is not None:
                 self._recorder.end_step()
         self._check_empty()
@@ -155,101 +168,80 @@ class Executor:
 
     # Before the first step -------------------------------------------------------------------------
 
-    def _table(self) -> dict[int, Handler]:
-        """Every kind that this executor does by itself; transfers are done by batches, see `_transfer`."""
-        table: dict[int, Handler] = {F: self._forward, B: self._backward_input, W: self._backward_weight}
-        table[BW] = self._backward
-        if self._grad_sync is not None:
-            table[Kind.UNSHARD], table[Kind.RESHARD] = self._unshard, self._reshard
-            table[Kind.REDUCE] = self._reduce
+    def _table(self) -> dict[int, Callable[[Any], None]]:
+        """Every kind that this executor does by itself; transfers are done by batches, see `_transfer`, operations in
+        the middle of computations by their `Crossing`."""
+        table: dict[int, Callable[[Any], None]] = {F: self._forward, B: self._backward_input}
+        table |= {W: self._backward_weight, BW: self._backward}
+        if self._lane is not None:
+            table |= {kind: self._perform for kind in Kind if IS_DATA_PARALLEL[kind]}
         if self._validation is not None:
             table[Kind.VALIDATE] = self._validate
         return table
 
-    def _check(self, handlers: Mapping[Kind, Handler]) -> None:
-        plan, rank, table = self._plan, self._rank, self._table()
-        both = [kind.name for kind in handlers if kind in table or HAS_MICROBATCH[kind]]
-        assert not both, f"handlers for what the executor does itself: {both}"
-        mine = {stage for stage, local in enumerate(self._is_local) if local}
-        assert set(self._stages) == mine, (
-            f"rank {rank} has stages {sorted(mine)}, given {sorted(self._stages)}"
-        )
-        for op in self._row:
-            kind = Kind(op[0])
-            if not (kind in table or kind in handlers or IS_TRANSFER[kind]):
-                raise PlanError(
-                    f"rank {rank}: {op_text(op)}: nothing here does {kind.name}; it needs"
-                    + _NEEDED.get(kind, " a handler")
-                )
-            if HAS_MICROBATCH[kind] and (op[3] or op[4] >= 0):
-                raise PlanError(
-                    f"rank {rank}: {op_text(op)}: stages compute whole microbatches of all their units"
-                )
-            if kind in (B, W) and not self._stages[op[1]].splits:
-                raise PlanError(
-                    f"rank {rank}: {op_text(op)}: stage {op[1]} cannot split B from W, because autograd accumulates its"
-                    " gradients; use a schedule of F and BW, such as 1f1b, or layers that put them into a sink"
-                )
-            if kind == F and op[1] > 0 and not self._is_local[op[1] - 1] and not plan.has_transfers:
-                raise PlanError(f"rank {rank}: {op_text(op)}: the plan has no transfers; `lower` adds them")
-
-    def _compile(self, handlers: Mapping[Kind, Handler]) -> list[_Step]:
-        """The row with each operation's handler; neighbouring transfers are one step."""
-        table = self._table() | {int(kind): handler for kind, handler in handlers.items()}
-        row, program, place = self._row, [], 0
-        while place < len(row):
-            end = place
-            while end < len(row) and IS_TRANSFER[row[end][0]]:
-                end += 1
-            if end > place:
-                program.append(_Step(self._transfer, row[place:end], place, end))
-                place = end
-            else:
-                program.append(_Step(table[row[place][0]], row[place], place, place + 1))
-                place += 1
-        return program
+    def _crossing(self, op: RawOp, within: Sequence[tuple[int, RawOp]]) -> Crossing | None:
+        """Of a computation. within: operations in its middle."""
+        if self._lane is None:
+            return None
+        return Crossing(op, self._plan.placement.chunk_of(op[1]), self._units[op[1]], within, self._lane)
 
     # Around the operations -------------------------------------------------------------------------
 
-    def _timed(self, recorder: Recorder, iteration: int) -> Iterator[_Step]:
+    def _timed(self, recorder: Recorder, iteration: int) -> Iterator[Step]:
         """The program; what the loop does between two steps is timed and recorded."""
         recorder.begin_step(self._plan, self._rank, iteration)
+        lane = self._lane
         for step in self._program:
             self._waited_s = 0.0
+            lane_s = 0.0 if lane is None else lane.spent_s
             start = recorder.now()
             yield step
             end = recorder.now()
-            for place in range(step.first, step.end):
-                recorder.record(place, start, end, self._waited_s)
+            if step.call == self._perform:
+                continue  # recorded by the lane, once it is known when it was through
+            for place in step.places:
+                recorder.record(
+                    place, start, end, self._waited_s, 0.0 if lane is None else lane.spent_s - lane_s
+                )
 
-    def _where(self, step: _Step | None, iteration: int) -> str:
+    def _where(self, step: Step | None, iteration: int) -> str:
         if step is None:
             stages = ", ".join(map(str, sorted(self._stages)))
             return f"stage {stages}, iteration {iteration}, waiting for its last sends"
-        texts = ", ".join(op_text(op) for op in self._row[step.first : step.end])
-        stages = ", ".join(sorted({str(op[1]) for op in self._row[step.first : step.end]}))
-        return f"stage {stages}, iteration {iteration}, {texts}"
+        ops = [self._row[place] for place in step.places]
+        where = f"stage {', '.join(sorted({str(op[1]) for op in ops}))}, iteration {iteration}"
+        if step.call == self._perform:
+            return where  # the lane has named its operation
+        return f"{where}, {', '.join(map(op_text, ops))}"
 
     # Handlers --------------------------------------------------------------------------------------
 
-    def _forward(self, op: RawOp) -> None:
+    def _forward(self, computation: Computation) -> None:
+        op, crossing = computation
         stage, microbatch = op[1], op[2]
         hidden = self._take(RECV_F, stage, microbatch) if stage > 0 else None
-        self._weights_ready(stage)
-        output = self._stages[stage].forward(microbatch, hidden)
+        with self._under_way(crossing):
+            output = self._stages[stage].forward(microbatch, hidden)
         if stage < self._last_stage:
             self._hand_on(output, SEND_F, RECV_F, stage, stage + 1, microbatch)
 
-    def _backward(self, op: RawOp) -> None:
-        self._propagate(op, self._stages[op[1]].backward)
-        self._complete(op)
+    def _backward(self, computation: Computation) -> None:
+        self._propagate(computation, self._stages[computation.op[1]].backward)
 
-    def _backward_input(self, op: RawOp) -> None:
-        self._propagate(op, self._stages[op[1]].backward_input)
+    def _backward_input(self, computation: Computation) -> None:
+        self._propagate(computation, self._stages[computation.op[1]].backward_input)
 
-    def _backward_weight(self, op: RawOp) -> None:
-        self._stages[op[1]].backward_weight(op[2])
-        self._complete(op)
+    def _backward_weight(self, computation: Computation) -> None:
+        op, crossing = computation
+        with self._under_way(crossing):
+            if op[4] < 0:
+                self._stages[op[1]].backward_weight(op[2])
+            else:
+                self._stages[op[1]].backward_weight(op[2], (op[4], op[5]))
+
+    def _perform(self, placed: tuple[int, RawOp]) -> None:
+        assert self._lane is not None
+        self._lane.perform(*placed)
 
     def _transfer(self, batch: tuple[RawOp, ...]) -> None:
         """Post neighbouring transfers; receives are waited for by their consumers."""
@@ -258,23 +250,6 @@ class Executor:
         for op in batch:
             if op[0] in (RECV_F, RECV_B):
                 self._incoming[op[:3]] = next(arrivals)
-
-    def _unshard(self, op: RawOp) -> None:
-        assert self._grad_sync is not None
-        for unit in _units(op):
-            self._grad_sync.unshard(self._chunks[op[1]], unit)
-            self._gathering.setdefault(op[1], []).append(unit)
-
-    def _reshard(self, op: RawOp) -> None:
-        assert self._grad_sync is not None
-        for unit in _units(op):
-            self._grad_sync.reshard(self._chunks[op[1]], unit)
-
-    def _reduce(self, op: RawOp) -> None:
-        assert self._grad_sync is not None
-        last = self._weights_done[op[1]] == self._plan.num_microbatches
-        for unit in _units(op):
-            self._grad_sync.reduce(self._chunks[op[1]], unit, last=last)
 
     def _validate(self, op: RawOp) -> None:
         assert self._validation is not None
@@ -286,11 +261,12 @@ class Executor:
             raise _Stopped
         if self._recorder is not None:
             self._recorder.repeated()
-        place = self._row.index(op)
+        if self._lane is not None:
+            self._lane.drop()  # by `decide`, which has changed the weights
         for step in self._program:
-            if step.end > place:
+            if step.argument is op:
                 return
-            if REPEATED_ON_AGAIN[self._row[step.first][0]]:
+            if REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:
                 step.call(step.argument)
 
     def _drop_forwards(self) -> None:
@@ -312,20 +288,23 @@ class Executor:
 
     # What handlers share ---------------------------------------------------------------------------
 
-    def _propagate(self, op: RawOp, backward: Callable[[int, Tensor | None], Tensor | None]) -> None:
+    def _propagate(
+        self, computation: Computation, backward: Callable[[int, Tensor | None], Tensor | None]
+    ) -> None:
         """B or BW: the gradient of the output in, that of the input out."""
+        op, crossing = computation
         stage, microbatch = op[1], op[2]
         grad = self._take(RECV_B, stage, microbatch) if stage < self._last_stage else None
-        self._weights_ready(stage)
-        grad = backward(microbatch, grad)
+        with self._under_way(crossing):
+            grad = backward(microbatch, grad)
         if stage > 0:
             self._hand_on(grad, SEND_B, RECV_B, stage, stage - 1, microbatch)
 
-    def _complete(self, op: RawOp) -> None:
-        """W or BW is through."""
-        self._weights_done[op[1]] += 1
-        if self._grad_sync is not None:
-            self._grad_sync.microbatch_done(self._chunks[op[1]], op[2])
+    def _under_way(self, crossing: Crossing | None) -> contextlib.AbstractContextManager[None]:
+        """Around the call of a computation."""
+        if crossing is None:
+            return _NO_UNITS
+        return crossing.under_way(self._boundaries)
 
     def _take(self, kind: int, stage: int, microbatch: int) -> Tensor:
         """An input, waited for if it is still on its way."""
@@ -356,22 +335,3 @@ class Executor:
             self._incoming[receive, target, microbatch] = tensor
         else:
             self._outgoing[send, stage, microbatch] = tensor
-
-    def _weights_ready(self, stage: int) -> None:
-        """Wait for what UNSHARD has begun to gather: F and B need weights, W needs none."""
-        for unit in self._gathering.pop(stage, ()):
-            assert self._grad_sync is not None
-            self._grad_sync.wait(self._chunks[stage], unit)
-
-
-_NEEDED = {
-    Kind.UNSHARD: " a data parallel engine",
-    Kind.RESHARD: " a data parallel engine",
-    Kind.REDUCE: " a data parallel engine",
-    Kind.VALIDATE: " a validation",
-}
-
-
-def _units(op: RawOp) -> tuple[int | None, ...]:
-    """The units that an operation is about; None means all of the chunk."""
-    return (None,) if op[4] < 0 else tuple(range(op[4], op[5]))

@@ -74,15 +74,16 @@ class StepOwner(Protocol):
     """Whose steps these are: the trainer, or a test."""
 
     def complete(self) -> Completed:
-        """After the step's last backward: finish its gradients, and say what they are divided by. Communicates over
-        dp."""
+        """After the step's last backward and reduction: finish its gradients, and say what they are divided by.
+        Communicates over dp."""
 
     def settle_weights(self) -> None:
         """This rank's weights are about to be written although forwards have begun: return once no gather sends or
         reads them any more."""
 
     def weights_changed(self) -> None:
-        """This rank's weights were written. Communicates over dp."""
+        """This rank's weights were written, or the forwards that have begun are dropped: what was gathered is of no
+        use. Communicates over dp."""
 
     def decided(self, outcome: Outcome) -> bool:
         """The step is as it will stay, on all ranks. Whether to go on: False (the same on all ranks) stops the step
@@ -151,11 +152,12 @@ class PostValidator:
         if self._pending is None:  # the first step, or one after validate_now()
             return Go.ON
         pending = self._pending
-        outcome, go_on = self._settle(pending, self._whole(pending))
-        if not go_on:
-            return Go.STOP
+        outcome, go_on, changed = self._settle(pending, self._whole(pending))
         # Ranks that had not stepped do so now: their forwards were of other weights, too.
-        return Go.AGAIN if pending.optimistic and not outcome.clean else Go.ON
+        again = pending.optimistic and not outcome.clean
+        if (again or not go_on) and not changed:
+            self._owner.weights_changed()  # frees what was gathered for the forwards that are dropped
+        return Go.STOP if not go_on else Go.AGAIN if again else Go.ON
 
     def validate_now(self) -> Outcome | None:
         """Decide on the step that is pending, outside of any plan; None where there is none. To be called on all ranks,
@@ -168,7 +170,7 @@ class PostValidator:
         whole = self._whole(pending)
         if self._rank > 0:
             self._messages.send(self._rank - 1, whole.numbers)
-        outcome, _ = self._settle(pending, whole)
+        outcome, *_ = self._settle(pending, whole)
         self._messages.drain()
         return outcome
 
@@ -230,8 +232,8 @@ class PostValidator:
             pending.whole = pending.known.like(pending.arrival.wait())
         return pending.whole
 
-    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool]:
-        """Make the step what it has to be, and tell the owner; whether that goes on."""
+    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool, bool]:
+        """Make the step what it has to be, and tell the owner; whether that goes on, and was told of new weights."""
         norm = self._stepper.norm(whole.sums, pending.divisor)
         decision = self._rules.decide(whole, norm)
         self._pending = None
@@ -241,10 +243,13 @@ class PostValidator:
             if not decision.clean:
                 self._stepper.rollback()
             self._stepper.commit()
+        changed = True
         if decision.coefficient is not None and not (pending.stepped and decision.clean):
             self._take_step(pending.divisor, decision.coefficient)
         elif pending.stepped and not decision.clean:
             self._owner.weights_changed()
+        else:
+            changed = False
         self._clean_steps = self._clean_steps + 1 if decision.clean else 0
         outcome = Outcome(
             norm,
@@ -255,7 +260,7 @@ class PostValidator:
             clean=decision.clean,
             extras=whole.extras,
         )
-        return outcome, self._owner.decided(outcome)
+        return outcome, self._owner.decided(outcome), changed
 
     def _take_step(self, divisor: float, coefficient: float) -> None:
         self._stepper.step(divisor, coefficient)

@@ -8,7 +8,7 @@ making a plan of them is the trainer's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
 
 from torch import Tensor
@@ -25,7 +25,8 @@ MOST_STEPS = 32  # that are kept; of more, the latest
 class Profiler:
     """A `Recorder` (runtime/recorder.py) of the steps start <= iteration < end, and of every `interval`th one.
 
-    interval: 0 = only the window. pipeline: world ranks of this rank's pipeline.
+    interval: 0 = only the window. pipeline: world ranks of this rank's pipeline. transient_bytes: what the engine holds
+    of weights and gradients that come and go; these are no activations.
 
     Steps that are not watched cost two looks at a clock an operation. In a watched one, each operation on CUDA is
     waited for, so that it overlaps less than others do; with gloo and CPU nothing waits. Steps that broke off, or that
@@ -33,18 +34,25 @@ class Profiler:
     """
 
     def __init__(
-        self, device: Device, pipeline: tuple[int, ...], *, start: int, end: int, interval: int = 0
+        self,
+        device: Device,
+        pipeline: tuple[int, ...],
+        *,
+        start: int,
+        end: int,
+        interval: int = 0,
+        transient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         assert 0 <= start <= end, f"a window from {start} to {end}"
         assert interval >= 0, f"interval {interval}"
-        self._device, self._pipeline = device, pipeline
+        self._device, self._pipeline, self._transient_bytes = device, pipeline, transient_bytes
         self._start, self._end, self._interval = start, end, interval
         self._steps: deque[RankStep] = deque(maxlen=MOST_STEPS)
         self._peaks: deque[int] = deque(maxlen=MOST_STEPS)
         self._weighed: dict[int, _Weights] = {}
         self._plan: Plan | None = None
         self._rank = self._iteration = 0
-        self._spans: list[Span] = []
+        self._spans: dict[int, Span] = {}  # by place in the row
         self._watching = False
         self._begin_bytes = self._peak_bytes = 0
 
@@ -75,15 +83,15 @@ class Profiler:
         self._watching = self.watches(iteration)
         if self._watching:
             self._plan, self._rank, self._iteration = plan, rank, iteration
-            self._spans = []
-            self._begin_bytes = self._peak_bytes = bytes_in_use(self._device)
+            self._spans = {}
+            self._begin_bytes = self._peak_bytes = self.in_use()
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
         if not self._watching:
             return
-        assert place == len(self._spans), f"operation {place} after {len(self._spans)} others"
-        self._spans.append(Span(start_s, end_s, wait_s))
-        self._peak_bytes = max(self._peak_bytes, bytes_in_use(self._device))
+        assert place not in self._spans, f"operation {place} a second time"
+        self._spans[place] = Span(start_s, end_s, wait_s, lane_s)
+        self._peak_bytes = max(self._peak_bytes, self.in_use())
 
     def repeated(self) -> None:
         """A step like no other: messages of its first run arrived, or those of its second."""
@@ -96,9 +104,10 @@ class Profiler:
         self._watching = False
         assert self._plan is not None, "end_step without begin_step"
         if len(self._spans) == len(self._plan.rows[self._rank]):
-            self._steps.append(RankStep(self._iteration, self._plan, self._rank, tuple(self._spans)))
+            spans = tuple(self._spans[place] for place in range(len(self._spans)))
+            self._steps.append(RankStep(self._iteration, self._plan, self._rank, spans))
             self._peaks.append(self._peak_bytes - self._begin_bytes)
-        self._spans = []
+        self._spans = {}
 
     def close(self) -> None:
         """The run is over: what was measured stays."""
@@ -160,8 +169,8 @@ class Profiler:
         return {stage: _WeighedStage(one, self, self._weighed[stage]) for stage, one in stages.items()}
 
     def in_use(self) -> int:
-        """Bytes of this rank's device now; on CPU of its heap."""
-        return bytes_in_use(self._device)
+        """Bytes of this rank's device now, on CPU of its heap, without those that come and go by the plan."""
+        return bytes_in_use(self._device) - self._transient_bytes()
 
 
 def bytes_in_use(device: Device) -> int:
@@ -227,9 +236,9 @@ class _WeighedStage:
         self._weights.by_b.append(before - self._profiler.in_use() + _bytes(answer))
         return answer
 
-    def backward_weight(self, microbatch: int) -> None:
-        if not self._profiler.watching:
-            self._stage.backward_weight(microbatch)
+    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
+        if not self._profiler.watching or units is not None:  # parts of a W are not weighed
+            self._stage.backward_weight(microbatch, units)
             return
         before = self._profiler.in_use()
         self._stage.backward_weight(microbatch)

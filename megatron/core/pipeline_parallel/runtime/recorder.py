@@ -17,8 +17,14 @@ class Recorder(Protocol):
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
         """A pipeline rank begins its row."""
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
-        """The operation at `place` of the row ran; at its beginning it waited for a message for wait_s."""
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
+        """The operation at `place` of the row ran; told once a place and step.
+
+        A computation: at its beginning it waited for a message for wait_s, and lane_s of it went into operations of
+        data parallelism in its middle, and into waiting for weights. An operation of data parallelism: from its call to
+        the return of what waited for it, which is told then and not in the order of the row; it was waited for for
+        wait_s.
+        """
 
     def repeated(self) -> None:
         """Forwards that were recorded ran once more, inside the operation under way."""
@@ -48,10 +54,10 @@ class Recorders:
         for one in (self._first, *(one for one, _ in self._others)):
             one.begin_step(plan, rank, iteration)
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
-        self._first.record(place, start_s, end_s, wait_s)
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
+        self._first.record(place, start_s, end_s, wait_s, lane_s)
         for one, ahead_s in self._others:
-            one.record(place, start_s + ahead_s, end_s + ahead_s, wait_s)
+            one.record(place, start_s + ahead_s, end_s + ahead_s, wait_s, lane_s)
 
     def repeated(self) -> None:
         for one in (self._first, *(one for one, _ in self._others)):

@@ -77,10 +77,10 @@ class ModelStage:
         """B: as `backward`; what the weight gradients are made of is filed in the sink."""
         return self._backward(microbatch, grad, split=True)
 
-    def backward_weight(self, microbatch: int) -> None:
-        """W of a microbatch whose B has run. Communicates (tp) where inputs are held in parts."""
+    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
+        """W of a microbatch whose B has run, or a part of it. Communicates (tp) where inputs are held in parts."""
         assert self._sink is not None, f"W{microbatch} of a stage whose gradients autograd accumulates"
-        self._sink.flush(microbatch)
+        self._sink.flush(microbatch, units)
 
     def forget(self, microbatch: int) -> None:
         """The F of a microbatch did not happen; it may run again."""

@@ -37,7 +37,8 @@ class TimelineWriter:
         self._plan: Plan | None = None
         self._templates: list[str] = []
         self._iteration = 0
-        self._lines: list[str] = []
+        self._header = ""
+        self._lines: dict[int, str] = {}  # by place in the row
 
     def now(self) -> float:
         """Seconds since this writer was made."""
@@ -48,20 +49,23 @@ class TimelineWriter:
         """A pipeline rank begins its row; a header where the plan is another one than before."""
         if plan is not self._plan:
             self._plan, self._templates = plan, op_lines(plan.rows[rank])
-            self._lines.append(header_line(plan, rank, self._pipeline, self._clock_unix_s))
+            self._header = header_line(plan, rank, self._pipeline, self._clock_unix_s)
         self._iteration = iteration
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
         """Keep one operation's times until the step ends."""
-        self._lines.append(self._templates[place] % (self._iteration, start_s, end_s, wait_s))
+        template = self._templates[place]
+        times = (self._iteration, start_s, end_s, wait_s, lane_s)
+        self._lines[place] = template % times[: template.count("%")]
 
     def repeated(self) -> None:
         """Their first run is what is written; VALIDATE lasts as long as the second."""
 
     def end_step(self) -> None:
-        """Write what is kept."""
-        self._file.write("".join(self._lines))
+        """Write what is kept, in the order of the row."""
+        self._file.write(self._header + "".join(self._lines[place] for place in sorted(self._lines)))
         self._file.flush()
+        self._header = ""
         self._lines.clear()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import whole_tensors
+from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import run_ranks
 
 

@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, choose
 from megatron.core.dist_checkpointing.commit import retain, to_remove
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import whole_tensors
 from tests.harness.faults import KILLED, count_points, run_killed
+from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import rank_outcomes
 
 SHAPE = (50, 20)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import parse_manifest, sign
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import FlatShard, flat_shards, whole_tensors
+from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import rank_outcomes, run_ranks
 
 SHAPES = {"model.a": (40, 50), "model.b": (16,), "optimizer.a.exp_avg": (40, 50)}

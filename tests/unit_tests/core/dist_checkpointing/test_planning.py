@@ -9,7 +9,8 @@ from megatron.core.dist_checkpointing.planning import (
     plan_from_json,
     plan_to_json,
 )
-from megatron.core.dist_checkpointing.state import FlatShard, LocalPiece, flat_shards, whole_tensors
+from megatron.core.dist_checkpointing.state import LocalPiece
+from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 
 
 def global_plan(*ranks):

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import FlatShard, flat_shards, whole_tensors
 from tests.harness.faults import FileFaults
+from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import run_ranks
 
 SHAPES = {"a": (7, 5), "b": (13,), "c": (2, 3, 4), "d": (), "e": (3, 1, 5)}

@@ -18,8 +18,9 @@ from megatron.core.dist_checkpointing.safetensors_format import (
     header_length,
 )
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import LocalPiece, whole_tensors
+from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
+from tests.harness.pieces import whole_tensors
 
 
 def every_dtype():

@@ -1,8 +1,8 @@
-"""Data parallelism over the flat buffer, on real ranks, against one process that sees every sample."""
+"""The data parallel engine on real ranks, driven by hand, against one plain process that sees every sample."""
 
 from __future__ import annotations
 
-import copy
+import itertools
 
 import pytest
 import torch
@@ -12,121 +12,204 @@ from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.initial_weights import broadcast_weights
-from megatron.core.optimizer.mixed_precision import build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.module import ModelError
 from megatron.core.parallel_state import single_process
-from megatron.core.param_meta import LOOKUP, GradRoute, ParamMeta
-from megatron.core.weight_grad import WeightGradAccumulator
+from tests.harness.hand_driven import (
+    Model,
+    build,
+    gradient_parts,
+    joined,
+    reference,
+    run_step,
+    sample,
+    update,
+    whole_weights,
+)
 from tests.harness.ranks import run_ranks
+from tests.harness.tiny_models import tiny_batch, tiny_config, tiny_model, tiny_stage
 
-CPU = Device("cpu")
-SMALL_BUCKETS = {"ddp_bucket_size": 20}  # several buckets even for a tiny model
-
-
-def mlp(dtype=torch.float64, seed=0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-
-
-def sample(index: int, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 + index), dtype=dtype)
-
-
-def loss_of(module, x):
-    return module(x).square().sum()
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+CUT = STRATEGIES[2:]
+STEPS, MICROBATCHES = 2, 4
+GROUPS = {"finish": (), "once": (3,), "pairs": (1, 3), "each": (0, 1, 2, 3), "uneven": (2, 3)}
+MODELS = {
+    "plain": Model(),
+    "tied": Model(tied=True),
+    "frozen": Model(frozen=("1.fc.bias", "1.fc.weight", "1.gain")),
+    "two chunks": Model((2, 1)),
+}
 
 
-def expected_grads(module, num_samples, dtype=torch.float64):
-    """Gradients of the sum over all samples, by plain autograd."""
-    module = copy.deepcopy(module)
-    for index in range(num_samples):
-        loss_of(module, sample(index, dtype)).backward()
-    return {name: p.grad for name, p in module.named_parameters()}
+def train(ctx, ps, model, strategy, grouping, by_unit, **config):
+    engine, chains = build(ps, model, strategy, **config)
+    grads = []
+    for step in range(STEPS):
+        numbers = [
+            (step * MICROBATCHES + microbatch) * ctx.world_size + ctx.rank
+            for microbatch in range(MICROBATCHES)
+        ]
+        inputs = [sample(number, model.dtype) for number in numbers]
+        run_step(engine, chains, inputs, reduce_after=GROUPS[grouping], by_unit=by_unit)
+        grads.append(gradient_parts(engine))
+        update(engine)
+    return grads, whole_weights(engine)
 
 
-def train_step(ddp, rank, world, num_microbatches, dtype=torch.float64):
-    """Rank r sees samples r, r + world, ...; returns the gradients after `finish`."""
-    ddp.begin_step(num_microbatches)
-    for index in range(num_microbatches):
-        loss_of(ddp, sample(index * world + rank, dtype)).backward()
-    ddp.finish()
-    return {name: ddp.buffer.main_grad(name).clone() for name in ddp.buffer.names}
+def check(world, cases, model, tolerance=1e-10, **config):
+    """cases: name -> (strategy, grouping, by unit, instances, more of the config). Returns what each has found."""
 
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients_are_the_sum_over_ranks_and_microbatches(world):
     def body(ctx):
-        grads = {}
-        for overlap in (False, True):
-            for num_microbatches in (1, 3):
-                config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, **SMALL_BUCKETS)
-                ddp = DistributedDataParallel(mlp(), ctx.ps, config)
-                assert len(ddp.buffer.arenas[0].layout.buckets) >= 3
-                for _ in range(2):  # the second step starts from a clean buffer
-                    grads[overlap, num_microbatches] = train_step(ddp, ctx.rank, world, num_microbatches)
-                assert all(p.grad is None for p in ddp.chunks[0].parameters())
-        return grads
+        found = {}
+        for name, (strategy, grouping, by_unit, instances, more) in cases.items():
+            ps = ctx.make_ps(dp=world, instances=instances)
+            found[name] = train(ctx, ps, model, strategy, grouping, by_unit, **config, **more)
+        return found
 
     by_rank = run_ranks(body, world)
-    for num_microbatches in (1, 3):
-        expected = expected_grads(mlp(), num_microbatches * world)
-        for name, grad in expected.items():
-            results = [g[overlap, num_microbatches][name] for g in by_rank for overlap in (False, True)]
-            torch.testing.assert_close(results[0], grad, rtol=1e-13, atol=1e-13)
-            assert all(torch.equal(result, results[0]) for result in results)  # all ranks, overlapped or not
+    plain = reference(model, STEPS, MICROBATCHES * world)
+    out = {}
+    for name in cases:
+        ranks = [rank[name] for rank in by_rank]
+        steps = [joined([grads[step] for grads, _ in ranks]) for step in range(STEPS)]
+        for grads, expected in zip(steps, plain.grads, strict=True):
+            assert grads.keys() == expected.keys()
+            for key, grad in grads.items():
+                off = (grad.double() - expected[key].double()).abs().max()
+                assert off <= tolerance * expected[key].double().abs().max(), (
+                    f"{name}: gradient of {key} by {off}"
+                )
+        for _, weights in ranks:
+            for key, weight in weights.items():
+                off = (weight.double() - plain.weights[key].double()).abs().max()
+                assert off <= tolerance, f"{name}: {key} by {off}"
+        out[name] = steps
+    return out
+
+
+def assert_same_bits(steps, others):
+    for grads, other in zip(steps, others, strict=True):
+        assert all(torch.equal(grad, other[name]) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_strategy_and_grouping_equals_one_process(model):
+    cases = {
+        f"{strategy} {grouping} {by_unit}": (strategy, grouping, by_unit, 1, {})
+        for strategy, grouping, by_unit in itertools.product(STRATEGIES, GROUPS, (False, True))
+        if strategy in CUT or grouping in ("finish", "once")
+        if strategy == "optim_grads_params" or not by_unit
+    }
+    found = check(2, cases, MODELS[model])
+    # Only the grouping decides bits: neither the strategy nor when weights are gathered.
+    for name in cases:
+        strategy, grouping, _ = name.split()
+        same = f"no_shard {grouping} False" if strategy not in CUT else f"optim_grads {grouping} False"
+        assert_same_bits(found[name], found[same])
+    assert_same_bits(found["no_shard once False"], found["optim_grads_params once True"])
+
+
+def test_instances_are_summed_unit_by_unit():
+    outer = {"outer_dp_sharding_strategy": "optim"}
+    rows = {
+        "optim": ("optim", 2, {}),
+        "HSDP grads": ("optim_grads", 2, {}),
+        "HSDP": ("optim_grads_params", 2, {}),
+        "HFSDP": ("optim_grads_params", 2, outer),
+        "HFSDP overlapped": ("optim_grads_params", 2, {**outer, "overlap_param_gather": True}),
+    }
+    cases = {
+        f"{row} {grouping}": (strategy, grouping, strategy == "optim_grads_params", instances, more)
+        for row, (strategy, instances, more) in rows.items()
+        for grouping in ("finish", "once", "pairs")
+        if strategy in CUT or grouping != "pairs"
+    }
+    found = check(4, cases, MODELS["frozen"])
+    for name in cases:
+        assert_same_bits(found[name], found[f"HFSDP {name.split()[-1]}"])
+
+
+def test_a_rank_an_instance_sums_over_instances_only():
+    check(
+        2,
+        {"no_shard": ("no_shard", "finish", False, 2, {}), "optim": ("optim", "once", False, 2, {})},
+        Model(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_weights(dtype):
+    """fp32 main weights; bf16 gradients are added in fp32, fp16 ones in fp16 unless asked otherwise."""
+    cases = {strategy: (strategy, "once", False, 1, {}) for strategy in STRATEGIES}
+    in_fp32 = {"accumulate_allreduce_grads_in_fp32": True}
+    cases |= {f"{strategy} fp32": (strategy, "once", False, 1, in_fp32) for strategy in STRATEGIES}
+    found = check(3, cases, Model(dtype=dtype), tolerance=0.05)
+    grad = found["optim"][0]["links.0.gain"]
+    assert grad.dtype == (torch.float32 if dtype is torch.bfloat16 else torch.float16)
+    assert found["optim fp32"][0]["links.0.gain"].dtype == torch.float32
+    for name, steps in found.items():
+        assert_same_bits(steps, found["no_shard fp32" if name.endswith("fp32") else "no_shard"])
+
+
+def test_gradients_travel_in_the_type_that_is_asked_for():
+    cases = {
+        "fp32": ("optim_grads_params", "pairs", False, 1, {"megatron_fsdp_main_grads_dtype": "fp32"}),
+        "travel in bf16": (
+            "optim_grads_params",
+            "pairs",
+            False,
+            1,
+            {"megatron_fsdp_grad_comm_dtype": "bf16"},
+        ),
+    }
+    found = check(2, cases, Model(dtype=torch.bfloat16), tolerance=0.1)
+    grads, rounded = (found[name][0]["links.0.fc.weight"] for name in cases)
+    assert grads.dtype == rounded.dtype == torch.float32, "what they are accumulated in"
+    assert not torch.equal(grads, rounded)
+
+
+def test_averages_in_collectives_are_taken_back_by_the_divisor():
+    def body(ctx):
+        found = []
+        for average in (False, True):
+            engine, chains = build(ctx.ps, Model(), "optim_grads", ddp_average_in_collective=average)
+            run_step(engine, chains, [sample(ctx.rank, torch.float64)])
+            found.append((engine.buffer.grads_divided_by, gradient_parts(engine)))
+        return found
+
+    by_rank = run_ranks(body, 2)
+    sums, means = (joined([rank[which][1] for rank in by_rank]) for which in (0, 1))
+    assert [divided for divided, _ in by_rank[0]] == [1, 2]
+    assert all(torch.equal(grad, 2 * means[name]) for name, grad in sums.items())
 
 
 def test_with_more_than_two_ranks_sums_run_in_rank_order_whatever_the_buckets():
+    model = Model((4,), frozen=(), dtype=torch.float32)
+
     def body(ctx):
         results = []
-        for sizes in ({}, SMALL_BUCKETS, {"ddp_num_buckets": 2}):
-            config = DistributedDataParallelConfig(overlap_grad_reduce=True, **sizes)
-            ddp = DistributedDataParallel(mlp(torch.float32), ctx.ps, config)
-            results.append(train_step(ddp, ctx.rank, 4, 1, torch.float32))
+        for sizes in ({}, {"ddp_bucket_size": 20}, {"ddp_num_buckets": 2}):
+            engine, chains = build(ctx.ps, model, "no_shard", **sizes)
+            run_step(engine, chains, [sample(ctx.rank, torch.float32)])
+            results.append((len(engine.units), gradient_parts(engine)))
         return results
 
     by_rank = run_ranks(body, 4)
-    own = []
-    for rank in range(4):
-        module = mlp(torch.float32)
-        loss_of(module, sample(rank, torch.float32)).backward()
-        own.append({name: p.grad for name, p in module.named_parameters()})
+    own = [reference_of_one(model, rank) for rank in range(4)]
     for name in own[0]:
         total = ((own[0][name] + own[1][name]) + own[2][name]) + own[3][name]
         for results in by_rank:
-            assert all(torch.equal(result[name], total) for result in results)
+            assert all(torch.equal(grads[name][1], total) for _, grads in results), name
+    assert [num_units for num_units, _ in by_rank[0]] == [1, 4, 2]
 
 
-def test_overlap_reduces_buckets_during_backward_in_one_order(monkeypatch):
-    def body(ctx):
-        config = DistributedDataParallelConfig(overlap_grad_reduce=True, **SMALL_BUCKETS)
-        ddp = DistributedDataParallel(mlp(), ctx.ps, config)
-        launched = []
-        real = collectives.sum_gradients
-        monkeypatch.setattr(
-            collectives,
-            "sum_gradients",
-            lambda b, g, **k: (launched.append(b.data_ptr()), real(b, g, **k))[1],
-        )
-        ddp.begin_step(2)
-        counts = []
-        for index in range(2):
-            loss_of(ddp, sample(index)).backward()
-            counts.append(len(launched))
-        ddp.finish()
-        arena = ddp.buffer.arenas[0]
-        buckets = arena.layout.buckets
-        starts = [arena.main_grads[b.start :].data_ptr() for b in buckets]
-        return counts, launched == starts, len(buckets)
-
-    for counts, in_order, num_buckets in run_ranks(body, 2):
-        assert counts == [0, num_buckets]  # none before the last microbatch, all within its backward
-        assert in_order
+def reference_of_one(model, number):
+    (chain,) = model.chains()
+    chain(sample(number, model.dtype)).square().sum().backward()
+    return {name: p.grad.flatten() for name, p in chain.named_parameters()}
 
 
 class Branches(nn.Module):
-    """Which branch is used depends on the input: gradients become ready in another order on each rank."""
+    """Which branch is used depends on the input: gradients become ready in another order on each rank, or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,151 +224,174 @@ class Branches(nn.Module):
 
 
 def test_unused_frozen_and_unequally_used_parameters():
-    choices = [False, True]  # rank 0 uses a then b, rank 1 b then a; then rank 1 uses a only
+    """A plain loop, in which the engine is told of nothing but the step's ends."""
+    swaps = [(False, True), (False, None)]  # of each step, by rank
 
     def body(ctx):
-        config = DistributedDataParallelConfig(overlap_grad_reduce=True, **SMALL_BUCKETS)
-        module = Branches()
-        ddp = DistributedDataParallel(module, ctx.ps, config)
-        frozen = module.frozen.weight.clone()
-        results = []
-        for swap in (choices[ctx.rank], None if ctx.rank else False):
-            ddp.begin_step(1)
-            ddp(sample(ctx.rank), swap).square().sum().backward()
-            ddp.finish()
-            results.append({n: ddp.buffer.main_grad(n).clone() for n in ddp.buffer.names})
-        assert torch.equal(frozen, module.frozen.weight)
-        assert not any(name.startswith("frozen") for name in ddp.buffer.names)
-        return results
+        found = []
+        for words in (None, ("Linear",)):
+            config = DistributedDataParallelConfig(ddp_bucket_size=20, fsdp_unit_modules=words)
+            ddp = DistributedDataParallel(Branches(), ctx.ps, config)
+            for step in swaps:
+                ddp.begin_step(1)
+                ddp(sample(ctx.rank, torch.float64), step[ctx.rank]).square().sum().backward()
+                ddp.finish()
+                found.append({n: ddp.buffer.main_grad(n).clone() for n in ddp.buffer.names})
+                assert not any(name.startswith("frozen") for name in ddp.buffer.names)
+        return found
 
     by_rank = run_ranks(body, 2)
-    for step, swaps in enumerate([(False, True), (False, None)]):
+    for step, swap in enumerate(swaps):
         module = Branches()
-        for rank, swap in enumerate(swaps):
-            module(sample(rank), swap).square().sum().backward()
+        for rank in range(2):
+            module(sample(rank, torch.float64), swap[rank]).square().sum().backward()
         for name, p in module.named_parameters():
             if p.requires_grad:
                 expected = torch.zeros_like(p) if p.grad is None else p.grad
-                for results in by_rank:
-                    torch.testing.assert_close(results[step][name], expected, rtol=1e-13, atol=1e-13)
-
-
-class SinkLinear(nn.Module):
-    """The smallest layer of our kind: puts its gradient into a sink, twice (a tied use)."""
-
-    def __init__(self, sink) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
-        self.sink = sink
-
-
-def test_sink_gradients_of_tied_uses_are_combined_before_the_reduction():
-    def body(ctx):
-        sink = WeightGradAccumulator()
-        module = SinkLinear(sink)
-        keys = ("weight", "weight" + LOOKUP)
-        meta = {"weight": ParamMeta("weight", (4, 3), route=GradRoute.SINK, uses=keys)}
-        config = DistributedDataParallelConfig(overlap_grad_reduce=True)
-        ddp = DistributedDataParallel(module, ctx.ps, config, meta, sink)
-        ddp.begin_step(2)
-        for index in range(2):
-            sink.microbatch = index
-            x = torch.full((5, 3), float(index + ctx.rank), dtype=torch.float64)
-            dy = torch.ones(5, 4, dtype=torch.float64)
-            sink.put("weight", x, dy)
-            sink.put("weight" + LOOKUP, torch.tensor([0, 1, 1]), torch.ones(3, 3, dtype=torch.float64))
-        ddp.finish()
-        return ddp.buffer.main_grad("weight").clone()
-
-    world = 2
-    matrix = 5.0 * sum(index + rank for index in range(2) for rank in range(world))
-    lookup = torch.tensor([1.0, 2.0, 0.0, 0.0], dtype=torch.float64) * 2 * world
-    expected = (matrix + lookup)[:, None].expand(4, 3)
-    for grad in run_ranks(body, world):
-        assert torch.equal(grad, expected)
+                for found in by_rank:
+                    torch.testing.assert_close(found[step][name], expected, rtol=1e-13, atol=1e-13)
+                    assert torch.equal(found[step][name], found[2 + step][name])
 
 
 def test_world_of_one_neither_communicates_nor_copies(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("a collective in a world of one")
 
-    monkeypatch.setattr(collectives, "sum_gradients", forbidden)
-    monkeypatch.setattr(collectives, "all_reduce", forbidden)
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, **SMALL_BUCKETS)
-    ddp = DistributedDataParallel(mlp(), single_process(CPU), config)
-    pointer = ddp.buffer.arenas[0].main_grads.data_ptr()
-    grads = train_step(ddp, 0, 1, 3)
-    for name, grad in expected_grads(mlp(), 3).items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-13, atol=1e-13)
-    assert ddp.buffer.arenas[0].main_grads.data_ptr() == pointer
+    for name in ("sum_gradients", "all_reduce", "reduce_scatter_units", "all_gather_units"):
+        monkeypatch.setattr(collectives, name, forbidden)
+    for strategy in STRATEGIES:
+        engine, chains = build(single_process(Device("cpu")), Model(), strategy)
+        pointer = engine.buffer.arenas[0].main_grads.data_ptr()
+        inputs = [sample(number, torch.float64) for number in range(3)]
+        run_step(engine, chains, inputs, reduce_after=(2,))
+        for name, grad in reference(Model(), 1, 3).grads[0].items():
+            torch.testing.assert_close(engine.buffer.main_grad(name).flatten(), grad, rtol=1e-12, atol=1e-12)
+        engine.weights_changed()
+        assert engine.buffer.arenas[0].main_grads.data_ptr() == pointer
 
 
-def test_average_in_collective_divides_by_the_ranks():
+def backward_of(engine, chunks, batch):
+    """Forward and backward of a GPT in these chunks."""
+    tokens, labels, positions = batch
+    hidden = None
+    for chunk in chunks:
+        chunk.context.begin_microbatch(0, 0, 0)
+        if not chunk.pre_process:
+            chunk.set_input_tensor(hidden)
+        hidden = chunk(tokens, positions, labels=labels if chunk.post_process else None)
+    hidden.mean().backward()
+
+
+@pytest.mark.parametrize("ends_here", [True, False], ids=["V", "both ends in one chunk"])
+def test_tied_embeddings_of_one_rank(ends_here):
+    """On a V the first chunk's embedding is needed by the last chunk's head, as a unit of both."""
+    config = tiny_config(num_layers=2)
+
+    def chunks_of_a_rank():
+        if not ends_here:
+            return [tiny_stage(config)]
+        first = tiny_stage(config, layers=[0], post_process=False, other_end_here=True)
+        last = tiny_stage(config, layers=[1], pre_process=False, other_end_here=True)
+        last.embedding.word_embeddings.weight = first.embedding.word_embeddings.weight
+        return [first, last]
+
     def body(ctx):
-        config = DistributedDataParallelConfig(ddp_average_in_collective=True)
-        ddp = DistributedDataParallel(mlp(), ctx.ps, config)
-        grads = train_step(ddp, ctx.rank, 2, 1)
-        divided_by = ddp.buffer.grads_divided_by
-        optimizer = build_optimizer(OptimizerConfig(lr=1.0), ddp.buffer, ctx.ps)
-        norm = optimizer.prepare(5.0).norm  # divides the sum by 5, whatever the collective did
-        return grads, divided_by, norm
+        found = {}
+        for strategy in STRATEGIES:
+            chunks = chunks_of_a_rank()
+            made = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
+            engine = DistributedDataParallel(chunks, ctx.ps, made)
+            engine.begin_step(2)
+            with engine.gathered(range(len(engine.units))):
+                for microbatch in range(2):
+                    backward_of(engine, chunks, tiny_batch(10 * microbatch + ctx.rank))
+            for chunk, stage in reversed(list(enumerate(engine.stage_units()))):
+                for unit in reversed(range(len(stage.units))):
+                    if stage.units[unit].name != "embedding" or chunk == 0:
+                        engine.reduce(chunk, unit)
+            engine.finish()
+            found[strategy] = gradient_parts(engine), [len(stage.units) for stage in engine.stage_units()]
+        return found
 
-    expected = expected_grads(mlp(), 2)
-    whole = torch.cat([grad.flatten() for grad in expected.values()])
-    for grads, divided_by, norm in run_ranks(body, 2):
-        assert divided_by == 2
-        assert norm == pytest.approx(whole.norm().item() / 5, rel=1e-12)
-        for name, grad in expected.items():
-            torch.testing.assert_close(grads[name] * 2, grad, rtol=1e-13, atol=1e-13)
+    by_rank = run_ranks(body, 2)
+    model = tiny_model(num_layers=2)
+    for number in (0, 1, 10, 11):
+        backward_of(None, [model], tiny_batch(number))
+    for strategy in STRATEGIES:
+        grads = joined([rank[strategy][0] for rank in by_rank])
+        for name, grad in model.summed_grads().items():
+            torch.testing.assert_close(grads[name], grad.flatten(), rtol=1e-10, atol=1e-12)
+    assert by_rank[0]["optim_grads_params"][1] == ([2, 3] if ends_here else [3])
 
 
-def test_bf16_gradients_are_added_in_fp32_and_rounded_once():
+def test_weights_of_models_without_memory_are_written_where_they_are_held():
     def body(ctx):
-        config = DistributedDataParallelConfig(grad_reduce_in_bf16=True)
-        module = mlp(torch.bfloat16)
-        ddp = DistributedDataParallel(module, ctx.ps, config)
-        grads = train_step(ddp, ctx.rank, 3, 1, torch.bfloat16)
-        plain = mlp(torch.bfloat16)
-        loss_of(plain, sample(ctx.rank, torch.bfloat16)).backward()
-        return grads, {name: p.grad for name, p in plain.named_parameters()}
-
-    by_rank = run_ranks(body, 3)
-    for name, reduced in by_rank[0][0].items():
-        own = [plain[name].float() for _, plain in by_rank]
-        assert reduced.dtype == torch.bfloat16
-        assert torch.equal(reduced, ((own[0] + own[1]) + own[2]).bfloat16())
-
-
-def test_broadcast_weights_makes_all_ranks_rank_zero():
-    def body(ctx):
-        module = mlp(torch.bfloat16, seed=ctx.rank)
-        broadcast_weights([module], ctx.ps)
-        ddp = DistributedDataParallel(module, ctx.ps, DistributedDataParallelConfig())
-        return {
-            n: (ddp.buffer.weight(n).clone(), ddp.buffer.main_weight(n).clone()) for n in ddp.buffer.names
+        with torch.device("meta"):
+            chain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+        engine = DistributedDataParallel(chain, ctx.ps, config)
+        values = {
+            name: torch.full(p.shape, float(number))
+            for number, (name, p) in enumerate(chain.named_parameters())
         }
+        for name, value in values.items():
+            engine.buffer.write_weight(name, value)
+        engine.weights_changed()
+        found = whole_weights(engine)
+        return all(torch.equal(found[name], value) for name, value in values.items()), engine.unit_modules()[
+            0
+        ][0] == (chain,)
 
-    for weights in run_ranks(body, 2):
-        for name, p in mlp(torch.bfloat16, seed=0).named_parameters():
-            assert torch.equal(weights[name][0], p)
-            assert torch.equal(weights[name][1], p.float())
+    assert run_ranks(body, 2) == [(True, True)] * 2
 
 
-def test_calls_out_of_order_are_programming_errors():
-    ddp = DistributedDataParallel(mlp(), single_process(CPU), DistributedDataParallelConfig())
-    with pytest.raises(AssertionError, match=r"finish\(\) outside of a step"):
-        ddp.finish()
-    with pytest.raises(
-        AssertionError, match=r"a gradient for 4.weight outside of a step|a gradient for 4.bias"
-    ):
-        loss_of(ddp, sample(0)).backward()
-    with pytest.raises(AssertionError, match="a step of 0 microbatches"):
-        ddp.begin_step(0)
-    ddp.begin_step(1, reduce_gradients=False)
-    with pytest.raises(AssertionError, match="begun without reduce_gradients"):
-        ddp.finish()
-    ddp.microbatch_done(0, 0)
-    with pytest.raises(AssertionError, match="more microbatches done than the step has"):
-        ddp.microbatch_done(0, 1)
-    ddp.begin_step(1)
-    ddp.finish()
+def test_what_a_plan_has_to_know_of_keys_and_modules():
+    config = tiny_config(num_layers=2)
+    first = tiny_stage(config, layers=[0], post_process=False, other_end_here=True)
+    last = tiny_stage(config, layers=[1], pre_process=False, other_end_here=True)
+    last.embedding.word_embeddings.weight = first.embedding.word_embeddings.weight
+    made = DistributedDataParallelConfig(ddp_bucket_size=1)
+    engine = DistributedDataParallel([first, last], single_process(Device("cpu")), made)
+    names = [[unit.name for unit in stage.units] for stage in engine.stage_units()]
+    assert names == [["embedding", "decoder.layers.0"], ["decoder.layers.1", "head", "embedding"]]
+    assert engine.unit_modules() == (
+        ((first.embedding,), (first.decoder.layers["0"],)),
+        ((last.decoder.layers["1"],), (last.decoder.final_layernorm, last.tied_output), ()),
+    )
+    in_first, in_last = engine.unit_of_key()
+    assert in_first["embedding.word_embeddings.weight@lookup"] == 0
+    assert in_last["embedding.word_embeddings.weight"] == 2
+    assert in_last["decoder.final_layernorm.weight"] == 1
+    assert not any(key.startswith("decoder.layers.0") for key in in_last)
+
+
+def test_traffic_of_a_step_begins_with_the_gathers_of_its_weights():
+    def body(ctx):
+        found = []
+        for strategy in ("optim", "optim_grads_params"):
+            engine, chains = build(ctx.ps, Model(), strategy, ddp_bucket_size=1)
+            for step in range(2):
+                run_step(engine, chains, [sample(step, torch.float64)], reduce_after=(0,))
+                traffic = engine.traffic
+                update(engine)
+                whole_weights(engine)  # no part of any step
+            found.append((traffic, engine.stage_units()[0].units))
+        return found
+
+    for found in run_ranks(body, 2):
+        for traffic, units in found:
+            assert traffic.all_gather.calls == traffic.reduce_scatter.calls == 3
+            assert traffic.all_gather.payload_bytes == sum(unit.weight_bytes for unit in units)
+            assert traffic.reduce_scatter.payload_bytes == sum(unit.grad_bytes for unit in units)
+            assert traffic.all_reduce.calls == traffic.outer_all_reduce.calls == 0
+
+
+def test_what_does_not_go_together_is_refused():
+    def body(ctx):
+        ps = ctx.make_ps(dp=2, instances=2)
+        with pytest.raises(ModelError, match="an instance of one rank has nothing to shard"):
+            build(ps, Model(), "optim_grads_params", outer_dp_sharding_strategy="optim")
+        with pytest.raises(ModelError, match="--fsdp-debug with --fsdp-double-buffer"):
+            build(ctx.ps, Model(), "optim_grads_params", fsdp_debug=True, fsdp_double_buffer=True)
+
+    run_ranks(body, 2)

@@ -9,7 +9,7 @@ from torch import nn
 from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, SharedSums, _cut
+from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
@@ -112,9 +112,9 @@ def test_all_partial_regions_travel_in_one_collective_and_none_where_there_are_n
     calls = []
     real = collectives.sum_gradients
 
-    def watch(bucket, group, **readable):
+    def watch(bucket, group):
         calls.append((group.purpose, bucket.numel(), bucket.dtype))
-        return real(bucket, group, **readable)
+        return real(bucket, group)
 
     monkeypatch.setattr(collectives, "sum_gradients", watch)
 
@@ -384,18 +384,39 @@ def test_every_strategy_adds_what_its_ranks_hold_of_partial_regions(tp, copies, 
     torch.testing.assert_close(whole[0, "norm"], sum(own), rtol=1e-14, atol=1e-14)
 
 
-def test_shared_parameters_need_whole_gradients():
-    def body(ctx):
-        ps = ctx.make_ps(pp=2)
-        buffer = FlatBuffer(
-            {"tied": nn.Parameter(torch.zeros(4))},
-            {"tied": ParamMeta("tied", (4,), shared=True)},
-            CONFIG,
-            sharding=sharding_of("optim_grads"),
-            place=ShardPlace(),
-            device=torch.device("cpu"),
-        )
-        SharedSums(buffer, ps.embedding_group)
+def test_shared_gradients_that_are_cut_are_added_where_the_optimizer_has_them():
+    """pp 2 x dp 4, instances of 2: stages have other parameters beside the tied one, and cut it alike all the same."""
+    rows = {
+        "optim_grads": ("optim_grads", "no_shard"),
+        "HSDP": ("optim_grads_params", "no_shard"),
+        "HFSDP": ("optim_grads_params", "optim"),
+    }
 
-    with pytest.raises(RanksError, match=r"\('tied',\) are shared with another stage, and gradients are cut"):
-        run_ranks(body, 2)
+    def body(ctx):
+        ps = ctx.make_ps(pp=2, dp=4, instances=2)
+        shapes = ({"positions": (7, 3), "tied": (5, 4)}, {"tied": (5, 4), "norm": (9,)})[ps.pp_rank]
+        meta = {name: ParamMeta(name, shape, shared=name == "tied") for name, shape in shapes.items()}
+        found = {}
+        for row, (strategy, outer) in rows.items():
+            config = DistributedDataParallelConfig(
+                data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer
+            )
+            ddp = DistributedDataParallel(Weights(shapes), ps, config, meta, stages=[ps.pp_rank])
+            for microbatches in (1, 2):  # the second step overwrites what the first one left
+                ddp.begin_step(microbatches)
+                for name, shape in shapes.items():
+                    contribute(ddp, name, values(name, shape, ctx.rank))
+                ddp.finish()
+            buffer = ddp.buffer
+            part = buffer.part("tied", buffer.sharding.optimizer)
+            found[row] = part, buffer.main_grad_part("tied").clone(), ps.dp_rank
+        return found
+
+    by_rank = run_ranks(body, 8)
+    expected = sum(values("tied", (5, 4), rank) for rank in range(8)).flatten()
+    for row in rows:
+        parts = [ranks[row] for ranks in by_rank]
+        assert {dp_rank: part for part, _, dp_rank in parts[:4]} == {d: part for part, _, d in parts[4:]}
+        for (start, end), grad, _ in parts:
+            torch.testing.assert_close(grad, expected[start:end], rtol=1e-13, atol=1e-13)
+        assert sum(end - start for (start, end), _, _ in parts) >= 20, "all of it is somewhere"

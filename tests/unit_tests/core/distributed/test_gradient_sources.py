@@ -103,6 +103,22 @@ def test_a_parameter_of_a_sinks_chunk_may_come_by_autograd():
     assert listener.heard == [("begins", "ours"), ("ready", "ours")]
 
 
+def test_in_a_split_backward_autograds_gradients_wait_for_w_too():
+    sink = WeightGradAccumulator()
+    model, buffer, listener, _ = built(sink, facts=meta(GradRoute.AUTOGRAD))
+    for microbatch in (3, 4):
+        with sink.backward(microbatch, split=True):
+            (model.ours.sum() * microbatch).backward()
+    assert model.ours.grad is None
+    assert not buffer.main_grad("ours").any()
+    assert listener.heard == []
+    sink.flush(3)
+    assert buffer.main_grad("ours").sum() == 18.0
+    sink.flush(4)
+    assert buffer.main_grad("ours").sum() == 42.0
+    assert listener.heard == [("begins", "ours"), ("ready", "ours")] * 2
+
+
 def test_a_tensor_of_two_chunks_is_reported_by_each():
     first, second = nn.Module(), nn.Module()
     first.plain = second.plain = nn.Parameter(torch.ones(3))

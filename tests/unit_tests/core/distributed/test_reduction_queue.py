@@ -80,7 +80,7 @@ def test_in_place_sums_between_exchanges(monkeypatch):
 
     def body(ctx):
         numbers = iter(range(6))
-        monkeypatch.setattr(collectives, "sum_gradients", lambda bucket, group, readable: Fake(next(numbers)))
+        monkeypatch.setattr(collectives, "sum_gradients", lambda bucket, group: Fake(next(numbers)))
         queue = ReductionQueue(a_bucket_each(2), ctx.ps.dp_reduce_group, TrafficCounter())
         queue.launch_all()
         in_flight = list(waited)

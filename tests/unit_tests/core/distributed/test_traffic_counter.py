@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.traffic import Moved, Traffic
+from megatron.core.distributed.traffic import Traffic
 from megatron.core.distributed.traffic_counter import TrafficCounter
+from megatron.core.traffic_counter import Moved
 
 
 def test_calls_and_bytes_by_kind():

@@ -46,9 +46,8 @@ def noted(monkeypatch, *, overlap: bool):
         def wait(self) -> None:
             log.append(f"wait {self.place}")
 
-    def gather(pairs, group, *, readable, async_op):
+    def gather(pairs, group, *, async_op):
         [(output, part)] = pairs
-        assert readable is None
         assert part.data_ptr() == output.data_ptr(), "in place: rank 0's part comes first"
         assert (part.numel(), async_op) == (128, True)
         log.append(f"gather {place_of[id(output)]}")

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.distributed.buffer_pieces import weight_pieces
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.ledger import Ledger
@@ -21,6 +20,7 @@ from megatron.core.optimizer.mixed_precision import OptimizerStateError, Rollbac
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta, infer_param_meta
+from megatron.training.weight_pieces import weight_pieces
 from tests.harness.ranks import run_ranks
 
 WHOLE = STRATEGIES["no_shard"]
@@ -317,15 +317,6 @@ def test_snapshots_are_taken_and_given_back_one_at_a_time():
     ours.snapshot()
     with pytest.raises(AssertionError, match="a snapshot is kept already"):
         ours.snapshot()
-
-
-def test_local_state_is_what_the_norm_is_made_of():
-    buffer, ours = make(model())
-    set_grads(buffer, 0)
-    sums = ours.local_state()
-    expected = [float(buffer.main_grad(name).double().square().sum()) for name in buffer.names]
-    assert sums.tolist() == pytest.approx(expected, rel=1e-14)
-    assert math.sqrt(sum(sums.tolist())) / 2 == ours.prepare(2.0).norm
 
 
 # Every strategy, and ranks by inner and outer size, each emulated in this process: nothing communicates in `step`.

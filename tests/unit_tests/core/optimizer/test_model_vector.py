@@ -13,11 +13,12 @@ from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, ShardPlace, sharding_of
-from megatron.core.optimizer.clip_grads import norm_of, squared_sums
+from megatron.core.optimizer.clip_grads import norm_of
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta
+from megatron.core.squared_sums import squared_sums
 from tests.harness.cut_models import MODEL, cut_buffer, cut_stages, global_part
 from tests.harness.ranks import RanksError, run_ranks
 
@@ -105,7 +106,7 @@ def test_tensor_parallel_counts_every_element_once(tp, pp):
         ps = ctx.make_ps(tp=tp, pp=pp)
         optimizer = optimizer_of(ps, {ps.pp_rank: stages[ps.pp_rank]}, tied_on=1 if pp == 2 else None)
         stats = optimizer.prepare(3.0, count_zero_grads=True)
-        local = optimizer.local_state().clone()
+        local = optimizer._figures(False)[0].clone()
         collectives.all_reduce(local, ps.mp_group)
         assert norm_of(local.tolist()) / 3.0 == stats.norm
         return stats.norm, stats.num_zeros, optimizer.params_norm()
@@ -207,7 +208,7 @@ def test_cut_optimizers_count_every_element_once(monkeypatch, tp, pp, dp):
             squared = sum(
                 t.numel() for held in optimizer._owned(optimizer.buffer.main_grad_part) for t in held
             )
-            local = optimizer.local_state().clone()
+            local = optimizer._figures(False)[0].clone()
             collectives.all_reduce(local, ps.world_group)
             assert norm_of(local.tolist()) / 3.0 == stats.norm
             figures[row] = (stats.norm, stats.num_zeros, optimizer.params_norm()), squared

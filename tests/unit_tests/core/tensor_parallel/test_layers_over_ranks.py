@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron.core.sink_module import LayerFactory
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import (
@@ -19,6 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slice
 from megatron.core.tensor_parallel.shards import even_bands
+from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import RankContext, run_ranks, share_ranks

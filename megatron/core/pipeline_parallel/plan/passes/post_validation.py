@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Row,
     is_overlapped,
 )
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.placement import LOOPED
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -36,13 +36,15 @@ _ROUNDING = 1e-9  # of planned times
 
 
 def post_validation(plan: Plan, costs: CostModel) -> Plan:
-    """A lowered training plan with the operations that decide on steps; see verify_state, [Note: two halves].
+    """A lowered training plan with the operations that decide on steps; see verify_state, [Note: two halves]. Those of
+    data parallelism are added behind it: STEP comes after all reductions.
 
     VALIDATE stands among the first chunk's forwards of the warm-up, while which the whole state comes back; see
     [Note: cuts]. Receives of states are posted long before: at the row's beginning, and before its last computation, so
     a state that is sent has always met its receive. Raises PlanError where the result is wrong.
     """
     assert not any(IS_VALIDATION[op[0]] for row in plan.rows for op in row), "a second time"
+    assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "behind add_residency"
     num_ranks = len(plan.rows)
     numbers = 1 + max((op[7] for row in plan.rows for op in row if not IS_COMPUTE[op[0]]), default=-1)
     rows: list[tuple[RawOp, ...]] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.custom_fsdp.debug import watched
+from megatron.core.distributed.custom_fsdp import debug
 from megatron.core.module import ModelError
 from tests.harness.ranks import run_ranks
 from tests.harness.sharded_training import (
@@ -99,6 +99,11 @@ def gradients_at_rest_between_steps(ctx) -> None:
     with pytest.raises(ModelError, match=r"sharded gradients of unit 'embed'"):
         grads.sum()
     assert buffer.weight("embed.weight").sum() != 0.0, "weights are whole: nothing to be found there"
+
+
+def watched() -> int:
+    """How many engines of this thread are watched."""
+    return sum(len(mode.known) for mode in debug._stack() if isinstance(mode, debug._Watch))
 
 
 def training_is_the_same(ctx) -> None:

@@ -59,8 +59,7 @@ class Gathered:
         class Two:
             size = 2
 
-        def gather(pairs, group, *, readable, async_op):
-            assert readable is None
+        def gather(pairs, group, *, async_op):
             unit = next(
                 u for u in self.units if buffer.buckets_of_unit(u.name)[0].full_weights is pairs[0][0]
             )

@@ -82,7 +82,6 @@ class Reduced:
             self.ledger,
             self.traffic,
             bound=bound,
-            outbox=None,
             on_complete=self.complete.append,
             forward=forward,
         )
@@ -369,7 +368,6 @@ def real_sums(ctx) -> list[list[float]]:
         ledger,
         TrafficCounter(),
         bound=1,
-        outbox=None,
         on_complete=lambda unit: None,
     )
     reduction.bind({f"w{i}": 1 for i in range(UNITS)} | {TIED: 1})

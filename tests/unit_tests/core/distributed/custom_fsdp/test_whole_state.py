@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.whole_state import load_whole_state, whole_state
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import single_process
 from tests.harness.ranks import share_ranks
@@ -65,7 +63,7 @@ def other_ranks_take_part_and_hold_nothing_afterwards(ctx) -> None:
     """Unit by unit: no more than one is whole at a time, and memory is given back."""
     model = sharded(ctx, Net)
     model.engine.ledger.reset_peaks()
-    state = whole_state(model, model.engine)
+    state = model.full_state_dict()
     largest = max(size.weight_bytes for size in model.engine.plan.sizes)
     assert model.engine.ledger.peak("gathered") == largest
     assert_at_rest(model)
@@ -96,17 +94,16 @@ class WithExtra(nn.Linear):
 
 
 def test_copies_are_taken_and_extra_state_goes_along():
-    module = WithExtra()
-    engine = FullyShardedDataParallel(module, single_process(), DistributedDataParallelConfig())
+    module = fully_shard(WithExtra(), single_process())
     module.seen = 7
-    state = whole_state(module, engine)
+    state = module.full_state_dict()
     assert state["_extra_state"] == {"seen": 7}
     module.seen = 0
     with torch.no_grad():
         module.weight.zero_()
     assert state["weight"].any(), "a copy"
-    load_whole_state(module, engine, state)
+    module.load_full_state_dict(state)
     assert torch.equal(module.weight, state["weight"])
     assert module.seen == 7
     with pytest.raises(ModelError, match=r"missing, unknown or of another shape: \['bias'\]"):
-        load_whole_state(module, engine, {name: value for name, value in state.items() if name != "bias"})
+        module.load_full_state_dict({name: value for name, value in state.items() if name != "bias"})

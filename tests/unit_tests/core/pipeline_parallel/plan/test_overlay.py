@@ -5,7 +5,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.measured import Span, span_key
 from megatron.core.pipeline_parallel.plan.overlay import (
     mean_times,
     measured_costs,
@@ -77,6 +77,27 @@ def test_means_are_by_stage_and_kind():
     assert (costs.f, costs.b, costs.w, costs.comm) == ((2,), (0.5,), (1,), 0.25)
     with pytest.raises(PlanError, match="the timeline of pipeline rank 0 has no 0W0"):
         mean_times(plan, [{text: span for text, span in spans[0].items() if text != "0W0"}])
+
+
+def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computation():
+    row = parse_row("0UNSHARD 0F0 0UNSHARD 0B0 0W0[1:2] 0W0[0:1] 0REDUCE".split())
+    plan = Plan("parts", Placement("linear", 1), 1, (row,))
+    times = [
+        Span(0, 2, 1),
+        Span(1, 3, 0.25, 0.5),
+        Span(3, 3.5),
+        Span(4, 5),
+        Span(5, 7, 0, 1),
+        Span(7, 8),
+        Span(8, 9),
+    ]
+    spans = [{span_key(place, op): span for place, (op, span) in enumerate(zip(row, times, strict=True))}]
+    assert len(spans[0]) == len(row)  # both gathers
+    means = mean_times(plan, spans)
+    assert means == {Kind.F: (1.25,), Kind.B: (1,), Kind.W: (2,)}
+    simulation = measured_simulation(plan, spans, measured_costs(plan, means))
+    assert simulation.makespan == pytest.approx(6.75)
+    assert simulation.bubble_time == pytest.approx(6.75 - 4.25)
 
 
 @pytest.fixture

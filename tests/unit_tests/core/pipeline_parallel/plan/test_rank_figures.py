@@ -35,6 +35,27 @@ def test_medians_spans_and_work_by_hand():
     }
 
 
+def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computation():
+    row = parse_row("0UNSHARD[0:2] 0F0 0B0 0REDUCE[1:2].2 0W0[1:2] 0W0[0:1] 0REDUCE[0:1]".split())
+    plan = Plan("parts", Placement("linear", 1), 1, (row,))
+    spans = [
+        Span(0, 2, 1),
+        Span(1, 3, 0.25, 0.5),
+        Span(3, 4),
+        Span(6, 7),
+        Span(4, 8, 0, 1),
+        Span(8, 9),
+        Span(9, 20),
+    ]
+    made = figures_of([RankStep(4, plan, 0, spans)], (6,))
+    assert made["times"] == [
+        [Kind.F, 0, 1_250_000_000],
+        [Kind.B, 0, 1_000_000_000],
+        [Kind.W, 0, 4_000_000_000],
+    ]
+    assert made["steps"] == [[4, 7_750_000_000, 6_250_000_000]]
+
+
 def test_median_is_a_value():
     assert [median(values) for values in ([3], [9, 1], [5, 1, 9], [4, 3, 2, 1])] == [3, 1, 5, 2]
 

@@ -141,6 +141,7 @@ def test_weight_gradients_out_of_order_must_be_said():
     assert not verify(plan_of(line, microbatches=2, bitwise=False)).in_order
     with pytest.raises(PlanError, match="0W0"):
         verify(plan_of("0F0 0F1 0B0 0B1 0W1 0W0", microbatches=2))
+    assert verify(plan_of("0F0 0F1 0B1 0B0 0W0 0W1", microbatches=2)).in_order  # B adds nothing
 
 
 def test_peak_of_a_split_backward():

@@ -98,19 +98,6 @@ def test_an_evaluation_runs_forwards_only_and_keeps_nothing():
         assert not any(any(grads["bias"]) for grads, _ in stages)
 
 
-class LoggingSync:
-    """A GradSync that writes down what it is told."""
-
-    def __init__(self):
-        self.log = []
-
-    def __getattr__(self, name):
-        def call(*args, **kwargs):
-            self.log.append((name, *args, *kwargs.values()))
-
-        return call
-
-
 class NoChannel:
     def post(self, messages):
         raise AssertionError(f"no other rank, and messages {messages}")
@@ -126,35 +113,9 @@ def one_rank(text, chunks=1, microbatches=1, **executor):
     return Executor(plan, 0, stages, NoChannel(), **executor)
 
 
-def test_a_data_parallel_engine_hears_of_weight_gradients_and_does_what_the_plan_says():
-    sync = LoggingSync()
-    one_rank(
-        "0UNSHARD[0:2] 1UNSHARD 0F0 0RESHARD 1F0 1B0 1W0 1REDUCE 0F1 1F1 0UNSHARD 0BW0 0RESHARD 1BW1 1REDUCE 0B1 0W1"
-        " 0REDUCE[0:2]",
-        chunks=2,
-        microbatches=2,
-        grad_sync=sync,
-    ).run()
-    assert sync.log == [
-        ("unshard", 0, 0),
-        ("unshard", 0, 1),
-        ("unshard", 1, None),
-        ("wait", 0, 0),
-        ("wait", 0, 1),
-        ("reshard", 0, None),
-        ("wait", 1, None),
-        ("microbatch_done", 1, 0),
-        ("reduce", 1, None, False),
-        ("unshard", 0, None),
-        ("wait", 0, None),
-        ("microbatch_done", 0, 0),
-        ("reshard", 0, None),
-        ("microbatch_done", 1, 1),
-        ("reduce", 1, None, True),
-        ("microbatch_done", 0, 1),
-        ("reduce", 0, 0, True),
-        ("reduce", 0, 1, True),
-    ]
+def test_a_data_parallel_engine_is_called_for_what_the_plan_has_and_nothing_else():
+    """What it is called for: test_unit_boundaries.py."""
+    one_rank("0F0 1F0 1B0 1W0 0BW0", chunks=2, grad_sync=object()).run()
 
 
 def test_kinds_without_a_handler_are_refused_at_the_start_and_others_can_bring_one():

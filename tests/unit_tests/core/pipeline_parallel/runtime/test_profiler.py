@@ -182,8 +182,8 @@ class Notes:
     def begin_step(self, plan, rank, iteration):
         self.said.append(("begin", rank, iteration))
 
-    def record(self, place, start_s, end_s, wait_s):
-        self.said.append((place, start_s, end_s, wait_s))
+    def record(self, place, *times):
+        self.said.append((place, *times))
 
     def end_step(self):
         self.said.append("end")
@@ -197,11 +197,11 @@ def test_each_of_several_recorders_is_told_its_own_times():
     both = Recorders([first, second])
     assert both.now() == 100
     both.begin_step(lowered(build_plan("gpipe", Request(1, 1))), 0, 3)
-    both.record(0, 101.0, 102.0, 0.5)
+    both.record(0, 101.0, 102.0, 0.5, 0.25)
     both.end_step()
     both.close()
-    assert first.said == [("begin", 0, 3), (0, 101, 102, 0.5), "end", "close"]
-    assert second.said == [("begin", 0, 3), (0, 108, 109, 0.5), "end", "close"]
+    assert first.said == [("begin", 0, 3), (0, 101, 102, 0.5, 0.25), "end", "close"]
+    assert second.said == [("begin", 0, 3), (0, 108, 109, 0.5, 0.25), "end", "close"]
 
 
 def test_the_window_moves():
@@ -209,3 +209,11 @@ def test_the_window_moves():
     assert [n for n in range(10) if profiler.watches(n)] == [3, 4]
     profiler.move_window(7, 9)
     assert [n for n in range(10) if profiler.watches(n)] == [7, 8]
+
+
+def test_what_comes_and_goes_by_the_plan_is_no_activation():
+    held = [0]
+    profiler = Profiler(Device("cpu"), (0,), start=0, end=1, transient_bytes=lambda: held[0])
+    before = profiler.in_use()
+    held[0] = 1 << 40
+    assert profiler.in_use() < before - (1 << 39)

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from megatron.core.parallel_state import single_process
-from megatron.core.pipeline_parallel.plan.ir import op_text
+from megatron.core.pipeline_parallel.plan.ir import Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.measured import read_timeline
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from tests.harness.ranks import run_ranks
+from tests.harness.telling_stages import Log, NoChannel, TellingStage, units_of
 from tests.harness.toy_pipeline import ToyChunk, lowered
 
 SLOW_S = 0.03
@@ -60,7 +63,9 @@ def test_two_pipelines_write_and_are_read_back(tmp_path):
                 assert 0 <= span.wait_s <= span.end_s - span.start_s + 1e-6
                 assert span.end_s >= ends[-1]
                 ends.append(span.end_s)
-        assert step.length_s >= SLOW_S * plan.num_microbatches
+        assert (
+            max(span.end_s for row in step.spans for span in row.values()) >= SLOW_S * plan.num_microbatches
+        )
         assert step.spans[1]["1F0"].busy_s >= SLOW_S * 0.9  # its own time is not waiting
         # One clock: what is received ends after it was computed.
         assert step.spans[1]["1F0"].end_s > step.spans[0]["0F0"].end_s
@@ -159,4 +164,33 @@ def test_waiting_for_a_message_is_told_apart():
     stage = ModelStage(run, None, begins=False, ends=True)
     plan = lowered(build_plan("1f1b", Request(2, 1)))
     Executor(plan, 1, {1: stage}, Channel(), recorder=Recorder()).run(3)
-    assert told == [("1f1b", 1, 3), (0, 0, 0, 0), (1, 0, 6, 5), (2, 6, 6, 0), (3, 6, 6, 0), "end"]
+    times = [(0, 0, 0, 0, 0), (1, 0, 6, 5, 0), (2, 6, 6, 0, 0), (3, 6, 6, 0, 0)]
+    assert told == [("1f1b", 1, 3), *times, "end"]
+
+
+def test_operations_in_the_middle_of_computations_are_written_in_the_order_of_the_row(tmp_path):
+    """They are recorded as they end: inside a computation, which comes behind them."""
+    writer = TimelineWriter(tmp_path, single_process())
+    row = parse_row("0UNSHARD[0:4] 0RESHARD[0:4].4 0F0 0REDUCE[3:4].2 0BW0".split())
+    plan = Plan("by hand", Placement(LINEAR, 1), 1, (row,))
+    log, boundaries = Log(), UnitBoundaries()
+    stage = TellingStage(log, boundaries)
+    units = {0: units_of()}
+    executor = Executor(
+        plan, 0, {0: stage}, NoChannel(), log, units=units, boundaries=boundaries, recorder=writer
+    )
+    executor.run(1)
+    executor.run(2)
+    writer.close()
+    header, *lines = map(json.loads, (tmp_path / "rank-00000.jsonl").read_text().splitlines())
+    assert header["num_ops"] == len(row)
+    assert [line["op"] for line in lines] == [op_text(op) for op in row] * 2
+    assert [set(line) - {"iteration", "op", "start_s", "end_s", "wait_s"} for line in lines] == [
+        set(),
+        set(),
+        {"lane_s"},
+        set(),
+        {"lane_s"},
+    ] * 2
+    gather, freed, forward, *_ = lines
+    assert gather["start_s"] <= forward["start_s"] <= freed["start_s"] <= gather["end_s"] <= forward["end_s"]

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.passes.post_validation import post_val
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.simulate import simulate, step_period
+from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.undone import undone
@@ -121,6 +121,23 @@ def test_plans_without_it_keep_their_hash_and_plans_with_it_survive_a_file():
     )
     assert plan_hash(plan) != plan_hash(lowered)
     assert from_json(to_json(plan)).rows == plan.rows
+
+
+def step_period(plan, costs, *, synchronous, num_steps=6):
+    """What one of many steps takes in the long run: between the ends of the last two.
+
+    synchronous: all ranks agree before they step, one message more (an all-reduce takes at least that); else a rank
+    begins its next step as soon as its own row is done.
+    """
+    begin, ends = [0.0] * plan.placement.num_ranks, [0.0]
+    for _ in range(num_steps):
+        timeline = execute(plan, costs, begin=begin)
+        assert not timeline.stopped
+        begin = [row[-1] for row in timeline.ends]
+        ends.append(max(begin))
+        if synchronous:
+            begin = [ends[-1] + costs.comm] * len(begin)
+    return ends[-1] - ends[-2]
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-2p", "zbv"])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.core.distributed.custom_fsdp.state_pieces import Place, StatePiece, as_pieces, taken
+from megatron.core.dist_checkpointing.state_pieces import Place, StatePiece, as_pieces, taken
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 

@@ -6,7 +6,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.pieces import (
+from megatron.core.rectangles import (
     Rectangle,
     cut_flat_slice,
     fill_error,

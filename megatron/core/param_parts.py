@@ -11,8 +11,8 @@ import dataclasses
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.pieces import Rectangle, cut_flat_slice, flat_range
 from megatron.core.param_meta import Region
+from megatron.core.rectangles import Rectangle, cut_flat_slice, flat_range
 
 
 @dataclasses.dataclass(frozen=True)

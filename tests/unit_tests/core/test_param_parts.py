@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.distributed.param_parts import region_parts, region_slices
 from megatron.core.param_meta import Region
+from megatron.core.param_parts import region_parts, region_slices
 
 
 @st.composite

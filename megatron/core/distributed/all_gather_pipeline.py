@@ -1,0 +1,155 @@
+"""Whole weights out of what ranks hold at rest: gathered, waited for and freed, unit by unit.
+
+When each happens is for others to say: a plan, or hooks. All ranks of a group call alike, in the same order.
+
+[Note: at rest and whole] Where weights are cut (optim_grads_params), `start` gathers a unit into memory that `free`
+takes away. Where the optimizer is cut finer than the weights at rest, each rank has written a part of these only (optim
+and optim_grads; with HFSDP over instances): `weights_changed` begins to gather them in place, and whoever needs them
+waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+
+from megatron.core import collectives
+from megatron.core.distributed.custom_fsdp.memory import TransientMemory
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import Cut
+
+
+class UnitState(Enum):
+    """Who owns a unit's whole weights."""
+
+    SHARDED = "sharded"  # nobody: they have no memory
+    GATHERING = "gathering"  # collectives write them
+    UNSHARDED = "unsharded"  # the model reads them
+
+
+class AllGatherPipeline:
+    """units: their names, in the order of the forward, which is that of the gathers behind a step. overlap: return from
+    `weights_changed` before these have come. Communicates over the gather groups of the buffer's arenas, and over the
+    outer ones where the optimizer is cut over instances. Raises PeerLostError where it waits."""
+
+    def __init__(
+        self, units: Sequence[str], buffer: FlatBuffer, memory: TransientMemory, *, overlap: bool
+    ) -> None:
+        self._memory, self._overlap = memory, overlap
+        self._cut = buffer.sharding.weights is not Cut.WHOLE
+        self._units = [_Unit(name, buffer, is_cut=self._cut) for name in units]
+
+    def state(self, unit: int) -> UnitState:
+        return self._units[unit].state
+
+    def start(self, unit: int) -> None:
+        """Begin to gather; nothing to do where weights are whole at rest. Where the unit's slot of a double buffer is
+        still in use, the gather begins when it is waited for."""
+        one = self._units[unit]
+        if self._cut:
+            assert one.state is UnitState.SHARDED, f"unit {one.name!r} is {one.state.value} already"
+            one.asked = True
+            if not self._memory.is_blocked("weights", one.name):
+                self._gather(one)
+
+    def wait(self, unit: int) -> None:
+        """Return once the weights are whole. Raises ModelError where the unit's slot is still in use."""
+        one = self._units[unit]
+        if one.state is UnitState.SHARDED:
+            assert one.asked, f"nobody has begun to gather unit {one.name!r}"
+            self._gather(one)
+        one.wait()
+
+    def free(self, unit: int) -> None:
+        """Whole weights have no memory on return; nothing to do where weights are whole at rest."""
+        one = self._units[unit]
+        if self._cut:
+            assert one.state is not UnitState.SHARDED, f"unit {one.name!r} is not gathered"
+            one.wait()  # memory is never taken from a collective under way
+            self._memory.release("weights", one.name, one.fulls)
+            one.state, one.asked = UnitState.SHARDED, False
+
+    def weights_changed(self) -> None:
+        """This rank's part of the weights at rest was written (see `settle`): what is gathered is out of date, and is
+        freed; what other ranks have written is gathered."""
+        self.settle()
+        for number, unit in enumerate(self._units):
+            if self._cut and unit.state is not UnitState.SHARDED:
+                self.free(number)
+        for unit in self._units:
+            unit.gather_at_rest()
+        if not self._overlap:
+            self.settle()
+
+    def settle(self) -> None:
+        """On return weights at rest are up to date, and no gather reads or writes them: they may be written."""
+        for unit in self._units:
+            unit.wait()
+
+    @contextlib.contextmanager
+    def gathered(self, units: Iterable[int]) -> Iterator[None]:
+        """Their weights are whole inside: for whoever reads them outside of a step."""
+        units = tuple(units)
+        own = [unit for unit in units if self.state(unit) is UnitState.SHARDED]
+        for unit in own:
+            self.start(unit)
+        for unit in units:
+            self.wait(unit)
+        try:
+            yield
+        finally:
+            for unit in own:
+                self.free(unit)
+
+    def _gather(self, one: _Unit) -> None:
+        one.wait()  # for what is gathered from
+        self._memory.acquire("weights", one.name, one.fulls)
+        one.gather()
+
+
+class _Unit:
+    """fulls: its whole weights. asked: somebody wants them gathered. See [Note: at rest and whole]."""
+
+    def __init__(self, name: str, buffer: FlatBuffer, *, is_cut: bool) -> None:
+        buckets = buffer.buckets_of_unit(name)
+        self.name = name
+        self.fulls = [bucket.full_weights for bucket in buckets]
+        self.state = UnitState.SHARDED if is_cut else UnitState.UNSHARDED
+        self.asked = False
+        self._is_cut = is_cut
+        self._pending: list[collectives.Pending] = []
+        self._gathers = [
+            (groups.gather, [(bucket.full_weights, bucket.weights) for bucket in together])
+            for groups, together in buffer.by_groups(buckets)
+        ]
+        finer = buffer.sharding.optimizer is not buffer.sharding.weights
+        self._at_rest = [
+            (
+                groups.outer if is_cut else groups.gather,
+                [
+                    (bucket.weights, bucket.optimizer_weights)
+                    for bucket in together
+                    if bucket.optimizer_weights is not None
+                ],
+            )
+            for groups, together in buffer.by_groups(buckets)
+            if finer
+        ]
+
+    def gather(self) -> None:
+        self.state = UnitState.GATHERING
+        self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._gathers]
+
+    def gather_at_rest(self) -> None:
+        if self._at_rest and not self._is_cut:
+            self.state = UnitState.GATHERING
+        self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._at_rest]
+
+    def wait(self) -> None:
+        """For all that is under way."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        if self.state is UnitState.GATHERING:
+            self.state = UnitState.UNSHARDED

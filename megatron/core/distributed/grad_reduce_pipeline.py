@@ -1,0 +1,305 @@
+"""Gradients into sums over ranks: contributions are added up in whole gradients, and these are reduced unit by unit.
+
+When a unit is reduced is for others to say: a plan, or hooks. Nothing here counts microbatches. Nothing is zeroed: the
+first contribution overwrites. All ranks of a group call alike, in the same order.
+
+[Note: whole gradients] Where gradients are whole at rest (no_shard, optim), they are what is reduced, once a step.
+Where they are cut, whole gradients have memory from a unit's first contribution to the end of its reduction, however
+often that comes in a step, and the sums over ranks are added to the shard that stays.
+
+[Note: final sums] A contribution to a unit whose sum is final in this step is refused before it is written: it would be
+added to the sum of all ranks, or of all instances.
+
+[Note: sums in rank order] Up to two ranks a sum has one order. With more, gloo's ring adds each part of the buffer in
+another order, and 16-bit sums round at every hop; there a bucket is exchanged, added in rank order in fp32, and
+gathered. The result then depends neither on the buckets nor on the run.
+
+[Note: shared parameters first] What another pipeline stage shares (tied embeddings) is summed over the stages before it
+is summed over data parallel ranks, where gradients are whole: a rank's uses are added first, as one process does, and
+every schedule gets the same bits. Its buckets wait for the end of the step.
+
+[Note: when to wait] The second half of some sums over instances is sent by whoever waits for them (`sum_gradients`), so
+these are waited for at points that all ranks reach alike. A contribution waits for reductions of its own unit only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives
+from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory
+from megatron.core.distributed.custom_fsdp.memory import TransientMemory
+from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
+from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.sharding import Cut
+from megatron.core.module import ModelError
+from megatron.core.parallel_state import Group
+
+MAX_UNDER_WAY = 2  # reductions at once
+
+Calls = list[tuple[ArenaGroups, list[BucketMemory]]]
+
+
+class GradState:
+    """A unit's gradients.
+
+    fresh: keys without a contribution since the last reduction. held: whole gradients have memory. has_sum: the shard
+    holds what the next sum is added to. under_way: collectives that are not waited for. reduced, summed_outer: in this
+    step. final: see [Note: final sums].
+    """
+
+    def __init__(self, name: str, buffer: FlatBuffer, ledger: Ledger) -> None:
+        self.name = name
+        self.is_cut = buffer.sharding.main_grads is not Cut.WHOLE
+        buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
+        waiting = [one for one in buckets if not self.is_cut and buffer.arenas[one.arena].layout.shared]
+        self.calls = buffer.by_groups(one for one in buckets if one not in waiting)
+        self.last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
+        self.fulls = [_trained(bucket.full_grads) for bucket in buckets]
+        names = [name for bucket in buckets for name in bucket.bucket.names]
+        self.uses = [buffer.param_meta[name].grad_keys for name in names]
+        self.keys = frozenset(key for uses in self.uses for key in uses)
+        self.further = frozenset(key for uses in self.uses for key in uses[1:])
+        shards = [_trained(bucket.main_grads) for bucket in buckets] if self.is_cut else []
+        self.resting = RestingGrads(name, shards, ledger)
+        self.fresh = set(self.keys)
+        self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
+        self.under_way = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _UnderWay:
+    """A collective over a unit's gradients. inner: it reads whole ones."""
+
+    unit: GradState
+    pending: collectives.Pending
+    inner: bool
+
+
+class GradReducePipeline:
+    """units: their names. order: in which `finish` reduces those that nobody has reduced. Communicates over the reduce
+    and outer groups of the buffer's arenas, and in `finish` over tp and embedding where gradients have parts there;
+    over these when built, too. Raises PeerLostError where it waits."""
+
+    def __init__(
+        self,
+        units: Sequence[str],
+        buffer: FlatBuffer,
+        memory: TransientMemory,
+        ledger: Ledger,
+        *,
+        order: Iterable[int],
+        tp: Group,
+        embedding: Group,
+    ) -> None:
+        self._buffer, self._memory, self._ledger = buffer, memory, ledger
+        self._is_cut = buffer.sharding.main_grads is not Cut.WHOLE
+        self._optimizer = buffer.sharding.optimizer
+        self._partial = PartialSums(buffer, tp, ledger=ledger)
+        self._shared = SharedSums(buffer, embedding, ledger=ledger)
+        self.units = [GradState(name, buffer, ledger) for name in units]
+        self._order = [self.units[unit] for unit in order]
+        self._of_key = {key: unit for unit in self.units for key in unit.keys}
+        self._under_way: list[_UnderWay] = []  # the oldest first
+        self._reduce = True
+        self._nonfinite: list[str] = []
+
+    def begin_step(self, *, reduce_gradients: bool, accumulate: bool, keep: bool) -> None:
+        """What gradients there are is overwritten; with `accumulate` added to. keep: gradients at rest keep their
+        memory until `release`. reduce_gradients: without, gradients are only looked at (`nonfinite_keys`)."""
+        assert not self._under_way, (
+            "a step begins while gradients are still being reduced: call finish() first"
+        )
+        self._reduce = reduce_gradients
+        self._nonfinite = []
+        for unit in self.units:
+            self._drop(unit)
+            unit.has_sum = accumulate
+            unit.reduced = unit.summed_outer = unit.final = False
+            added_to = accumulate and not self._is_cut
+            unit.fresh = set(unit.further if added_to else unit.keys)
+        if not accumulate and not keep:
+            self.release()
+
+    def release(self) -> None:
+        """What gradients at rest hold is of no more use: cut ones have no memory until their unit's next reduction."""
+        for unit in self.units:
+            unit.resting.release()
+
+    def grad_begins(self, key: str) -> bool:
+        """A contribution is about to be written: its memory is there on return. Whether it overwrites."""
+        unit = self._of_key[key]
+        if key not in unit.fresh:
+            return False
+        if unit.final:
+            raise ModelError(
+                f"a gradient for parameter {key!r} came after its unit {unit.name!r} was reduced for the last time in "
+                "the step: units run in the order in which their modules are registered, and once; name those that do "
+                "with --fsdp-unit-modules, and checkpoint modules that run several times with use_reentrant=False"
+            )
+        self._hold(unit)
+        unit.fresh.discard(key)
+        if self._is_cut and key in unit.further:
+            self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
+        return True
+
+    def start(self, unit: int) -> None:
+        """Begin to sum over ranks what was contributed to a unit since the last time: zeros, where nothing was."""
+        self._start(self.units[unit])
+
+    def start_outer(self, unit: int) -> None:
+        """Begin to sum a unit over instances, behind its last `start`."""
+        one = self.units[unit]
+        assert not one.summed_outer, f"unit {one.name!r} is summed over instances already"
+        if self._reduce:
+            self._start_outer(one, one.calls)
+
+    def finish(self) -> None:
+        """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it."""
+        for unit in self._order:
+            if not unit.reduced or len(unit.fresh) < len(unit.keys):
+                self._start(unit)
+        if not self._is_cut:
+            self._shared.add()
+        for unit in self._order:
+            self._start_inner(unit, unit.last_calls)
+        for unit in self._order:
+            late = unit.last_calls if unit.summed_outer else unit.calls + unit.last_calls
+            self._start_outer(unit, late)
+        self._wait_for(lambda one: True)
+        if self._is_cut:
+            self._shared.add()
+        self._partial.add()
+
+    def nonfinite_keys(self) -> tuple[str, ...]:
+        """Of a step begun without reduction: keys under which this rank's own gradients were not finite."""
+        for unit in self._order:
+            self._look_at(unit)
+        return tuple(dict.fromkeys(self._nonfinite))
+
+    # ---
+
+    def _start(self, unit: GradState) -> None:
+        assert not unit.final, f"unit {unit.name!r} was reduced for the last time in this step"
+        if not unit.keys:
+            return
+        if not self._reduce:
+            self._look_at(unit)
+            return
+        self._hold(unit)  # also what no contribution came to on this rank: others may have some
+        for first, *further in unit.uses:
+            grad = self._buffer.main_grad(first)
+            if first in unit.fresh:
+                grad.zero_()
+            for key in further:
+                if key not in unit.fresh:
+                    grad.add_(self._buffer.main_grad(key))
+        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not self._is_cut
+        unit.resting.hold()
+        self._start_inner(unit, unit.calls)
+        unit.has_sum = True
+
+    def _start_inner(self, unit: GradState, calls: Calls) -> None:
+        starts: list[Callable[[], collectives.Pending]] = []
+        for groups, buckets in calls:
+            if groups.reduce.size == 1:
+                continue
+            if self._optimizer is Cut.WHOLE:
+                starts += [
+                    functools.partial(collectives.sum_gradients, _trained(one.full_grads), groups.reduce)
+                    for one in buckets
+                ]
+                continue
+            shards = [one.main_grads if self._is_cut else one.optimizer_grads for one in buckets]
+            items = [
+                (_trained(shard), _trained(one.full_grads))
+                for shard, one in zip(shards, buckets, strict=True)
+            ]
+            add = self._is_cut and unit.has_sum
+            starts.append(
+                functools.partial(collectives.reduce_scatter_units, items, groups.reduce, accumulate=add)
+            )
+        self._launch(unit, starts, inner=True)
+
+    def _start_outer(self, unit: GradState, calls: Calls) -> None:
+        unit.summed_outer = True
+        starts: list[Callable[[], collectives.Pending]] = []
+        for groups, buckets in calls:
+            if groups.outer.size == 1:
+                continue
+            parts = [(_trained(one.optimizer_grads), _trained(one.main_grads)) for one in buckets]
+            if self._optimizer is Cut.FULL:
+                starts.append(
+                    functools.partial(collectives.reduce_scatter_units, parts, groups.outer, accumulate=False)
+                )
+            else:
+                starts += [
+                    functools.partial(collectives.sum_gradients, part, groups.outer) for part, _ in parts
+                ]
+        if starts:
+            unit.final = True
+            self._wait_for(lambda one: one.unit is unit)
+            self._launch(unit, starts, inner=False)
+
+    def _launch(
+        self, unit: GradState, starts: Sequence[Callable[[], collectives.Pending]], *, inner: bool
+    ) -> None:
+        unit.under_way += len(starts)
+        for start in starts:
+            while len(self._under_way) >= MAX_UNDER_WAY:
+                self._wait_for_one(self._under_way[0])
+            pending = start()
+            self._ledger.hold("exchange", unit.name, pending.temporary_bytes)
+            self._under_way.append(_UnderWay(unit, pending, inner))
+
+    def _hold(self, unit: GradState) -> None:
+        """Whole gradients have memory on return. See [Note: when to wait]."""
+        if not self._is_cut:
+            return
+        self._wait_for(lambda one: one.unit is unit)
+        if unit.held:
+            return
+        if self._memory.is_blocked("grads", unit.name):
+            self._wait_for(lambda one: one.inner)
+        self._memory.acquire("grads", unit.name, unit.fulls)
+        unit.held = True
+
+    def _wait_for(self, wanted: Callable[[_UnderWay], bool]) -> None:
+        for one in [one for one in self._under_way if wanted(one)]:
+            self._wait_for_one(one)
+
+    def _wait_for_one(self, one: _UnderWay) -> None:
+        self._under_way.remove(one)
+        one.pending.wait()
+        self._ledger.free("exchange", one.unit.name, one.pending.temporary_bytes)
+        one.unit.under_way -= 1
+        if one.unit.under_way == 0:
+            self._drop(one.unit)
+
+    def _drop(self, unit: GradState) -> None:
+        """Whole gradients have no memory any more, where they are cut at rest."""
+        if unit.held:
+            self._memory.release("grads", unit.name, unit.fulls)
+            extra = [self._buffer.main_grad(key) for key in unit.further]
+            self._memory.release("extra", unit.name, [one for one in extra if one.untyped_storage().nbytes()])
+            unit.held = False
+
+    def _look_at(self, unit: GradState) -> None:
+        """Instead of a reduction."""
+        for key in sorted(unit.keys - unit.fresh):
+            if not bool(torch.isfinite(self._buffer.main_grad(key)).all()):  # sync: a failed step
+                self._nonfinite.append(key)
+        unit.fresh = set(unit.keys)
+        self._drop(unit)
+
+
+def _trained(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a frozen bucket"
+    return tensor

@@ -1,0 +1,212 @@
+"""The units of a rank's chunks as a plan knows them: which are needed together, in which order, and how large they are.
+
+A model of ours declares its units and the order of their accesses (`MegatronModule`). Of other models
+--fsdp-unit-modules names units, which run in the order in which they are registered; all else of a chunk is one unit
+that is always in use.
+
+[Note: merged units] Where gradients stay whole for a step (no_shard, optim), units that complete them one after the
+other are merged until they have the size of a bucket: one long collective instead of several short ones. The plan knows
+only merged units then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torch import nn
+
+from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.distributed.units import Unit, UnitModule, derive_units, find_units
+from megatron.core.module import MegatronModule, ModelUnit
+from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
+
+Row = tuple[Access, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkUnits:
+    """A chunk's accesses, of the forward and of the backward, by numbers of the rank's units."""
+
+    forward: Row
+    backward: Row
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its units; a unit's place here is its number in the chunk."""
+        return tuple(dict.fromkeys(itertools.chain(*self.forward, *self.backward)))
+
+    def renumbered(self, numbers: Mapping[int, int]) -> ChunkUnits:
+        """With other numbers for units; those without one are left out."""
+        return ChunkUnits(_renumbered(self.forward, numbers), _renumbered(self.backward, numbers))
+
+
+@dataclasses.dataclass(frozen=True)
+class RankUnits:
+    """units: of all chunks, each once, in the order of the forward. chunks: what each chunk needs of them."""
+
+    units: tuple[Unit, ...]
+    chunks: tuple[ChunkUnits, ...]
+
+    @property
+    def backward_order(self) -> tuple[int, ...]:
+        """In which order backwards leave them for the last time: the last chunk first."""
+        passed = [unit for chunk in reversed(self.chunks) for unit in _by_last_use(chunk.backward)]
+        return tuple(dict.fromkeys(reversed(passed)))[::-1]
+
+    @property
+    def lasting(self) -> frozenset[int]:
+        """Those that are in use several times in a computation, or together with others: they cannot take turns."""
+        found: set[int] = set()
+        for row in (row for chunk in self.chunks for row in (chunk.forward, chunk.backward)):
+            uses = list(itertools.chain(*row))
+            found |= {unit for unit in uses if uses.count(unit) > 1}
+            found |= {unit for access in row if len(access) > 1 for unit in access}
+        return frozenset(found)
+
+    def stages(self, weight_bytes: Sequence[int], grad_bytes: Sequence[int]) -> tuple[StageUnits, ...]:
+        """For a plan, by chunk. weight_bytes, grad_bytes: of each unit. Times and activations are 0."""
+        held: set[int] = set()  # by an earlier chunk, which says whether its own backward reads them
+        stages = []
+        for chunk in self.chunks:
+            places = {number: place for place, number in enumerate(chunk.numbers)}
+            units = tuple(
+                UnitCosts(
+                    self.units[number].name,
+                    weight_bytes=weight_bytes[number],
+                    grad_bytes=grad_bytes[number],
+                    backward_reads=self.units[number].backward_reads or number in held,
+                )
+                for number in chunk.numbers
+            )
+            held.update(chunk.numbers)
+            accesses = chunk.renumbered(places)
+            stages.append(StageUnits(units, accesses.forward, accesses.backward))
+        return tuple(stages)
+
+
+def find_rank_units(
+    chunks: ModelChunks,
+    declared: Sequence[ModelUnit] | None,
+    unit_modules: Sequence[UnitModule],
+    *,
+    without: Collection[str] = (),
+) -> RankUnits:
+    """The units of a rank. declared: of all chunks; None: what each says itself, by `unit_modules` where that is
+    nothing. without: parameters that are neither gathered nor reduced.
+
+    Raises ModelError where a word matches nothing, or where a parameter of a chunk is in two units.
+    """
+    given = _declared(chunks, unit_modules) if declared is None else declared
+    units = find_units(chunks.modules, chunks.parameters, given, None)
+    number_of = {id(module): unit.index for unit in units for module in unit.modules}
+    owner = {name: unit.index for unit in units for name in unit.names}
+    called = {
+        unit.name: number_of[id(unit.modules[0])] for unit in reversed(given) if _known(unit, number_of)
+    }
+    found = []
+    for module, names in zip(chunks.modules, chunks.names_of, strict=True):
+        inside = {id(one) for one in module.modules()}
+        own = [unit for unit in given if _known(unit, number_of) and id(unit.modules[0]) in inside]
+        here = called | {unit.name: number_of[id(unit.modules[0])] for unit in own}
+        told = module.unit_accesses() if isinstance(module, MegatronModule) and own else None
+        if told is None:
+            needed = {here[unit.name] for unit in own} | {owner[name] for name in names}
+            forward = _as_registered(module, number_of, needed)
+            found.append(ChunkUnits(forward, forward[::-1]))
+        else:
+            rows = (
+                tuple(tuple(here[name] for name in access if name in here) for access in row)
+                for row in (told.forward, told.backward)
+            )
+            found.append(ChunkUnits(*rows))
+    kept = [unit for unit in units if not without or not set(unit.names) <= set(without)]
+    numbers = {unit.index: number for number, unit in enumerate(kept)}
+    return RankUnits(
+        tuple(dataclasses.replace(unit, index=numbers[unit.index]) for unit in kept),
+        tuple(chunk.renumbered(numbers) for chunk in found),
+    )
+
+
+def merged(found: RankUnits, numel: Sequence[int], limit: int) -> RankUnits:
+    """With units of at least `limit` elements, as far as neighbours in the backward are there to be merged. numel: of
+    each unit. What several chunks need stays a unit of its own. See [Note: merged units]."""
+    counts = [number for chunk in found.chunks for number in chunk.numbers]
+    groups: list[list[int]] = []
+    for chunk in found.chunks:
+        own: list[list[int]] = []
+        for number in _by_last_use(chunk.backward):
+            if counts.count(number) > 1:
+                continue
+            if not own or sum(numel[one] for one in own[-1]) >= limit:
+                own.append([])
+            own[-1].append(number)
+        groups += own
+    groups += [[number] for number in dict.fromkeys(counts) if counts.count(number) > 1]
+    groups = sorted(sorted(group) for group in groups)
+    units: list[Unit] = []
+    for group in groups:
+        members = [found.units[number] for number in group]
+        units.append(
+            dataclasses.replace(
+                members[0],
+                index=len(units),
+                name=members[0].name if len(group) == 1 else f"{members[0].name}..{members[-1].name}",
+                modules=tuple(module for one in members for module in one.modules),
+                names=tuple(name for one in members for name in one.names),
+                backward_reads=any(one.backward_reads for one in members),
+            )
+        )
+    numbers = {number: index for index, group in enumerate(groups) for number in group}
+    return RankUnits(tuple(units), tuple(chunk.renumbered(numbers) for chunk in found.chunks))
+
+
+def _declared(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> list[ModelUnit]:
+    """What chunks say themselves, and units for those that say nothing, chunk by chunk."""
+    own = [module.units() if isinstance(module, MegatronModule) else None for module in chunks.modules]
+    plain = [module for module, units in zip(chunks.modules, own, strict=True) if units is None]
+    derived = derive_units(plain, unit_modules, one_rest=True)
+    found: list[ModelUnit] = []
+    for module, units in zip(chunks.modules, own, strict=True):
+        inside = {id(one) for one in module.modules()}
+        found += units if units is not None else [one for one in derived if id(one.modules[0]) in inside]
+    return found
+
+
+def _known(unit: ModelUnit, number_of: Mapping[int, int]) -> bool:
+    """Whether it has parameters."""
+    return id(unit.modules[0]) in number_of
+
+
+def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[int]) -> Row:
+    """Accesses in the order in which modules are registered; what lies around a unit is in use with it. needed: all
+    units of the chunk; those that no module tells of are in use from its beginning to its end."""
+    accesses: list[Access] = []
+
+    def visit(one: nn.Module, around: Access) -> None:
+        number = number_of.get(id(one))
+        if number is not None:
+            around = tuple(dict.fromkeys((*around, number)))
+            accesses.append(around)
+        for child in one.children():
+            visit(child, around)
+
+    visit(module, ())
+    silent = tuple(sorted(needed.difference(*accesses)))
+    return tuple((*silent, *access) for access in accesses) or ((silent,) if silent else ())
+
+
+def _renumbered(row: Row, numbers: Mapping[int, int]) -> Row:
+    """Accesses one after the other of the same units are one."""
+    others = (_distinct(numbers[unit] for unit in access if unit in numbers) for access in row)
+    return tuple(access for access, _ in itertools.groupby(access for access in others if access))
+
+
+def _distinct(units: Iterable[int]) -> Access:
+    return tuple(dict.fromkeys(units))
+
+
+def _by_last_use(row: Row) -> list[int]:
+    last = {unit: place for place, access in enumerate(row) for unit in access}
+    return sorted(last, key=lambda unit: last[unit])

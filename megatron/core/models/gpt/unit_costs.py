@@ -1,0 +1,199 @@
+"""The units of every stage before a model is built: their order, what they cost and how large they are (floor
+0).
+
+Names, order and accesses are those of `GPTModel.units` and `unit_accesses`; sizes are those of the buckets
+that a data parallel engine lays them into. Work is that of stage_costs, so what units take adds up to what
+their stage takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.core.models.gpt.parameter_count import (
+    layer_parameters,
+    norm_parameters,
+    position_embedding_parameters,
+    word_embedding_parameters,
+)
+from megatron.core.models.gpt.stage_costs import ModelCosts, Work
+from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+    """How large what the engine makes of parameters is.
+
+    align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks).
+    weight, grad: bytes of an element as it is gathered, and as it is reduced. inner: ranks that share the
+    states. main_grad: bytes of an element that instances sum. at_rest: of all states (bytes of an element,
+    ranks that it is cut over). bucket_size: elements to which neighbours are merged where gradients are whole
+    at rest; None: a bucket a unit.
+    """
+
+    align: int
+    weight: int
+    grad: int
+    inner: int = 1
+    main_grad: int = 0
+    at_rest: tuple[tuple[int, int], ...] = ()
+    bucket_size: int | None = None
+
+
+_NOTHING = Work()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """numels: parameters by bucket: the unit's own, and one that another pipeline stage has too. extra: of
+    the further use of a tied matrix."""
+
+    name: str
+    numels: tuple[int, ...]
+    work: Work = _NOTHING
+    extra: int = 0
+    backward_reads: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    units: tuple[_Unit, ...]
+    forward: tuple[Access, ...]
+    backward: tuple[Access, ...]
+
+
+def stage_units(
+    costs: ModelCosts, specs: Sequence[StageSpec], placement: Placement, sizes: StateBytes
+) -> tuple[StageUnits, ...]:
+    """Of every stage, on one tensor parallel rank. Times in units of one layer's F, activations in bytes, as
+    those of `ModelCosts.of_stages`."""
+    ranks = placement.ranks()
+    assert len(specs) == len(ranks), f"{len(specs)} stages, {placement} has {len(ranks)}"
+    both_ends_here = len(specs) > 1 and ranks[0] == ranks[-1]
+    made = []
+    for spec in specs:
+        stage = _stage(costs, spec, both_ends_here=both_ends_here)
+        if sizes.bucket_size is not None:
+            shared = {"embedding"} if both_ends_here and _tied(costs) else set()
+            stage = _merged(stage, sizes.bucket_size, shared)
+        made.append(_sized(stage, sizes, costs.layer().f))
+    return tuple(made)
+
+
+def _stage(costs: ModelCosts, spec: StageSpec, *, both_ends_here: bool) -> _Stage:
+    config, tied = costs.config, _tied(costs)
+    words = word_embedding_parameters(config, costs.padded_vocab_size, costs.tp)
+    positions = position_embedding_parameters(config)
+    norm = norm_parameters(config, config.hidden_size)
+    both_ends = spec.embedding and spec.loss and tied
+    units: list[_Unit] = []
+    if both_ends:
+        work = costs.embedding() + costs.head()
+        units.append(_Unit("embedding_and_head", (words + positions + norm,), work, extra=words))
+    elif spec.embedding:
+        apart = tied and not both_ends_here  # another stage has a copy of the words
+        numels = (positions, words) if apart else (words + positions,)
+        extra = words if tied and not apart else 0
+        units.append(_Unit("embedding", numels, costs.embedding(), extra, backward_reads=False))
+    first = [(len(units) - 1,)] if units else []
+    count, start = len(spec.layers), len(units)
+    for number, work in zip(spec.layers, costs.of_layers(count), strict=True):
+        units.append(_Unit(f"decoder.layers.{number}", (layer_parameters(config, costs.tp),), work))
+    last: list[Access] = []
+    if both_ends:
+        last = [(0,)]
+    elif spec.loss:
+        last = [(len(units),)]
+        elsewhere = tied and both_ends_here
+        units.append(
+            _Unit("head", (norm,) if elsewhere else (norm, words) if tied else (norm + words,), costs.head())
+        )
+        if elsewhere:
+            last = [(len(units) - 1, len(units))]
+            units.append(_Unit("embedding", (words + positions,)))
+    layers = [(unit,) for unit in range(start, start + count)]
+    backward: list[Access] = []
+    for begin, end, recomputed in reversed(costs.recomputed(count)):
+        backward += [tuple(range(start + begin, start + end))] if recomputed else layers[begin:end][::-1]
+    if units:
+        rest = costs.stage(spec) + _times(sum((unit.work for unit in units), _NOTHING), -1)
+        units[0] = dataclasses.replace(units[0], work=units[0].work + rest)
+    return _Stage(tuple(units), (*first, *layers, *last), (*last, *backward, *first))
+
+
+def _merged(stage: _Stage, limit: int, shared: set[str]) -> _Stage:
+    """Neighbours in the backward together until they have `limit` elements, as `distributed.stage_units`
+    merges them. shared: units that another stage of the rank needs too stay alone."""
+    last = {unit: place for place, access in enumerate(stage.backward) for unit in access}
+    groups: list[list[int]] = []
+    alone = [[unit] for unit, one in enumerate(stage.units) if one.name in shared]
+    for unit in sorted(last, key=lambda unit: last[unit]):
+        if stage.units[unit].name in shared:
+            continue
+        if not groups or sum(sum(stage.units[one].numels) for one in groups[-1]) >= limit:
+            groups.append([])
+        groups[-1].append(unit)
+    ordered = sorted(sorted(group) for group in groups + alone)
+    place_of = {unit: place for place, group in enumerate(ordered) for unit in group}
+    return _Stage(
+        tuple(_joined([stage.units[unit] for unit in group]) for group in ordered),
+        _renumbered(stage.forward, place_of),
+        _renumbered(stage.backward, place_of),
+    )
+
+
+def _joined(units: Sequence[_Unit]) -> _Unit:
+    own = sum(unit.numels[0] for unit in units)
+    others = sum(sum(unit.numels[1:]) for unit in units)
+    return _Unit(
+        units[0].name if len(units) == 1 else f"{units[0].name}..{units[-1].name}",
+        (own, others) if others else (own,),
+        sum((unit.work for unit in units), _NOTHING),
+        sum(unit.extra for unit in units),
+        any(unit.backward_reads for unit in units),
+    )
+
+
+def _renumbered(accesses: Sequence[Access], place_of: dict[int, int]) -> tuple[Access, ...]:
+    """Neighbouring accesses of the same units are one."""
+    found: list[Access] = []
+    for access in accesses:
+        units = tuple(dict.fromkeys(place_of[unit] for unit in access))
+        if not found or found[-1] != units:
+            found.append(units)
+    return tuple(found)
+
+
+def _sized(stage: _Stage, sizes: StateBytes, unit_of_time: float) -> StageUnits:
+    units = []
+    for unit in stage.units:
+        numel = sum(-(-numel // sizes.align) * sizes.align for numel in unit.numels)
+        units.append(
+            UnitCosts(
+                unit.name,
+                unit.work.f / unit_of_time,
+                unit.work.b / unit_of_time,
+                unit.work.w / unit_of_time,
+                unit.work.saved,
+                unit.work.held,
+                weight_bytes=numel * sizes.weight,
+                grad_bytes=numel * sizes.grad,
+                extra_grad_bytes=unit.extra * sizes.grad,
+                shard_bytes=sum(numel // ways * size for size, ways in sizes.at_rest),
+                outer_grad_bytes=numel // sizes.inner * sizes.main_grad,
+                outer_weight_bytes=numel // sizes.inner * sizes.weight,
+                backward_reads=unit.backward_reads,
+            )
+        )
+    return StageUnits(tuple(units), stage.forward, stage.backward)
+
+
+def _tied(costs: ModelCosts) -> bool:
+    return not costs.config.untie_embeddings_and_output_weights
+
+
+def _times(work: Work, factor: float) -> Work:
+    return Work(*(factor * value for value in dataclasses.astuple(work)))

@@ -1,0 +1,107 @@
+"""When a row's computations use which units: moments, uses and the gaps between them.
+
+[Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more
+stands for the row's end. An operation of data parallelism belongs to a moment: it is issued when that access
+begins, or before the computation is called where it is the computation's first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
+from megatron.core.pipeline_parallel.plan.ir import BW, RawOp, Row
+from megatron.core.pipeline_parallel.plan.units import RankUnits
+
+
+@dataclass(slots=True)
+class Span:
+    """Moments [first, last] at which a unit is in use. begin, end: the computations at both ends."""
+
+    first: int
+    last: int
+    begin: RawOp
+    end: RawOp
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it.
+    weights: gathered ones; else gradients."""
+
+    start: int
+    end: int
+    size: int
+    unit: int
+    index: int
+    weights: bool
+
+
+class RowUses:
+    """computations: (place in the row, first moment). reads: by unit, when its weights are in use;
+    consecutive accesses are one use, whatever stands between them that reads no weights. adds: by unit, when
+    a computation contributes to its gradients, from the first access to the last. num_moments: without the
+    end. most_adding: the most bytes of gradients that are being added to or reduced, if each is reduced at
+    once (overlap_reduce), or behind the computation. most_read: the most bytes of weights that one access
+    reads."""
+
+    def __init__(self, row: Row, units: RankUnits, *, overlap_reduce: bool = True) -> None:
+        self.row, self.units = row, units
+        self.computations: list[tuple[int, int]] = []
+        self.reads: list[list[Span]] = [[] for _ in range(len(units))]
+        self.adds: list[list[Span]] = [[] for _ in range(len(units))]
+        self.most_adding = 0
+        self.most_read = 0
+        last_read = [-2] * len(units)  # by number of the reading access
+        under: deque[int] = deque(maxlen=MOST_UNDER_WAY)
+        grad_bytes, weight_bytes = units.grad_bytes, units.weight_bytes
+        complete: list[int] = []
+        moment = reading = adding = 0
+        for place, op in enumerate(row):
+            if op[0] > BW:
+                continue
+            self.computations.append((place, moment))
+            uses = units.uses(op)
+            for use in uses:
+                if use.reads:
+                    for unit in use.reads:
+                        if last_read[unit] == reading - 1:
+                            self.reads[unit][-1].last = moment
+                            self.reads[unit][-1].end = op
+                        else:
+                            self.reads[unit].append(Span(moment, moment, op, op))
+                        last_read[unit] = reading
+                    reading += 1
+                    self.most_read = max(self.most_read, sum(weight_bytes[unit] for unit in use.reads))
+                for unit in use.begins:
+                    self.adds[unit].append(Span(moment, moment, op, op))
+                    adding += grad_bytes[unit]
+                for unit in use.completes:
+                    self.adds[unit][-1].last = moment
+                    adding += units.extra_bytes(unit, op[1])
+                    complete.append(unit)
+                if complete and (overlap_reduce or use is uses[-1]):
+                    self.most_adding = max(self.most_adding, adding + sum(under))
+                    sizes = [grad_bytes[unit] + units.extra_bytes(unit, op[1]) for unit in complete]
+                    under.extend(sizes)
+                    adding -= sum(sizes)
+                    complete.clear()
+                moment += 1
+        self.num_moments = moment
+
+    def gaps(self) -> tuple[list[Gap], list[Gap]]:
+        """Between uses of weights, and between contributions to gradients."""
+        units = range(len(self.units))
+        grad_sizes = [self.units.grad_bytes[unit] + self.units.extra_bytes(unit) for unit in units]
+        weights: list[Gap] = []
+        grads: list[Gap] = []
+        for found, is_weights, spans, sizes in (
+            (weights, True, self.reads, self.units.weight_bytes),
+            (grads, False, self.adds, grad_sizes),
+        ):
+            for unit, mine in enumerate(spans):
+                for index in range(len(mine) - 1):
+                    start, end = mine[index].last + 1, mine[index + 1].first
+                    found.append(Gap(start, end, sizes[unit], unit, index, is_weights))
+        return weights, grads

@@ -1,0 +1,123 @@
+"""What `verify` holds operations of data parallelism to.
+
+V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the
+end. V3 a reduction sums at least one complete contribution, and every contribution is summed, in the groups
+that the plan names. V4, V6 gradients are held from their first contribution to the end of their reduction, of
+which two are under way at most: what `walk_row` counts. V5 all that is held is within what the policy allows.
+V7 no deadlock (`verify`). V8 nothing is gathered or unsummed where a step is decided on. V9 an evaluation
+reduces nothing. V10 units of one name are one. V11 one sum over instances behind each unit's last reduction.
+V12 what is moved is what the policy's closed form says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import LANE, RowWalk, grouping_of, walk_row
+from megatron.core.pipeline_parallel.plan.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
+
+
+def verify_residency(
+    plan: Plan, stages: Sequence[StageUnits], residency: Residency, costs: CostModel | None = None
+) -> tuple[RowWalk, ...]:
+    """Hold a plan to V1-V6 and V8-V12 (see above), for these units and this residency; what each row moves
+    and holds.
+
+    costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the
+    plan was made for if that is something else.
+    """
+    walks = []
+    of_ranks = [RankUnits(rank, plan.placement, stages) for rank in range(len(plan.rows))]
+    for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
+        if not residency.moves:
+            _no_lanes(plan, rank)
+        walk = walk_row(row, units, residency, costs, forward_only=plan.forward_only)
+        uses = RowUses(row, units, overlap_reduce=residency.overlap_reduce)
+        if residency.moves:
+            _counts(plan, residency, uses, walk)
+            _bytes(residency, uses, walk)
+        walks.append(walk)
+    if residency.moves:
+        grouping = grouping_of(plan.placement, of_ranks, [walk.groups for walk in walks])
+        _made_for(plan, PlannedResidency.of(residency, stages, grouping))
+    return tuple(walks)
+
+
+def _no_lanes(plan: Plan, rank: int) -> None:
+    for place, op in enumerate(plan.rows[rank]):
+        if op[0] in LANE:
+            raise PlanError(
+                f"rank {rank}, place {place}, {op_text(op)}: there are no data parallel peers to share anything with"
+            )
+
+
+def _counts(plan: Plan, residency: Residency, uses: RowUses, walk: RowWalk) -> None:
+    """V12. A policy that keeps nothing gathers for every use and reduces after every contribution; where all
+    is kept, or is whole at rest, once a unit."""
+    read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
+    read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
+    gathers: int | None = 0
+    if residency.weights_cut:
+        gathers = {"memory": read, "step": read_once}.get(residency.policy)
+    elif residency.gathers_once and not plan.forward_only:
+        gathers = read_once
+    reductions: int | None = added_once
+    if residency.grads_cut:
+        reductions = {"memory": added, "backward": added, "step": added_once}.get(residency.policy)
+    for what, expected, found in (
+        ("gathers", gathers, walk.moves.gathers.calls or walk.moves.outer_gathers.calls),
+        ("reductions", reductions, sum(map(len, walk.groups))),
+    ):
+        if expected is not None and expected != found:
+            raise PlanError(
+                f"rank {uses.units.rank}: {found} {what} in a row, policy {residency.policy} has {expected}"
+            )
+
+
+def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
+    """V5."""
+    rank, held = uses.units.rank, walk.peak
+    if residency.limit is not None:
+        total = uses.units.shard_bytes + held.total
+        if total > residency.limit[rank]:
+            raise PlanError(
+                f"rank {rank}, place {held.place}: {total:.0f} bytes are held, the limit is {residency.limit[rank]:.0f}"
+            )
+    if residency.policy in ("step", "backward"):
+        return
+    budget = 0 if residency.budget is None else residency.budget[rank]
+    if residency.policy == "budget" and residency.budget is None:
+        return
+    gathered = max(residency.ahead_of(uses.units), uses.most_read) if residency.weights_cut else 0
+    most = gathered + budget
+    if walk.most.gathered > most:
+        raise PlanError(
+            f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
+        )
+    most += uses.most_adding if residency.grads_cut else 0
+    if walk.most_transient > most:
+        raise PlanError(
+            f"rank {rank}: gathered weights and whole gradients take {walk.most_transient} bytes at once, {most} are "
+            "allowed"
+        )
+
+
+def _made_for(plan: Plan, expected: PlannedResidency) -> None:
+    """The plan's own words, where it has any, agree with the units and the residency of this run."""
+    found = plan.residency
+    if found is None:
+        raise PlanError("the plan does not say for which units and sharding its gathers and reductions are")
+    for what, mine, theirs in (
+        ("units", found.units, expected.units),
+        ("strategy", found.strategy, expected.strategy),
+        ("ranks", (found.ways, found.outer), (expected.ways, expected.outer)),
+        ("optimizer over instances", found.outer_optimizer, expected.outer_optimizer),
+        ("policy", found.policy, expected.policy),
+        ("groups of microbatches", found.grouping, expected.grouping),
+    ):
+        if mine != theirs:
+            raise PlanError(f"the plan was made for {what} {mine!r:.200}, here are {theirs!r:.200}")

@@ -1,0 +1,107 @@
+"""A row of a plan as calls: checked once before the first step, and put together to what runs as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.core.pipeline_parallel.plan.ir import B, F, Kind, Plan, PlanError, RawOp, Row, W, op_text
+from megatron.core.pipeline_parallel.plan.kinds import (
+    HAS_MICROBATCH,
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    IS_TRANSFER,
+)
+from megatron.core.pipeline_parallel.runtime.unit_boundaries import Crossing
+from megatron.core.protocols import Stage
+
+Placed = tuple[int, RawOp]  # an operation and its place in the row
+
+
+class Step(NamedTuple):
+    """A call: of a `Computation`, a batch of transfers, a `Placed` operation of data parallelism, or another operation.
+    places: in the row."""
+
+    call: Callable[[Any], None]
+    argument: Any
+    places: tuple[int, ...]
+
+
+class Computation(NamedTuple):
+    """crossing: None where nothing is to be done for the units of its stage."""
+
+    op: RawOp
+    crossing: Crossing | None
+
+
+def check_row(
+    plan: Plan, rank: int, stages: Mapping[int, Stage], known: Container[int], *, units: bool
+) -> None:
+    """Raises PlanError where a rank's row asks for what nobody here does. known: kinds with a handler, transfers apart.
+    units: whether those of stages are known."""
+    local = [one == rank for one in plan.placement.ranks()]
+    mine = {stage for stage, here in enumerate(local) if here}
+    assert set(stages) == mine, f"rank {rank} has stages {sorted(mine)}, given {sorted(stages)}"
+    for op in plan.rows[rank]:
+        kind = Kind(op[0])
+        if kind not in known and not IS_TRANSFER[kind]:
+            raise PlanError(
+                f"rank {rank}: {op_text(op)}: nothing here does {kind.name}; it needs {_needed(kind)}"
+            )
+        if HAS_MICROBATCH[kind] and (op[3] or (op[4] >= 0 and not (kind == W and units))):
+            raise PlanError(
+                f"rank {rank}: {op_text(op)}: stages compute whole microbatches of all their units; only W may have"
+                " parts, where a data parallel engine knows units"
+            )
+        if kind in (B, W) and not stages[op[1]].splits:
+            raise PlanError(
+                f"rank {rank}: {op_text(op)}: stage {op[1]} cannot split B from W, because autograd accumulates its"
+                " gradients; use a schedule of F and BW, such as 1f1b, or layers that put them into a sink"
+            )
+        if kind == F and op[1] > 0 and not local[op[1] - 1] and not plan.has_transfers:
+            raise PlanError(f"rank {rank}: {op_text(op)}: the plan has no transfers; `lower` adds them")
+
+
+def _needed(kind: Kind) -> str:
+    if IS_DATA_PARALLEL[kind]:
+        return "a data parallel engine"
+    return "a validation" if kind == Kind.VALIDATE else "a handler"
+
+
+def compile_row(
+    row: Row,
+    table: Mapping[int, Callable[[Any], None]],
+    transfer: Callable[[Any], None],
+    crossing: Callable[[RawOp, Sequence[Placed]], Crossing | None],
+) -> list[Step]:
+    """The row with each operation's handler from the table; neighbouring transfers are one step. An operation of data
+    parallelism that waits for accesses to begin is done in the middle of the computation behind it, whose `crossing`
+    takes it. Raises PlanError where there is none."""
+    program: list[Step] = []
+    batch: list[Placed] = []
+    within: list[Placed] = []
+
+    def post() -> None:
+        if batch:
+            program.append(Step(transfer, tuple(op for _, op in batch), tuple(place for place, _ in batch)))
+            batch.clear()
+
+    for place, op in enumerate(row):
+        kind = op[0]
+        if IS_TRANSFER[kind]:
+            batch.append((place, op))
+        elif IS_DATA_PARALLEL[kind] and op[3]:
+            within.append((place, op))
+        else:
+            post()
+            argument: Any = op
+            if IS_COMPUTE[kind]:
+                argument = Computation(op, crossing(op, within))
+                within = []
+            elif IS_DATA_PARALLEL[kind]:
+                argument = (place, op)
+            program.append(Step(table[kind], argument, (place,)))
+    post()
+    if within:
+        raise PlanError(f"{op_text(within[0][1])}: no computation comes behind it")
+    return program

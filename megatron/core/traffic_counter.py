@@ -1,0 +1,39 @@
+"""What the collectives of a group have moved: calls and payload bytes (floor 0, pure).
+
+The payload of a collective is its full buffer: what is gathered, or reduced, counted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Calls of one collective and the bytes they were called with."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
+
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(self.calls - other.calls, self.payload_bytes - other.payload_bytes)
+
+
+NOTHING = Moved()
+
+
+class TrafficCounter:
+    """Counts since the group was made; whoever wants to know what a step has moved takes differences."""
+
+    def __init__(self) -> None:
+        self._moved: dict[str, Moved] = {}
+
+    def count(self, collective: str, payload_bytes: int) -> None:
+        self._moved[collective] = self.moved(collective) + Moved(1, payload_bytes)
+
+    def moved(self, collective: str) -> Moved:
+        """Of "all_gather", "reduce_scatter", "all_reduce" (`sum_gradients` is one) or "broadcast"."""
+        return self._moved.get(collective, NOTHING)
