@@ -84,9 +84,9 @@ class HeldUnits:
                 self._wait_for(unit)
                 self._whole[unit] = True
                 self.gradients += self.units.grad_bytes[unit]
-        if self._grads_cut:
+        if self._grads_cut and self.units.extra_bytes:
             for unit in use.completes:
-                more = self.units.extra_bytes(unit, stage)
+                more = self.units.extra_bytes.get((unit, stage), 0)
                 if more and stage not in self._extra[unit]:
                     self._extra[unit][stage] = more
                     self.gradients += more

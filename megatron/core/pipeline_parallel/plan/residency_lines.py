@@ -7,17 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class HeldBytes:
-    """What one rank holds at the moment at which it holds the most.
+    """The most that one rank holds of each kind in a step.
 
     at_rest: its parts of weights, main weights, gradients and moments, as between steps. gathered: whole weights.
-    gradients: whole ones that still grow or wait. under_way: those that are being reduced. activations: None where
-    they are not known.
+    gradients: whole ones that grow, wait or are being reduced. activations: None where they are not known.
     """
 
     at_rest: int
     gathered: int
     gradients: int
-    under_way: int
     activations: int | None
 
     @property
@@ -26,12 +24,7 @@ class HeldBytes:
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind, in the order in which they are told."""
-        held = {
-            "at rest": self.at_rest,
-            "gathered": self.gathered,
-            "gradients": self.gradients,
-            "under way": self.under_way,
-        }
+        held = {"at rest": self.at_rest, "gathered": self.gathered, "gradients": self.gradients}
         return held if self.activations is None else {**held, "activations": self.activations}
 
 
