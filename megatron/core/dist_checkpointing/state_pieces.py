@@ -196,3 +196,42 @@ def as_pieces(value: Any, place: Place, optimizer: str) -> Any:
         return StatePiece(tensor, dataclasses.replace(place, refusal=refusal))
 
     return map_tensors(value, piece)
+
+
+def own_parts(kept: Any, place: Place) -> Any:
+    """This rank's parts of the pieces in what an optimizer kept of a shard."""
+    return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+
+
+def optimizer_pieces(
+    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, Place]
+) -> dict[str, Any]:
+    """What `Optimizer.state_dict()` gives, with pieces of what it keeps of shards. places: by id of a shard."""
+    name = type(optimizer).__name__
+    return _repacked(optimizer, packed, places, lambda kept, place: as_pieces(kept, place, name))
+
+
+def optimizer_parts(
+    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, Place]
+) -> dict[str, Any]:
+    """What `Optimizer.load_state_dict()` is given, with this rank's parts in the place of pieces."""
+    return _repacked(optimizer, packed, places, own_parts)
+
+
+def _repacked(
+    optimizer: torch.optim.Optimizer,
+    packed: dict[str, Any],
+    places: Mapping[int, Place],
+    change: Callable[[Any, Place], Any],
+) -> dict[str, Any]:
+    """Keys of a packed state are what its groups list in the place of the parameters."""
+    pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ
+    place_of = {key: places[id(shard)] for key, shard in pairs if id(shard) in places}
+    state = {
+        key: change(kept, place_of[key]) if key in place_of else kept for key, kept in packed["state"].items()
+    }
+    return {**packed, "state": state}
+
+
+def _listed(state: Mapping[str, Any]) -> list[Any]:
+    return [one for group in state["param_groups"] for one in group["params"]]

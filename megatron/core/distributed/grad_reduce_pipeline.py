@@ -41,6 +41,7 @@ from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
+from megatron.core.peer_loss import PeerLostError
 
 MAX_UNDER_WAY = 2  # reductions at once
 
@@ -274,8 +275,12 @@ class GradReducePipeline:
 
     def _wait_for_one(self, one: _UnderWay) -> None:
         self._under_way.remove(one)
-        for pending in one.pending:
-            pending.wait()
+        try:
+            for pending in one.pending:
+                pending.wait()
+        except PeerLostError as error:  # which may come to light in another operation, or behind the last one
+            kind = "REDUCE" if one.inner else "HSDP_ALL_REDUCE"
+            raise error.at(f"{kind} of unit {one.unit.name!r}") from error
         self._ledger.free("exchange", one.unit.name, sum(pending.temporary_bytes for pending in one.pending))
         if one.inner:
             self._drop(one.unit)

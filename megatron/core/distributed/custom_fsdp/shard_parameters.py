@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from torch.utils.hooks import RemovableHandle
 from megatron.core.dist_checkpointing.state_pieces import (
     Place,
     StatePiece,
-    as_pieces,
-    map_tensors,
+    optimizer_parts,
+    optimizer_pieces,
+    own_parts,
     taken,
 )
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.hooks import in_backward
-from megatron.core.distributed.parameter_reads import OwnParameters
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
+from megatron.core.own_parameters import OwnParameters
 
 BUILD_IT_AFTERWARDS = (
     "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"
@@ -190,7 +191,7 @@ class ShardParameters:
             optimizer.register_load_state_dict_pre_hook(_take_optimizer_pieces)
             places = _places()
             for shard, state in optimizer.state.items():  # that was loaded before its first step
-                optimizer.state[shard] = _loaded(state, places[id(shard)]) if id(shard) in places else state
+                optimizer.state[shard] = own_parts(state, places[id(shard)]) if id(shard) in places else state
 
     def _current_versions(self) -> list[int]:
         return [shard._version for shard in self.registered.values()]
@@ -232,34 +233,11 @@ def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
 
 
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    word = type(optimizer).__name__
-    return _repacked(optimizer, packed, lambda kept, place: as_pieces(kept, place, word))
+    return optimizer_pieces(optimizer, packed, _places())
 
 
 def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return _repacked(optimizer, packed, _loaded)
-
-
-def _repacked(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], change: Callable[[Any, Place], Any]
-) -> dict[str, Any]:
-    """Packed state (`Optimizer.state_dict()`) with what belongs to shards changed. Keys are what groups list in the
-    place of the parameters."""
-    place_of = _places()
-    pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ
-    places = {key: place_of[id(shard)] for key, shard in pairs if id(shard) in place_of}
-    state = {
-        key: change(kept, places[key]) if key in places else kept for key, kept in packed["state"].items()
-    }
-    return {**packed, "state": state}
-
-
-def _listed(state: Mapping[str, Any]) -> list[Any]:
-    return [one for group in state["param_groups"] for one in group["params"]]
-
-
-def _loaded(kept: Any, place: Place) -> Any:
-    return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+    return optimizer_parts(optimizer, packed, _places())
 
 
 def _places() -> dict[int, Place]:

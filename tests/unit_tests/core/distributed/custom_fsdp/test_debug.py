@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.custom_fsdp import debug
+from megatron.core import released_tensors
 from megatron.core.module import ModelError
 from tests.harness.ranks import run_ranks
 from tests.harness.sharded_training import (
@@ -103,7 +103,9 @@ def gradients_at_rest_between_steps(ctx) -> None:
 
 def watched() -> int:
     """How many engines of this thread are watched."""
-    return sum(len(mode.known) for mode in debug._stack() if isinstance(mode, debug._Watch))
+    return sum(
+        len(mode.known) for mode in released_tensors._stack() if isinstance(mode, released_tensors._Watch)
+    )
 
 
 def training_is_the_same(ctx) -> None:
