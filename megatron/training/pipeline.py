@@ -76,7 +76,7 @@ class _TimedStage(ModelStage):
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any. profiler: of what the
+    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any. profiler: of what the
     schedule is solved again for, if it is to be measured.
     """
 
@@ -93,7 +93,7 @@ class PipelineRunner:
         profiler: Profiler | None = None,
     ) -> None:
         self.profiler = profiler
-        self._spec = spec
+        self.spec = spec
         self._ps = ps
         self._engine = engine
         self._forward_step = forward_step
@@ -109,7 +109,11 @@ class PipelineRunner:
         residency = residency_of(engine.model, spec.placement.num_ranks)
         if residency.moves:
             units = units_of_all_stages(engine.model, ps, spec.local_stages(ps.pp_rank), spec.costs)
+<<<<<<< HEAD
             self._spec = dataclasses.replace(spec, stages_units=units, residency=residency)
+=======
+            self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
+>>>>>>> tables
             watch_units(engine, self._boundaries)
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
@@ -169,17 +173,12 @@ class PipelineRunner:
             module.train(training)
         self._named(numbers, False)
 
-    @property
-    def spec(self) -> ScheduleSpec:
-        """By which steps and evaluations are planned."""
-        return self._spec
-
     def plan_by(self, spec: ScheduleSpec) -> None:
         """From now on. Between steps, on all ranks alike; layers stay where they are."""
-        assert (spec.placement, spec.stages) == (self._spec.placement, self._spec.stages), (
-            f"layers cannot move from {self._spec.placement} to {spec.placement}"
+        assert (spec.placement, spec.stages) == (self.spec.placement, self.spec.stages), (
+            f"layers cannot move from {self.spec.placement} to {spec.placement}"
         )
-        self._spec = spec
+        self.spec = spec
         self._executors.clear()
 
     def close(self) -> None:
@@ -209,9 +208,13 @@ class PipelineRunner:
             assert self._validator is not None, "train_and_step() before validate_by()"
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
             handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
+<<<<<<< HEAD
         units = self._spec.stages_units
+=======
+        units = self.spec.stages_units
+>>>>>>> tables
         return Executor(
-            plan_for(self._spec, num_microbatches, purpose),
+            plan_for(self.spec, num_microbatches, purpose),
             self._ps.pp_rank,
             self._stages,
             self._channel,

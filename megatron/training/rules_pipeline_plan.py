@@ -10,7 +10,6 @@ from megatron.training.config import FIELDS, Config
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.rules_pipeline import OF_SCHEDULES
-from megatron.training.schedule_choice import size_fault
 
 RULES = RuleTable()
 rule = RULES.rule
@@ -91,7 +90,7 @@ def _plan_size(s: Situation) -> str | None:
     chunks = chunks_of(s) if s.value("num_layers") is not None else None
     if chunks is None or s.value("pipeline_schedule_file") is not None:
         return None
-    return size_fault(s.config, chunks * s.value("pipeline_model_parallel_size"))
+    return s.config.staged_model.size_fault(chunks * s.value("pipeline_model_parallel_size"))
 
 
 @rule(
