@@ -155,14 +155,8 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
         if spec.file is not None:
             return spec.file.order(num_microbatches)
         return build_plan(spec.schedule, spec.request(num_microbatches))
-<<<<<<< HEAD
-    if spec.stages_units is not None and spec.residency is not None:
-        bare = dataclasses.replace(spec, stages_units=None, residency=None)
-        plan = plan_for(bare, num_microbatches, purpose)
-=======
     if spec.stages_units is not None and spec.residency is not None:  # the last pass of all
         plan = plan_for(spec.bare, num_microbatches, purpose)
->>>>>>> tables
         return add_residency(plan, spec.stages_units, spec.residency, spec.costs)
     if purpose is Purpose.EVALUATE:
         return lower(_forwards(spec, num_microbatches), spec.costs)
