@@ -27,8 +27,8 @@ full = pytest.mark.full
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """at: the collective in which the rank goes away, by the purpose of its group and its number in the step. operation:
-    of the plan."""
+    """at: the collective in which the rank goes away, by the purpose of its group and its number in the step.
+    operation: of the plan."""
 
     flags: str
     at: str
