@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from megatron.core import host_transport
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.training.arguments import parse_config
 from megatron.training.build import build_engine, build_gpt_model
 from megatron.training.evaluate import evaluate
@@ -210,7 +208,6 @@ def held(ctx):
     ps = ctx.make_ps(dp=4, instances=2)
     words = f"{FSDP} --num-distributed-optimizer-instances 2 --untie-embeddings-and-output-weights"
     trainer = Trainer(ctx, words, num_microbatches=1, ps=ps)
-    assert isinstance(trainer.engine.model, FullyShardedDataParallel)
     numbers = trainer.run(2)
     check_replicas(trainer.engine, ps, 2)
     ledger = trainer.engine.ledger
@@ -224,20 +221,6 @@ def test_instances_train_alike_and_are_compared():
         assert booked == persistent
         assert transient == 0
     assert len(others) == 3
-
-
-def kinds(ctx):
-    told = {}
-    for row, words in ROWS.items():
-        engine = Trainer(ctx, words).engine
-        told[row] = type(engine.model) is FullyShardedDataParallel
-        assert isinstance(engine.model, DistributedDataParallel)
-    return told
-
-
-def test_the_flag_chooses_the_engine():
-    for row, sharded in run_ranks(kinds, 1)[0].items():
-        assert sharded == (FSDP in ROWS[row]), row
 
 
 def booked(ctx):
