@@ -94,13 +94,15 @@ class OurLoop:
             units = units_of_all_stages(self.model, ps, (0,), costs)
             plan = add_residency(plan, units, residency, costs)
             UnitEvents([tuple(enumerate(self.model.unit_modules()[0]))], boundaries)
-            self.sink.report_units(
-                self.model.unit_of_key()[0], lambda unit: boundaries.unit_begins(0, unit)
-            )
+            self.sink.report_units(self.model.unit_of_key()[0], lambda unit: boundaries.unit_begins(0, unit))
         return Executor(
             plan,
             0,
-            {0: ModelStage(lambda microbatch, _: self.forward(microbatch), self.sink, begins=True, ends=True)},
+            {
+                0: ModelStage(
+                    lambda microbatch, _: self.forward(microbatch), self.sink, begins=True, ends=True
+                )
+            },
             P2P(ps),
             self.model,
             units=None if units is None else dict(enumerate(units)),

@@ -1,15 +1,16 @@
-"""The contestants of `pipeline_training.py`: one GPT under our pipelines and under torch.distributed.pipelining's.
+"""The contestants of `pipeline_training.py` and `fsdp_pipelines.py`: one GPT under our pipelines, and under torch's.
 
 Ours are what the trainer builds from flags: configuration, plans, engine, runner, and where they are asked to, costs
 measured in the run and a schedule solved again for them. Torch's are as its documentation has them: a PipelineStage a
-chunk, the schedule's class, fused AdamW, clipping by the norm over both ranks. Both hold the same layers in each chunk.
+chunk, the schedule's class, fused AdamW, clipping by the norm over all ranks, and with data parallel ranks
+`fully_shard` over each block and stage. Both hold the same layers in each chunk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+from torch.distributed.tensor import DTensor
 
 from benchmarks.plain_gpt import Block, copy_weights, set_schedule
 from megatron.core import host_data
@@ -48,8 +52,9 @@ Batches = list[tuple[Tensor, Tensor]]  # tokens and labels of each microbatch, [
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is trained. layers, hidden, heads, seq, vocab: of the model. line, v: layers of each stage of schedules
-    with one chunk a rank, and of those on a V; empty: even ones. bf16: bf16 weights (ours), autocast (torch's).
+    """What is trained. layers, hidden, heads, seq, vocab: of the model. num_microbatches: of a data parallel rank.
+    line, v: layers of each stage of schedules with one chunk a rank, and of those on a V; empty: even ones. bf16: bf16
+    weights (ours), autocast (torch's; with data parallel ranks FSDP2's mixed precision). dp: data parallel ranks.
     """
 
     layers: int
@@ -62,10 +67,18 @@ class Work:
     bf16: bool = False
     line: tuple[int, ...] = ()
     v: tuple[int, ...] = ()
+    dp: int = 1
 
-    def config(self, schedule: str, rank: int) -> Config:
-        """The trainer's, of a launch with these flags. Raises ConfigurationError."""
-        samples = self.micro_batch * self.num_microbatches
+    def config(self, schedule: str, rank: int, flags: Sequence[str] = ()) -> Config:
+        """The trainer's, of a launch with these flags and more. Raises ConfigurationError."""
+        samples = self.micro_batch * self.num_microbatches * self.dp
+        env = LaunchEnv(
+            launched=True,
+            world_size=NUM_RANKS * self.dp,
+            local_world_size=NUM_RANKS * self.dp,
+            rank=rank,
+            local_rank=rank,
+        )
         words = (
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads} "
             f"--seq-length {self.seq} --max-position-embeddings {self.seq} --untie-embeddings-and-output-weights "
@@ -77,39 +90,41 @@ class Work:
             f"--pipeline-model-parallel-size {NUM_RANKS} --pipeline-schedule {schedule}"
         ).split()
         words += ["--bf16"] if self.bf16 else []
-        even = parse_config(words, env=_launched(rank))
+        words += flags
+        even = parse_config(words, env=env)
         counts = self.line if even.schedule_spec.placement.num_chunks == 1 else self.v
         if not counts:
             return even
         stages = "|".join("t" * count for count in counts)
-        return parse_config([*words, "--pipeline-model-parallel-layout", f"E{stages}L"], env=_launched(rank))
+        return parse_config([*words, "--pipeline-model-parallel-layout", f"E{stages}L"], env=env)
 
-    def batches(self) -> Batches:
-        """Random tokens, the same in every step: what is compared is time."""
+    def batches(self, dp_rank: int = 0) -> Batches:
+        """Random tokens of a data parallel rank, the same in every step: what is compared is time."""
         generator = torch.Generator().manual_seed(5)
         samples = self.micro_batch * self.num_microbatches
-        text = torch.randint(self.vocab, (samples, self.seq + 1), generator=generator)
-        return [
-            (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in text.split(self.micro_batch)
-        ]
-
-
-def _launched(rank: int) -> LaunchEnv:
-    return LaunchEnv(
-        launched=True, world_size=NUM_RANKS, local_world_size=NUM_RANKS, rank=rank, local_rank=rank
-    )
+        text = torch.randint(self.vocab, (samples * self.dp, self.seq + 1), generator=generator)
+        own = text[samples * dp_rank : samples * (dp_rank + 1)]
+        return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in own.split(self.micro_batch)]
 
 
 class OurPipeline:
     """The trainer's engine and runner under one of our schedules.
 
     measured: steps that are profiled, the second one is the first of them. timeline: folder for the measured timeline.
+    flags: more of the trainer's.
     """
 
     def __init__(
-        self, work: Work, schedule: str, ps: ParallelState, *, measured: int, timeline: Path | None = None
+        self,
+        work: Work,
+        schedule: str,
+        ps: ParallelState,
+        *,
+        measured: int = 0,
+        timeline: Path | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
-        config = work.config(schedule, ps.pp_rank)
+        self.config = config = work.config(schedule, ps.rank, flags)
         self.ps, self.count = ps, work.num_microbatches
         self.engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
         set_schedule(self.engine.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
@@ -124,7 +139,7 @@ class OurPipeline:
             recorder=None if timeline is None else TimelineWriter(timeline, ps),
             profiler=self.profiler,
         )
-        self.batches, self.iteration = _trainer_batches(work), 0
+        self.batches, self.iteration = _trainer_batches(work, ps.dp_rank), 0
 
     def step(self) -> float:
         """One of the trainer's steps; the mean loss."""
@@ -132,7 +147,7 @@ class OurPipeline:
         batches = StepBatches(iter(self.batches), reads=self.runner.spec.reads_data(self.ps.pp_rank))
         numbers = self.runner.train(batches, iteration=self.iteration, num_microbatches=self.count)
         total, count = numbers.reduce(self.ps).losses["lm loss"]
-        divisor = float(self.count)
+        divisor = float(self.count * self.ps.dp_size)
         stats = self.engine.optimizer.prepare(divisor)
         self.engine.optimizer.step(divisor, clip_coefficient(stats.norm, CLIP))
         self.engine.model.weights_changed()
@@ -175,11 +190,11 @@ class OurPipeline:
         self.runner.close()
 
 
-def _trainer_batches(work: Work) -> list[dict[str, Tensor]]:
+def _trainer_batches(work: Work, dp_rank: int) -> list[dict[str, Tensor]]:
     positions = torch.arange(work.seq).expand(work.micro_batch, work.seq)
     return [
         {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": torch.ones(labels.shape)}
-        for tokens, labels in work.batches()
+        for tokens, labels in work.batches(dp_rank)
     ]
 
 
@@ -220,26 +235,33 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 class TorchPipeline:
     """One of torch's schedules over plain stages, laid out as ours of the same name. pure: all of bf16 runs in bf16,
-    no autocast."""
+    no autocast. mesh: of pipeline and data parallel ranks ("pp", "dp"): FSDP2 over the latter, weights kept to the end
+    of the step, as torch's schedules ask for."""
 
-    def __init__(self, work: Work, schedule: str, rank: int, *, pure: bool) -> None:
-        config = work.config(schedule, rank)
+    def __init__(
+        self, work: Work, schedule: str, pp_rank: int, *, pure: bool = False, mesh: DeviceMesh | None = None
+    ) -> None:
+        config = work.config(schedule, 0 if mesh is None else mesh.get_rank())
         spec = config.schedule_spec
-        numbers = spec.local_stages(rank)
-        specs = spec.held_by(rank)
+        numbers = spec.local_stages(pp_rank)
+        specs = spec.held_by(pp_rank)
         self.begins, self.ends = any(one.embedding for one in specs), any(one.loss for one in specs)
-        modules = [PlainStage(work, one, autocast=work.bf16 and not pure) for one in specs]
+        autocast = work.bf16 and not pure and mesh is None
+        modules = [PlainStage(work, one, autocast=autocast) for one in specs]
         self.model = nn.ModuleList(modules)
         _copy_initial(config, modules, work)
         if work.bf16 and pure:
             self.model.to(torch.bfloat16)
+        self.pp_group = None if mesh is None else mesh.get_group("pp")
+        if mesh is not None:
+            _shard(modules, mesh["dp"], bf16=work.bf16)
         decay = [p for p in self.model.parameters() if p.dim() > 1]
         rest = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, fused=True)
         total = spec.placement.num_stages
         stages = [
-            PipelineStage(module, number, total, torch.device("cpu"))
+            PipelineStage(module, number, total, torch.device("cpu"), group=self.pp_group)
             for module, number in zip(modules, numbers, strict=True)
         ]
         one_chunk = spec.placement.num_chunks == 1
@@ -248,7 +270,7 @@ class TorchPipeline:
             work.num_microbatches,
             loss_fn=_cross_entropy,
         )
-        batches = work.batches()
+        batches = work.batches(0 if mesh is None else mesh.get_local_rank("dp"))
         self.tokens = torch.cat([tokens for tokens, _ in batches])
         self.labels = torch.cat([labels for _, labels in batches])
 
@@ -265,12 +287,21 @@ class TorchPipeline:
     def _clip(self) -> None:
         parameters = list(self.model.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        squared = norm.float() ** 2
-        dist.all_reduce(squared)
+        squared = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
+        dist.all_reduce(squared, group=self.pp_group)
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, squared.sqrt())
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _shard(modules: Sequence[PlainStage], mesh: DeviceMesh, *, bf16: bool) -> None:
+    """FSDP2 over each block and each stage; bf16: fp32 shards, bf16 weights, gradients reduced in fp32."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for module in modules:
+        for block in module.blocks.values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 def _copy_initial(config: Config, modules: list[PlainStage], work: Work) -> None:

@@ -44,7 +44,6 @@ from megatron.training.build import build_engine, build_gpt_model
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.pipeline import PipelineRunner
-from megatron.training.schedule_choice import model_costs
 from megatron.training.step_batches import StepBatches
 from megatron.training.timers import Timers
 from tests.harness.ranks import RankContext, run_ranks
@@ -128,7 +127,7 @@ class HeapRecorder:
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
         self._row = plan.rows[rank]
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float) -> None:
+    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
         if not IS_COMPUTE[self._row[place][0]]:
             return
         used = bytes_in_use(self._device)
@@ -169,7 +168,7 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
         with LivePeak(ctx.device) as live:
             step(iteration)
         found.append((heap.peak - before, live.above_baseline, heap.text()))
-    costs = model_costs(config)
+    costs = config.model_costs
     assert costs is not None, "the configuration is complete"
     planned = simulate(plan_for(spec, work.num_microbatches, Purpose.TRAIN), costs.of_stages(spec.stages))
     between, anywhere, where = max(found)

@@ -109,34 +109,38 @@ def time_case(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     timeline = args.log_pipeline_timeline and args.log_pipeline_timeline / dtype
     by_rank = run_ranks(run_case, NUM_RANKS, work, args, timeline, timeout=args.timeout)
-    solved = by_rank[0][1]
-    runs = {name: list(zip(*(runs[name] for runs, _ in by_rank), strict=True)) for name in by_rank[0][0]}
+    figures = timing([runs for runs, _ in by_rank], 1 + args.measure, TOLERANCES[dtype])
+    return {"dtype": dtype, "work": dataclasses.asdict(work), **figures, "solved": by_rank[0][1]}
+
+
+def timing(by_rank: list[dict[str, list[Step]]], warm_up: int, tolerance: float) -> dict[str, Any]:
+    """Medians over the steps of each contestant behind the warm-up, and the median ratios of ours to all others.
+
+    Raises SystemExit where losses are not the same."""
+    runs = {name: list(zip(*(runs[name] for runs in by_rank), strict=True)) for name in by_rank[0]}
     losses = {
-        name: [next(one.loss for one in ranks if one.loss is not None) for ranks in steps]
+        name: [statistics.fmean(one.loss for one in ranks if one.loss is not None) for ranks in steps]
         for name, steps in runs.items()
     }
-    check_same_work(losses, TOLERANCES[dtype])
-    later = {name: steps[1 + args.measure :] for name, steps in runs.items()}
+    check_same_work(losses, tolerance)
+    later = {name: steps[warm_up:] for name, steps in runs.items()}
     walls = {name: [max(one.wall for one in ranks) for ranks in steps] for name, steps in later.items()}
     cpus = {name: [sum(one.cpu for one in ranks) for ranks in steps] for name, steps in later.items()}
     cores = os.cpu_count() or 1
     own = sum(map(sum, cpus.values()))
     busy = sum(max(one.busy for one in ranks) for steps in later.values() for ranks in steps)
     return {
-        "dtype": dtype,
-        "work": dataclasses.asdict(work),
         "losses": losses,
         "wall_s": {name: statistics.median(values) for name, values in walls.items()},
         "least_wall_s": {name: min(values) for name, values in walls.items()},
         "cpu_s": {name: statistics.median(values) for name, values in cpus.items()},
         "cpu_s_by_rank": {
-            name: [statistics.median(step[rank].cpu for step in steps) for rank in range(NUM_RANKS)]
+            name: [statistics.median(one.cpu for one in rank) for rank in zip(*steps, strict=True)]
             for name, steps in later.items()
         },
         "wall_ratios": ratios(walls),
         "cpu_ratios": ratios(cpus),
         "foreign": max(0.0, (busy - own) / sum(map(sum, walls.values())) / cores),
-        "solved": solved,
     }
 
 
@@ -173,7 +177,7 @@ def show(case: dict[str, Any], tokens: int) -> None:
         print(f"  {name:14} {wall:8.3f} s (least {least:.3f})  CPU {cpu:8.3f} s ({by_rank})  {speed}")
     for pair, ratio in case["wall_ratios"].items():
         print(f"  {pair:28} wall {ratio:.3f}  CPU {case['cpu_ratios'][pair]:.3f}")
-    for name, one in case["solved"].items():
+    for name, one in case.get("solved", {}).items():
         times = "  ".join(f"{kind} {one[f'{kind}_ms']}" for kind in ("f", "b", "w"))
         kept = f" (kept: {one['kept']})" if one["kept"] else ""
         before, after = one["planned_bubble_before"], one["planned_bubble"]

@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
-from megatron.training.schedule_choice import MOST_FORWARDS
+from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES
 
 ALL = "all"
 
@@ -101,7 +101,47 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
     made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")
     made.add_argument("--measured", type=Path, metavar="DIR", help="set this run's timeline beside the plan")
     made.add_argument("--iteration", type=int, metavar="N", help="of --measured; default: the last one")
+    _add_data_parallel_flags(made)
     return made
+
+
+def _add_data_parallel_flags(made: argparse.ArgumentParser) -> None:
+    """Named as the trainer's."""
+    group = made.add_argument_group("gathers and reductions, of one schedule, as text or json")
+    group.add_argument(
+        "--data-parallel-size", type=whole_number, metavar="N", help="ranks that share each stage"
+    )
+    group.add_argument(
+        "--num-layers", type=whole_number, metavar="L", help="layers of the model, each a unit; all are equal"
+    )
+    group.add_argument(
+        "--data-parallel-sharding-strategy",
+        choices=STRATEGIES,
+        default="optim_grads_params",
+        help="what is cut (default optim_grads_params)",
+    )
+    group.add_argument(
+        "--fsdp-reshard-policy",
+        choices=POLICIES,
+        default="memory",
+        help="how long units stay whole (default memory)",
+    )
+    group.add_argument(
+        "--fsdp-memory-budget",
+        type=whole_number,
+        metavar="BYTES",
+        help="of policy budget: what a rank may keep whole beyond policy memory; in layers without --layer-bytes",
+    )
+    group.add_argument(
+        "--layer-bytes", type=whole_number, metavar="N", help="of a layer's weights, and of its gradients"
+    )
+    group.add_argument(
+        "--time-gather",
+        type=at_least_0,
+        default=0.0,
+        metavar="T",
+        help="time of one layer's gather, and of its reduction (default 0)",
+    )
 
 
 def given(values: list[list[float]] | None) -> list[float]:

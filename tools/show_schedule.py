@@ -3,6 +3,7 @@
 python tools/show_schedule.py --schedule zbv --stages 4 --microbatches 8
 python tools/show_schedule.py --schedule auto --stages 4 --microbatches 8 --memory-limit 3
 python tools/show_schedule.py --schedule 1f1b zb-1p zbv --stages 4 --microbatches 8 --html compared.html
+python tools/show_schedule.py --schedule zbv --stages 2 --microbatches 3 --data-parallel-size 2 --num-layers 8
 python tools/show_schedule.py --measured TIMELINE_DIR [--iteration N] --format svg
 
 Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W. With --measured, the
@@ -48,6 +49,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
+from tools import schedule_residency
 from tools.schedule_flags import chunks_of, costs_of, limits_of, names_of, parser, request_of
 
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
@@ -91,6 +93,7 @@ COMPARED = ("text", "json", "table")
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
+    schedule_residency.check(args)
     if args.measured is not None:
         return run_measured(args)
     if args.iteration is not None:
@@ -111,15 +114,19 @@ def run(args: argparse.Namespace) -> str:
     assert entry.simulation is not None, entry.name
     solve_seconds = time.perf_counter() - begin
     simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
+    shown = schedule_residency.shown(args, simulation)
     if args.format == "json":
-        more = {"reasons": reasons} if reasons else {}
+        more: dict[str, object] = {"reasons": reasons} if reasons else {}
+        if shown is not None:
+            more["residency"] = schedule_residency.figures(shown)
         return (
             json.dumps({**figures(simulation, solve_seconds, args.message_bytes), **more}, allow_nan=False)
             + "\n"
         )
     told = "".join(f"{line}\n" for line in reasons)
     if args.format == "text":
-        return told + FORMATS["text"](simulation)
+        grid = FORMATS["text"](simulation)
+        return told + grid + ("" if shown is None else schedule_residency.told(shown))
     print(told, end="", file=sys.stderr)  # what is printed is a file
     return FORMATS[args.format](simulation)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import host_data
+from megatron.core.asked_schedules import told_schedule
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     declared_units,
@@ -38,7 +39,6 @@ from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
-from megatron.training.schedule_choice import told_schedule
 from megatron.training.weight_pieces import weight_pieces
 
 ModelProvider = Callable[..., nn.Module]
@@ -157,7 +157,7 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
         _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
     )
     if spec.splits_backward:
-        _refuse_together(chunks, told_schedule(config, spec.schedule), ps)
+        _refuse_together(chunks, told_schedule(config.parallel, spec.schedule), ps)
     _join_uses([chunk.module for chunk in chunks])
     ours = all(chunk.sink is not None for chunk in chunks)
     meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}

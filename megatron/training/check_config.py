@@ -21,7 +21,6 @@ from megatron.training.config import Config
 from megatron.training.problems import Problem
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rules_run import MAX_VOCABULARY_BYTES, unusable_files
-from megatron.training.schedule_choice import last_num_microbatches
 
 _SHOWN_GROUPS = 8
 
@@ -102,7 +101,7 @@ def _pipeline(config: Config) -> ScheduleSpec | None:
 
 def _num_microbatches(config: Config) -> int | None:
     """Of one step after the ramp, None where the batch does not divide."""
-    return None if config.batch_schedule_or_none() is None else last_num_microbatches(config)
+    return None if config.batch_schedule_or_none() is None else config.last_num_microbatches
 
 
 def _with_vocabulary(config: Config) -> Config:

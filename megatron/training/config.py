@@ -13,6 +13,8 @@ from typing import Any
 from megatron.core.datasets.gpt_dataset_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.models.gpt.stage_schedule import StagedModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.rank_grid import (
@@ -26,7 +28,6 @@ from megatron.core.rank_grid import (
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.microbatches import BatchSchedule, BatchScheduleError
-from megatron.training.schedule_choice import schedule_spec
 from megatron.training.training_config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -210,7 +211,44 @@ class Config:
     @functools.cached_property
     def schedule_spec(self) -> ScheduleSpec:
         """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError."""
-        return schedule_spec(self)
+        return self.staged_model.asked()
+
+    @property
+    def staged_model(self) -> StagedModel:
+        """What schedules are made for."""
+        assert self.model.num_layers is not None, "the rules ask for --num-layers"
+        return StagedModel(
+            self.parallel,
+            self.model.num_layers,
+            self.model_costs,
+            self.last_num_microbatches,
+            self.training.global_batch_size,
+            self.data.reset_attention_mask,
+        )
+
+    @property
+    def model_costs(self) -> ModelCosts | None:
+        """What costs are estimated from; None where the configuration is not complete, which rules tell."""
+        model, batch, p = self.model, self.training.micro_batch_size, self.parallel
+        vocabulary, tp = model.padded_vocab_size, p.tensor_model_parallel_size
+        heads = (model.num_attention_heads, model.kv_channels, model.num_query_groups)
+        sizes = (model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length, tp)
+        if (
+            vocabulary is None
+            or batch is None
+            or any(n is None or n < 1 for n in (*sizes, vocabulary, batch))
+        ):
+            return None
+        on_gpus = p.distributed_backend == "nccl"
+        return ModelCosts(model, vocabulary, batch, self.params_dtype, tp, p.sequence_parallel, on_gpus)
+
+    @property
+    def last_num_microbatches(self) -> int:
+        """Of one step after the ramp; one a pipeline rank where the flags make no batch, which rules tell."""
+        schedule = self.batch_schedule_or_none()
+        if schedule is None:
+            return max(1, self.parallel.pipeline_model_parallel_size)
+        return schedule.num_microbatches(schedule.rampup[2] + 1 if schedule.rampup is not None else 0)
 
     @property
     def total_iterations(self) -> int:

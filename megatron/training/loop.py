@@ -24,6 +24,7 @@ from megatron.training.pipeline import PipelineRunner
 from megatron.training.replan import Replanner
 from megatron.training.replica_check import check_replicas
 from megatron.training.reporter import Reporter
+from megatron.training.residency import ResidencyReport
 from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
@@ -66,7 +67,7 @@ class TrainingLoop:
             config.reliability.nan_max_skips,
             dynamic_loss_scale=engine.scaler.dynamic,
         )
-        self.checkpoints = RunCheckpoints(session, engine, self.state, self._nan_policy)
+        self.checkpoints = RunCheckpoints(session, engine, self.state, self._nan_policy, runner)
         self._clock = RunClock()
         self._steps = self._new_steps(runner)
         self._begun_at = 0  # samples consumed before the newest step
@@ -97,6 +98,9 @@ class TrainingLoop:
         session, config = self.session, self._config
         num_microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
         report_model(session, self._runner.spec, self.engine, num_microbatches)
+        self._residency = ResidencyReport(session, self._runner.spec, self.engine)
+        for line in self._residency.lines(self._runner.spec, num_microbatches):
+            session.print_rank_last(line)
         self.checkpoints.load()
         self._begun_at = self.state.consumed_train_samples
         self.state.consumed_valid_samples = first_validation_sample(self.state, config)
@@ -232,7 +236,8 @@ class TrainingLoop:
         state.consumed_train_samples += batch_size
         state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)
         bubbles = self._replanner.after_step(number, num_microbatches)
-        self._reporter.step_done(result, batch_size=batch_size, bubbles=bubbles)
+        residency = self._residency.after_step(self._runner.spec, number, num_microbatches)
+        self._reporter.step_done(result, batch_size=batch_size, bubbles=bubbles, residency=residency)
         self._replanner.between_steps(number, num_microbatches)
         return result.flags
 

@@ -11,7 +11,6 @@ from megatron.core.pipeline_parallel.plan.verify import peak_activation
 from megatron.training.build import Engine
 from megatron.training.config import Config
 from megatron.training.problems import ConfigurationError, Problem
-from megatron.training.schedule_choice import last_num_microbatches, staged_model
 from megatron.training.session import Session
 
 _FLAGS = ("--zero-bubble-max-pending-backward", "--zero-bubble-adaptive-memory-limit-percentile")
@@ -76,7 +75,7 @@ def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, tot
     told = [tuple(one) for one in session.gather([session.ps.pp_rank, used, total])]
     limits = device_limits(told, percentile, spec.placement.num_ranks)
     config, spec = session.config, dataclasses.replace(spec, limits=limits)
-    spec = staged_model(config).with_gathered_inputs(spec, last_num_microbatches(config))
+    spec = config.staged_model.with_gathered_inputs(spec)
     try:
         plan_for(spec, config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
     except PlanError as error:

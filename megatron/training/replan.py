@@ -27,7 +27,6 @@ from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.reporter import Reporter
 from megatron.training.run_clock import RunClock
-from megatron.training.schedule_choice import last_num_microbatches
 from megatron.training.session import Session
 
 PLAN_FILE = "pipeline-plan.json"
@@ -105,6 +104,7 @@ class Replanner:
             self._start = iteration + 1
             profiler.move_window(self._start, self._start + self._length)
             return
+        self._runner.keep_groupings(self._runner.residencies)
         spec = self._runner.spec
         costs, changed = measured_costs(figures, spec), None
         if self._costs is not None:
@@ -114,16 +114,17 @@ class Replanner:
         self._costs = costs
         self._planned.clear()
         before = self._planned_bubble(num_microbatches)
-        most = max(num_microbatches, last_num_microbatches(self._session.config))
+        most = max(num_microbatches, self._session.config.last_num_microbatches)
         splits = all(splits for _, splits in told)
         again, kept, reasons = solve_again(spec, costs, num_microbatches, most, splits=splits)
         for line in reasons:
             self._session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
-        plan, path = plan_for(again, num_microbatches, Purpose.TRAIN), None
+        plan, path = plan_for(again.bare, num_microbatches, Purpose.TRAIN), None
         if kept is None:
             self._runner.plan_by(again)
             self._planned.clear()
-            check_same_plan(self._session.gather(plan_hash(plan)))
+            whole = plan_for(again, num_microbatches, Purpose.TRAIN)
+            check_same_plan(self._session.gather(plan_hash(whole)))
             path = self._save(plan)
         bubbles = before, self._planned_bubble(num_microbatches)
         self._reporter.planned_again(

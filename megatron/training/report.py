@@ -84,11 +84,12 @@ class RunRecord:
         return [tag for tag in self.curves if _HELD_OUT.search(tag) and not tag.endswith(" ppl")]
 
 
+_OF_A_PLAN = ("planned-", "measured-")
 _HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
 
 
 def _is_other(tag: str) -> bool:
-    return _HELD_OUT.search(tag) is not None or tag.endswith("-time")
+    return _HELD_OUT.search(tag) is not None or tag.endswith("-time") or tag.startswith(_OF_A_PLAN)
 
 
 def read_run(metrics_path: str | Path) -> RunRecord:

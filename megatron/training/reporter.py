@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
 from megatron.training import metrics
 from megatron.training.build import Engine
 from megatron.training.console import lost_output
@@ -47,7 +48,7 @@ class Reporter:
         self._flops = 0.0
         self._memory_told = False
         self._lost_told: set[tuple[int, str]] = set()  # rank, stream
-        self._bubbles: Bubbles | None = None  # that no record has had yet
+        self._scalars: dict[str, float] = {}  # of plans and their measurement, that no record has had yet
         assert session.folder.path is not None, "a run without a folder"
         self.writers: Writers = open_writers(
             session.config,
@@ -57,7 +58,14 @@ class Reporter:
         )
         self._progress_line("Starting job")
 
-    def step_done(self, result: StepResult, *, batch_size: int, bubbles: Bubbles | None = None) -> None:
+    def step_done(
+        self,
+        result: StepResult,
+        *,
+        batch_size: int,
+        bubbles: Bubbles | None = None,
+        residency: StepResidency | None = None,
+    ) -> None:
         """Count one finished iteration, and print its line if it is time. Communicates when timers are on.
 
         The extra line after a run's first iteration is a look at an interval that goes on: nothing is reset.
@@ -72,11 +80,13 @@ class Reporter:
         if result.note:
             self._session.print_rank_last(f" iteration {state.iteration}: {result.note}")
         due, extra = self._is_printed(state.iteration)
-        self._bubbles = bubbles or self._bubbles
+        measured = [one for one in (bubbles, residency) if one is not None]
+        for one in measured:
+            self._scalars.update(one.scalars())
         if self.is_due(state.iteration):
             self._report(result, batch_size, printed=due or extra)
-        if bubbles is not None:
-            self._session.print_rank_last(bubbles.line())
+        for line in (line for one in measured for line in one.lines()):
+            self._session.print_rank_last(line)
         if due:
             self._report_timers()
             self._report_memory()
@@ -120,9 +130,8 @@ class Reporter:
             scalars = metrics.iteration_scalars(record, tokens_per_s=tokens_per_s)
             if self._log.log_memory_to_tensorboard:
                 scalars.update(metrics.memory_scalars(self._session.device.memory()))
-            if self._bubbles is not None:
-                scalars.update(self._bubbles.scalars())
-                self._bubbles = None
+            scalars.update(self._scalars)
+            self._scalars = {}
             self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
             self._unrecorded.reset()
 

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import host_data
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency_lines import (
+    HeldBytes,
+    StepMoves,
+    StepResidency,
+    moves_line,
+    residency_line,
+)
+from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
+from megatron.training.build import Engine
+from megatron.training.session import Session
+
+if TYPE_CHECKING:  # the runner asks for units itself
+    from megatron.training.pipeline import PipelineRunner
 
 
 def residency_of(model: DistributedDataParallel, pipeline_ranks: int) -> Residency:
@@ -81,3 +98,126 @@ def _stage_units(content: dict[str, Any]) -> StageUnits:
         tuple(map(tuple, content["forward"])),
         tuple(map(tuple, content["backward"])),
     )
+
+
+class ResidencyReport:
+    """What plans of a run hold and move, and what steps have held and moved. One on every rank.
+
+    engine's bytes at rest are told once; the fullest pipeline rank by plan is the one that is reported.
+    """
+
+    def __init__(self, session: Session, spec: ScheduleSpec, engine: Engine) -> None:
+        self._session, self._engine = session, engine
+        told = session.gather([session.ps.pp_rank, engine.persistent_bytes()])
+        self._at_rest = [
+            max(size for rank, size in told if rank == pp_rank) for pp_rank in range(spec.placement.num_ranks)
+        ]
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        return self._engine.model
+
+    def lines(self, spec: ScheduleSpec, num_microbatches: int) -> list[str]:
+        """At start-up; none where data parallelism moves nothing."""
+        if spec.residency is None:
+            return []
+        rank, held, moves = self._planned(spec, num_microbatches)
+        asked = spec.residency
+        return [
+            residency_line(
+                spec.schedule,
+                asked.strategy,
+                asked.policy,
+                ways=asked.ways,
+                outer=asked.outer,
+                rank=rank,
+                planned=held,
+            ),
+            moves_line(rank, moves),
+        ]
+
+    def after_step(self, spec: ScheduleSpec, iteration: int, num_microbatches: int) -> StepResidency | None:
+        """Of a log interval's last iteration. Communicates over the world then."""
+        if spec.residency is None or iteration % self._session.config.logging.log_interval:
+            return None
+        rank, planned, planned_moves = self._planned(spec, num_microbatches)
+        ledger, traffic = self._engine.ledger, self._model.traffic
+        own = [
+            self._engine.persistent_bytes(),
+            ledger.peak("gathered"),
+            ledger.peak("grads") + ledger.peak("extra"),
+        ]
+        ledger.reset_peaks()
+        inner = traffic.reduce_scatter + traffic.all_reduce
+        outer = traffic.outer_reduce_scatter + traffic.outer_all_reduce
+        every = inner + outer + traffic.all_gather + traffic.outer_all_gather
+        counts = [
+            traffic.all_gather.calls,
+            inner.calls,
+            traffic.outer_all_gather.calls,
+            outer.calls,
+            every.payload_bytes,
+        ]
+        told = self._session.gather([self._session.ps.pp_rank, own, counts])
+        _, held, moves = max((one for one in told if one[0] == rank), key=lambda one: sum(one[1]))
+        at_rest, gathered, gradients = held
+        measured = HeldBytes(at_rest, gathered, gradients, None)
+        return StepResidency(iteration, rank, planned, measured, planned_moves, _moves(moves))
+
+    def _planned(self, spec: ScheduleSpec, num_microbatches: int) -> tuple[int, HeldBytes, StepMoves]:
+        """Of the fullest pipeline rank."""
+        validated = self._session.config.parallel.enable_optimizer_post_validation
+        purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
+        return _planned(spec, num_microbatches, purpose, tuple(self._at_rest))
+
+
+@functools.lru_cache(maxsize=4)
+def _planned(
+    spec: ScheduleSpec, num_microbatches: int, purpose: Purpose, at_rest: tuple[int, ...]
+) -> tuple[int, HeldBytes, StepMoves]:
+    plan, found = plan_for(spec, num_microbatches, purpose), []
+    assert spec.stages_units is not None, "a residency without units"
+    assert spec.residency is not None, "units without a residency"
+    for rank, row in enumerate(plan.rows):
+        units = RankUnits(rank, plan.placement, spec.stages_units)
+        walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
+        held = HeldBytes(
+            at_rest[rank],
+            walk.most.gathered,
+            max((one.gradients + one.under_way for one in walk.boundaries), default=0),
+            round(walk.most.activation) if spec.estimated else None,
+        )
+        moves = walk.moves
+        every = (moves.gathers, moves.reductions, moves.outer_gathers, moves.outer_sums)
+        told = _moves([*(one.calls for one in every), sum(one.payload_bytes for one in every)])
+        found.append((rank, held, told))
+    return max(found, key=lambda one: one[1].total)
+
+
+def _moves(counts: Sequence[int]) -> StepMoves:
+    """counts: gathers, reductions, gathers and sums over instances, bytes."""
+    gathers, reductions, outer_gathers, outer_sums, payload_bytes = counts
+    return StepMoves(gathers, reductions, outer_gathers, outer_sums, payload_bytes)
+
+
+def take_groupings(runner: PipelineRunner, saved: Mapping[int, PlannedResidency]) -> Iterator[str]:
+    """A resumed run groups microbatches as the saved one did, where it is laid out and asked for alike. Gives a line
+    for the log where it does not, and its own groups are others."""
+    asked = runner.spec.residency
+    if asked is None or runner.spec.stages_units is None:
+        return
+    own = PlannedResidency.of(asked, runner.spec.stages_units, ())
+    alike = {size: one for size, one in saved.items() if dataclasses.replace(one, grouping=()) == own}
+    runner.keep_groupings(alike)
+    for size, one in saved.items():
+        if size in alike:
+            continue
+        try:
+            planned = plan_for(runner.spec, size, Purpose.TRAIN).residency
+        except PlanError:
+            continue  # steps of this size are not run any more
+        if planned is not None and planned.grouping != one.grouping:
+            yield (
+                f" > gradients of {size} microbatches are grouped otherwise than in the saved run: before each "
+                "reduction others are added up, so that sums are rounded otherwise (docs/numerics.md)"
+            )

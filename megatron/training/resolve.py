@@ -10,6 +10,7 @@ import os.path
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.asked_schedules import asked_schedules
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
@@ -18,7 +19,6 @@ from megatron.core.rank_grid import RankGridError
 from megatron.training import no_effect
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
-from megatron.training.schedule_choice import asked_schedules
 from megatron.training.values import convert_loaded
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.

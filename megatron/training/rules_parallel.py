@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+from megatron.core.asked_schedules import V_BY_MEMORY
 from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.training.resolve import known_vocabulary
 from megatron.training.rule_table import RuleTable, Situation
-from megatron.training.schedule_choice import V_BY_MEMORY
 
 RULES = RuleTable()
 rule = RULES.rule

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megatron.core.asked_schedules import asked_schedules, told_schedule
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
-from megatron.training.schedule_choice import asked_schedules, told_schedule
 
 RULES = RuleTable()
 rule = RULES.rule
@@ -27,7 +27,7 @@ def _row(s: Situation) -> Schedule | None:
 
 
 def _told(s: Situation) -> str:
-    return told_schedule(s.config)
+    return told_schedule(s.config.parallel)
 
 
 @rule(

@@ -52,8 +52,9 @@ def _plan_record(
 ) -> metrics.PlanRecord:
     parallel = session.config.parallel
     validated = parallel.enable_optimizer_post_validation
-    plan = plan_for(spec, num_microbatches, Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN)
-    check_same_plan(session.gather(plan_hash(plan)))
+    purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
+    check_same_plan(session.gather(plan_hash(plan_for(spec, num_microbatches, purpose))))
+    plan = plan_for(spec.bare, num_microbatches, purpose)
     mine = [
         session.ps.pp_rank,
         engine.persistent_bytes(),

@@ -1,5 +1,6 @@
 """kill -9 at any moment, of training and of saving: the run always resumes and ends in the undisturbed run's bits."""
 
+import functools
 import json
 import random
 import signal
@@ -25,27 +26,39 @@ FLAGS = [
 ]
 
 
+# FSDP2 x ZBV2, of which every other step is clipped, found out afterwards and taken back.
+SHARDED_PIPELINES = (
+    "--num-layers 4 --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --pipeline-schedule zbv "
+    "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --padded-vocab-size 128 --clip-grad 1.3 "
+    "--enable-optimizer-post-validation --post-validation-after 0"
+)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What the run ends in, by ranks; and how long it trains."""
-    out = {}
-    for ranks in (1, 2):
+    """undisturbed(ranks, flags): what the run ends in; and how long it trains."""
+
+    @functools.cache
+    def one(ranks, flags=""):
         folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
-        with launch.forked(FLAGS, ranks=ranks, cwd=folder) as group:
+        with launch.forked([*FLAGS, *flags.split()], ranks=ranks, cwd=folder) as group:
             group.wait_for(r"training \.\.\.")
             start = time.monotonic()
             run = launch.ok(group.wait())
-        out[ranks] = (launch.digests(folder / "ck", ITERATIONS), run.losses(), time.monotonic() - start)
-    return out
+        return launch.digests(folder / "ck", ITERATIONS), run.losses(), time.monotonic() - start
+
+    return one
 
 
-def killed_and_resumed(folder, undisturbed, seed):
+def killed_and_resumed(folder, undisturbed, seed, ranks=None, more=""):
     """One kill at a random moment; returns what was met, for the figures."""
     dice = random.Random(seed)
-    ranks = dice.choice((1, 2, 2))
-    victims = () if ranks == 1 else dice.choice(((), (0,), (1,)))  # none named: all at once
-    flags = [*FLAGS, *dice.choice(((), ("--async-save",))), *dice.choice(((), ("--num-workers", "1")))]
-    digests, losses, train_s = undisturbed[ranks]
+    ranks = ranks or dice.choice((1, 2, 2))
+    # none named: all at once
+    victims = () if ranks == 1 else dice.choice(((), *((rank,) for rank in range(ranks))))
+    flags = [*FLAGS, *more.split(), *dice.choice(((), ("--async-save",)))]
+    flags += dice.choice(((), ("--num-workers", "1")))
+    digests, losses, train_s = undisturbed(ranks, more)
     with launch.forked(flags, ranks=ranks, cwd=folder) as group:
         group.wait_for(r"training \.\.\.")
         time.sleep(dice.random() * train_s)
@@ -86,9 +99,21 @@ def test_twenty_kills(tmp_path, undisturbed, record_property):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+def test_ten_kills_of_sharded_pipelines(tmp_path, undisturbed):
+    met = []
+    for seed in range(200, 210):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        met.append(killed_and_resumed(folder, undisturbed, seed, 4, SHARDED_PIPELINES))
+        print(json.dumps(met[-1]))
+    assert any(0 < kill["reached"] < ITERATIONS for kill in met)
+
+
+@pytest.mark.full
 def test_kill_after_kill(tmp_path, undisturbed):
     """Five kills of one run, one after the other."""
-    digests, _, train_s = undisturbed[2]
+    digests, _, train_s = undisturbed(2)
     dice = random.Random(5)
     for _ in range(5):
         with launch.forked(FLAGS, ranks=2, cwd=tmp_path) as group:
@@ -143,7 +168,7 @@ def test_torchrun_restarts_by_itself(tmp_path, undisturbed):
     flags = [*FLAGS, "--kill-iteration", "6", "--fault-rank", "1"]
     run = launch.ok(launch.run(flags, script=FAULTY, ranks=2, cwd=tmp_path, launcher=("--max-restarts", "2")))
     assert "loading checkpoint from ck at iteration 5" in run.output
-    digests, losses, _ = undisturbed[2]
+    digests, losses, _ = undisturbed(2)
     assert run.losses() == losses
     assert launch.digests(tmp_path / "ck", ITERATIONS) == digests
     assert launch.exit_record(tmp_path / "ck")["status"] == 0

@@ -1,8 +1,8 @@
-"""A covering array of the ways in which eight ranks can train: every pair of choices that go together, and every triple of
-strategy, schedule and policy, in few cases.
+"""A covering array of the ways in which eight ranks can train: every pair of choices that go together, and every
+triple of strategy, schedule and policy, in few cases.
 
-`python -m tests.harness.covering` writes the array (tests/parity/one_plan_cases.txt): greedy, from a fixed seed. The test
-reads the file and checks what it covers by itself.
+`python -m tests.harness.covering` writes the array (tests/parity/one_plan_cases.txt): greedy, from a fixed seed. The
+test reads the file and checks what it covers by itself.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Pair = tuple[tuple[str, object], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """recompute: none, selective, or full with so many layers together. padded: fewer layers than stages can share evenly.
-    validated: optimizer steps are validated afterwards, and clipped, so that each is taken back once."""
+    """recompute: none, selective, or full with so many layers together. padded: fewer layers than stages can share
+    evenly. validated: optimizer steps are validated afterwards, and clipped, so that each is taken back once."""
 
     tp: int
     pp: int

@@ -133,7 +133,7 @@ class Run:
         self.engine = build_engine(self.config, self.ps, provider)
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
-        self._runner = PipelineRunner(
+        self.runner = PipelineRunner(
             self.spec, self.ps, self.engine, forward_step, Timers(0), per_token_loss=self._per_token
         )
         self.global_batch, self.masked = global_batch, masked
@@ -149,9 +149,9 @@ class Run:
     ) -> tuple[float, GradStats]:
         """One step of the trainer: (mean loss of the counted tokens, figures of the gradients). look: called with
         gradients complete and nothing updated."""
-        batches = StepBatches(self._microbatches(step), reads=self.spec.reads_data(self.ps.pp_rank))
+        batches = StepBatches(self.microbatches(step), reads=self.spec.reads_data(self.ps.pp_rank))
         batches.begin_step()
-        numbers = self._runner.train(batches, iteration=step, num_microbatches=self.num_microbatches)
+        numbers = self.runner.train(batches, iteration=step, num_microbatches=self.num_microbatches)
         totals = numbers.reduce(self.ps)
         divisor = totals.num_tokens if self._per_token else float(self.global_batch)
         stats = self.engine.optimizer.prepare(divisor, count_zero_grads=count_zeros)
@@ -162,7 +162,8 @@ class Run:
         total, count = totals.losses["lm loss"]
         return total / count, stats
 
-    def _microbatches(self, step: int) -> Iterator[dict[str, Tensor]]:
+    def microbatches(self, step: int) -> Iterator[dict[str, Tensor]]:
+        """This rank's, of one step."""
         for index in range(self.num_microbatches):
             yield microbatch(step, index * self.ps.dp_size + self.ps.dp_rank, masked=self.masked)
 

@@ -92,6 +92,11 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those of buckets that are not frozen."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def bucket_name(arena: int, bucket: Bucket) -> str:
     """Its units; its number where the model has none."""
     return "+".join(unit for unit in bucket.units if unit) or f"bucket {arena}.{bucket.index}"

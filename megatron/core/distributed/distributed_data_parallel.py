@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
+from megatron.core.distributed.bucket_memory import ArenaGroups
 from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
@@ -34,9 +34,8 @@ from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.model_chunks import ModelChunks
-from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
-from megatron.core.distributed.stage_units import RankUnits, find_rank_units, merged
+from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.traffic import Traffic, traffic_of
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
@@ -52,7 +51,7 @@ class DistributedDataParallel(GradSync):
     param_meta: facts about the parameters; sinks: where each chunk's layers put their gradients, None for a plain
     module, whose gradients are taken from autograd's hooks; a chunk may have both. Both are a `MegatronModule`'s own
     where they are not given. stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all
-    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`); `RankUnits` are taken
+    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`); `EngineUnits` are taken
     as they are. reading: a unit's parameters are read inside it, where another engine has cut them.
 
     Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
@@ -69,7 +68,7 @@ class DistributedDataParallel(GradSync):
         sinks: Sinks = None,
         stages: Sequence[int] | None = None,
         *,
-        units: Sequence[ModelUnit] | RankUnits | None = None,
+        units: Sequence[ModelUnit] | EngineUnits | None = None,
         reading: Reading = as_they_are,
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
@@ -82,7 +81,11 @@ class DistributedDataParallel(GradSync):
             param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
-        self._found = units if isinstance(units, RankUnits) else self._find_units(units)
+        self._found = (
+            units
+            if isinstance(units, EngineUnits)
+            else find_engine_units(self._chunks, units, config, self.sharding, self.place.dp_size)
+        )
         self.units = self._found.units
         names = [unit.name for unit in self.units]
         self._numbers = [chunk.numbers for chunk in self._found.chunks]
@@ -140,48 +143,17 @@ class DistributedDataParallel(GradSync):
         return self.chunks[0](*args, **kwargs)
 
     def stage_units(self) -> tuple[StageUnits, ...]:
-        """By chunk, what a plan has to know. weight_bytes: of whole weights, padding included. grad_bytes: of whole
-        gradients, and of those of further uses. Times and activations are 0."""
-        weights, grads = [], []
-        for unit in self.units:
-            buckets = self.buffer.buckets_of_unit(unit.name)
-            weights.append(num_bytes(bucket.full_weights for bucket in buckets))
-            uses = [self.buffer.param_meta[name].grad_keys for name in unit.names]
-            extra = [
-                self.buffer.extra_grads[key]
-                for keys in uses
-                for key in keys[1:]
-                if key in self.buffer.extra_grads
-            ]
-            wholes = [bucket.full_grads for bucket in buckets if bucket.full_grads is not None]
-            grads.append(num_bytes([*wholes, *extra]))
-        return self._found.stages(weights, grads)
+        """By chunk, what a plan has to know; times and activations are 0. Units with one name are one unit."""
+        return self._found.stages([unit_costs(unit, self.buffer) for unit in self.units])
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
-        found = []
-        for module, numbers in zip(self.chunks, self._numbers, strict=True):
-            inside = {id(one) for one in module.modules()}
-            found.append(
-                tuple(tuple(m for m in self.units[unit].modules if id(m) in inside) for unit in numbers)
-            )
-        return tuple(found)
+        return self._found.modules(self.chunks)
 
     def unit_of_key(self) -> tuple[dict[str, int], ...]:
         """By chunk: in which of its units a weight gradient is, by the key that it is put under."""
-        keys = [
-            [
-                key
-                for name in unit.names
-                if name in self.buffer.names
-                for key in self.buffer.param_meta[name].grad_keys
-            ]
-            for unit in self.units
-        ]
-        return tuple(
-            {key: place for place, unit in enumerate(numbers) for key in keys[unit]}
-            for numbers in self._numbers
-        )
+        keys = {name: self.buffer.param_meta[name].grad_keys for name in self.buffer.names}
+        return self._found.unit_of_key(keys)
 
     # A step ---------------------------------------------------------------------------------------------
 
@@ -299,23 +271,6 @@ class DistributedDataParallel(GradSync):
 
     def _assert_stepping(self, what: str) -> None:
         assert self._is_stepping, f"{what} outside of a step: call begin_step() first"
-
-    def _find_units(self, declared: Sequence[ModelUnit] | None) -> RankUnits:
-        parameters, config = self._chunks.parameters, self.config
-        without = (
-            ()
-            if self.sharding.weights is not Cut.WHOLE
-            else tuple(n for n, p in parameters.items() if not p.requires_grad)
-        )
-        found = find_rank_units(self._chunks, declared, config.fsdp_unit_modules or (), without=without)
-        if self.sharding.main_grads is not Cut.WHOLE:
-            return found
-        numel = [
-            sum(parameters[name].numel() for name in unit.names if parameters[name].requires_grad)
-            for unit in found.units
-        ]
-        limit = bucket_size_of(sum(numel), self.place.dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
-        return merged(found, numel, limit)
 
     def _new_memory(self) -> TransientMemory:
         config = self.config

@@ -42,18 +42,19 @@ class DistributedDataParallelConfig:
     )
     fsdp_double_buffer: bool = arg(
         False,
-        "gather into two lasting slots a role, sized by the largest units, instead of memory allocated each time",
+        "gather into two lasting slots a role, sized by the largest units, instead of memory allocated each time; with "
+        "one pipeline stage",
         flags=("--fsdp-double-buffer", "--megatron-fsdp-max-pool-double-buffer"),
     )
     fsdp_reshard_policy: Literal["memory", "backward", "step", "budget"] = arg(
         "memory",
-        "how long units stay gathered and unreduced: as short as possible, from forward to backward, for a whole step, "
-        "or what moves the fewest bytes within --fsdp-memory-budget",
+        "how long units stay gathered and unreduced: as short as possible, from forward to backward (with one pipeline "
+        "stage), for a whole step, or what moves the fewest bytes within --fsdp-memory-budget",
         ours=True,
     )
     fsdp_memory_budget: int | None = arg(
         None,
-        "what units may keep gathered or unreduced beyond the least",
+        "what the units of a rank may keep gathered or unreduced beyond what the policy memory does",
         unit="bytes",
         ours=True,
         bounds=Bounds(0, 2**60),

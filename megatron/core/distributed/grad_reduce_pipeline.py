@@ -41,6 +41,7 @@ from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
+from megatron.core.peer_loss import PeerLostError
 
 MAX_UNDER_WAY = 2  # reductions at once
 
@@ -51,8 +52,7 @@ class GradState:
     """A unit's gradients.
 
     fresh: keys without a contribution since the last reduction. held: whole gradients have memory. has_sum: the shard
-    holds what the next sum is added to. under_way: collectives that are not waited for. reduced, summed_outer: in this
-    step. final: see [Note: final sums].
+    holds what the next sum is added to. reduced, summed_outer: in this step. final: see [Note: final sums].
     """
 
     def __init__(self, name: str, buffer: FlatBuffer, ledger: Ledger) -> None:
@@ -71,15 +71,14 @@ class GradState:
         self.resting = RestingGrads(name, shards, ledger)
         self.fresh = set(self.keys)
         self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
-        self.under_way = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UnderWay:
-    """A collective over a unit's gradients. inner: it reads whole ones."""
+    """The collectives of one reduction of a unit. inner: they read whole gradients."""
 
     unit: GradState
-    pending: collectives.Pending
+    pending: list[collectives.Pending]
     inner: bool
 
 
@@ -226,7 +225,8 @@ class GradReducePipeline:
             starts.append(
                 functools.partial(collectives.reduce_scatter_units, items, groups.reduce, accumulate=add)
             )
-        self._launch(unit, starts, inner=True)
+        if starts:
+            self._launch(unit, starts, inner=True)
 
     def _start_outer(self, unit: GradState, calls: Calls) -> None:
         unit.summed_outer = True
@@ -251,13 +251,11 @@ class GradReducePipeline:
     def _launch(
         self, unit: GradState, starts: Sequence[Callable[[], collectives.Pending]], *, inner: bool
     ) -> None:
-        unit.under_way += len(starts)
-        for start in starts:
-            while len(self._under_way) >= MAX_UNDER_WAY:
-                self._wait_for_one(self._under_way[0])
-            pending = start()
-            self._ledger.hold("exchange", unit.name, pending.temporary_bytes)
-            self._under_way.append(_UnderWay(unit, pending, inner))
+        while len(self._under_way) >= MAX_UNDER_WAY:
+            self._wait_for_one(self._under_way[0])
+        pending = [start() for start in starts]
+        self._ledger.hold("exchange", unit.name, sum(one.temporary_bytes for one in pending))
+        self._under_way.append(_UnderWay(unit, pending, inner))
 
     def _hold(self, unit: GradState) -> None:
         """Whole gradients have memory on return. See [Note: when to wait]."""
@@ -277,10 +275,14 @@ class GradReducePipeline:
 
     def _wait_for_one(self, one: _UnderWay) -> None:
         self._under_way.remove(one)
-        one.pending.wait()
-        self._ledger.free("exchange", one.unit.name, one.pending.temporary_bytes)
-        one.unit.under_way -= 1
-        if one.unit.under_way == 0:
+        try:
+            for pending in one.pending:
+                pending.wait()
+        except PeerLostError as error:  # which may come to light in another operation, or behind the last one
+            kind = "REDUCE" if one.inner else "HSDP_ALL_REDUCE"
+            raise error.at(f"{kind} of unit {one.unit.name!r}") from error
+        self._ledger.free("exchange", one.unit.name, sum(pending.temporary_bytes for pending in one.pending))
+        if one.inner:
             self._drop(one.unit)
 
     def _drop(self, unit: GradState) -> None:

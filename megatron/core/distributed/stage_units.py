@@ -17,7 +17,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
+from megatron.core.distributed.bucket_memory import num_bytes, present
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.distributed.shard_layout import bucket_size_of
+from megatron.core.distributed.sharding import Cut, Sharding
 from megatron.core.distributed.units import Unit, UnitModule, derive_units, find_units
 from megatron.core.module import MegatronModule, ModelUnit
 from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
@@ -43,7 +48,7 @@ class ChunkUnits:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankUnits:
+class EngineUnits:
     """units: of all chunks, each once, in the order of the forward. chunks: what each chunk needs of them."""
 
     units: tuple[Unit, ...]
@@ -65,34 +70,97 @@ class RankUnits:
             found |= {unit for access in row if len(access) > 1 for unit in access}
         return frozenset(found)
 
-    def stages(self, weight_bytes: Sequence[int], grad_bytes: Sequence[int]) -> tuple[StageUnits, ...]:
-        """For a plan, by chunk. weight_bytes, grad_bytes: of each unit. Times and activations are 0."""
-        held: set[int] = set()  # by an earlier chunk, which says whether its own backward reads them
+    def modules(self, chunks: Sequence[nn.Module]) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
+        """By chunk and unit: the unit's modules in the chunk."""
+        inside = [{id(one) for one in module.modules()} for module in chunks]
+        return tuple(
+            tuple(tuple(m for m in self.units[number].modules if id(m) in here) for number in chunk.numbers)
+            for chunk, here in zip(self.chunks, inside, strict=True)
+        )
+
+    def unit_of_key(self, keys: Mapping[str, Sequence[str]]) -> tuple[dict[str, int], ...]:
+        """By chunk: the unit of each key, by its place in the chunk. keys: of parameters."""
+        return tuple(
+            {
+                key: place
+                for place, number in enumerate(chunk.numbers)
+                for name in self.units[number].names
+                for key in keys.get(name, ())
+            }
+            for chunk in self.chunks
+        )
+
+    def stages(self, costs: Sequence[UnitCosts]) -> tuple[StageUnits, ...]:
+        """For a plan, by chunk. costs: of each unit. Whether the backward reads its weights, and what its further uses
+        take, is said of the first chunk that has it; others have it for a use of their own in the backward."""
+        held: set[int] = set()
         stages = []
         for chunk in self.chunks:
-            places = {number: place for place, number in enumerate(chunk.numbers)}
-            units = tuple(
-                UnitCosts(
-                    self.units[number].name,
-                    weight_bytes=weight_bytes[number],
-                    grad_bytes=grad_bytes[number],
-                    backward_reads=self.units[number].backward_reads or number in held,
-                )
-                for number in chunk.numbers
+            again = [number in held for number in chunk.numbers]
+            units = (
+                dataclasses.replace(costs[number], backward_reads=True, extra_grad_bytes=0)
+                if other
+                else costs[number]
+                for number, other in zip(chunk.numbers, again, strict=True)
             )
+            accesses = chunk.renumbered({number: place for place, number in enumerate(chunk.numbers)})
+            stages.append(StageUnits(tuple(units), accesses.forward, accesses.backward))
             held.update(chunk.numbers)
-            accesses = chunk.renumbered(places)
-            stages.append(StageUnits(units, accesses.forward, accesses.backward))
         return tuple(stages)
 
 
-def find_rank_units(
+def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
+    """Its bytes in a buffer, padding included. shard_bytes: without the optimizer's moments."""
+    buckets, extra = buffer.buckets_of_unit(unit.name), buffer.extra_grads
+    uses = (key for name in unit.names for key in buffer.param_meta[name].grad_keys)
+    trained = [bucket for bucket in buckets if bucket.trained]
+    own = [one.main_weights for one in trained if buffer.arenas[one.arena].own_main_weights is not None]
+    at_rest = [*(bucket.weights for bucket in buckets), *own, *(bucket.main_grads for bucket in trained)]
+    scattered = buffer.sharding.optimizer is Cut.FULL
+    outer = (one.main_grads if scattered else one.optimizer_grads for one in trained)
+    return UnitCosts(
+        unit.name,
+        weight_bytes=num_bytes(bucket.full_weights for bucket in buckets),
+        grad_bytes=num_bytes(present(bucket.full_grads for bucket in trained)),
+        extra_grad_bytes=num_bytes(extra[key] for key in uses if key in extra),
+        shard_bytes=num_bytes(present(at_rest)),
+        outer_grad_bytes=num_bytes(present(outer)),
+        outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
+        backward_reads=unit.backward_reads,
+    )
+
+
+def find_engine_units(
+    chunks: ModelChunks,
+    declared: Sequence[ModelUnit] | None,
+    config: DistributedDataParallelConfig,
+    sharding: Sharding,
+    dp_size: int,
+) -> EngineUnits:
+    """The units of an engine: those of the rank; where gradients stay whole merged ones. declared: see `find_units_of`.
+
+    Raises ModelError as that does, ValueError for sizes that make no bucket.
+    """
+    parameters = chunks.parameters
+    frozen = [name for name, p in parameters.items() if not p.requires_grad]
+    without = frozen if sharding.weights is Cut.WHOLE else []
+    found = find_units_of(chunks, declared, config.fsdp_unit_modules or (), without=without)
+    if sharding.main_grads is not Cut.WHOLE:
+        return found
+    numel = [
+        sum(parameters[name].numel() for name in set(unit.names).difference(frozen)) for unit in found.units
+    ]
+    limit = bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
+    return merged(found, numel, limit)
+
+
+def find_units_of(
     chunks: ModelChunks,
     declared: Sequence[ModelUnit] | None,
     unit_modules: Sequence[UnitModule],
     *,
     without: Collection[str] = (),
-) -> RankUnits:
+) -> EngineUnits:
     """The units of a rank. declared: of all chunks; None: what each says itself, by `unit_modules` where that is
     nothing. without: parameters that are neither gathered nor reduced.
 
@@ -123,13 +191,13 @@ def find_rank_units(
             found.append(ChunkUnits(*rows))
     kept = [unit for unit in units if not without or not set(unit.names) <= set(without)]
     numbers = {unit.index: number for number, unit in enumerate(kept)}
-    return RankUnits(
+    return EngineUnits(
         tuple(dataclasses.replace(unit, index=numbers[unit.index]) for unit in kept),
         tuple(chunk.renumbered(numbers) for chunk in found),
     )
 
 
-def merged(found: RankUnits, numel: Sequence[int], limit: int) -> RankUnits:
+def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
     """With units of at least `limit` elements, as far as neighbours in the backward are there to be merged. numel: of
     each unit. What several chunks need stays a unit of its own. See [Note: merged units]."""
     counts = [number for chunk in found.chunks for number in chunk.numbers]
@@ -159,14 +227,14 @@ def merged(found: RankUnits, numel: Sequence[int], limit: int) -> RankUnits:
             )
         )
     numbers = {number: index for index, group in enumerate(groups) for number in group}
-    return RankUnits(tuple(units), tuple(chunk.renumbered(numbers) for chunk in found.chunks))
+    return EngineUnits(tuple(units), tuple(chunk.renumbered(numbers) for chunk in found.chunks))
 
 
 def _declared(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> list[ModelUnit]:
     """What chunks say themselves, and units for those that say nothing, chunk by chunk."""
     own = [module.units() if isinstance(module, MegatronModule) else None for module in chunks.modules]
     plain = [module for module, units in zip(chunks.modules, own, strict=True) if units is None]
-    derived = derive_units(plain, unit_modules, one_rest=True)
+    derived = derive_units(plain, unit_modules, one_rest=True) if plain else ()
     found: list[ModelUnit] = []
     for module, units in zip(chunks.modules, own, strict=True):
         inside = {id(one) for one in module.modules()}

@@ -27,7 +27,6 @@ from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.problems import ConfigurationError
 from megatron.training.resolve import apply_checkpoint_args
-from megatron.training.schedule_choice import last_num_microbatches
 from tests.harness.launch_lines import SMALL
 
 MIB = 1 << 20
@@ -332,7 +331,7 @@ def test_a_ramp_of_a_trillion_samples_is_counted_at_once():
 def planned(config):
     """The pure part of a launch."""
     config.grid()
-    schedule, microbatches = config.batch_schedule(), last_num_microbatches(config)
+    schedule, microbatches = config.batch_schedule(), config.last_num_microbatches
     schedule.samples_of(config.total_iterations)
     schedule.iterations_for(2**40)
     datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)

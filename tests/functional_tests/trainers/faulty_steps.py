@@ -2,7 +2,7 @@
 """pretrain_gpt.py whose steps go wrong on command, on some stage of its pipeline: for post-validation.
 
 --faults as in tests/harness/gradient_faults.py; --kill-in-rollback R:N ends rank R inside its N-th rollback, R:N:step
-behind it, before the step is taken again; --stop-iteration sends this process SIGTERM there; --free-bytes is what the
+behind it, before the step is taken again, R:N:stop holds it up inside; --stop-iteration sends this process SIGTERM there; --free-bytes is what the
 machine seems to have left. User code must be told the iteration that it runs in: every forward asks.
 """
 
@@ -23,6 +23,9 @@ def add_arguments(parser):
     group = parser.add_argument_group("faults")
     group.add_argument("--faults", nargs="*", default=[])
     group.add_argument("--kill-in-rollback", default="")
+    group.add_argument(
+        "--timeout-s", type=float, default=0.0, help="--distributed-timeout-minutes in seconds"
+    )
     group.add_argument("--stop-iteration", type=int, default=0)
     group.add_argument("--free-bytes", type=int, default=0)
     group.add_argument(
@@ -61,9 +64,10 @@ def kill_in_rollback(text):
     def rollback(self):
         calls.append(None)
         if len(calls) == int(number):
-            if behind:
+            if "step" in behind:
                 real(self)
-            os.kill(os.getpid(), signal.SIGKILL)
+            print(f"rank {rank} goes away", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP if "stop" in behind else signal.SIGKILL)
         real(self)
 
     MixedPrecisionOptimizer.rollback = rollback
@@ -73,8 +77,11 @@ if __name__ == "__main__":
     from megatron.training.arguments import launch_config
 
     config = launch_config(extra_args_provider=add_arguments)
-    if config.extra["exit_duration_s"]:
-        config = config.replace(exit_duration_in_mins=config.extra["exit_duration_s"] / 60.0)
+    for in_seconds, in_minutes in (
+        ("timeout_s", "distributed_timeout_minutes"), ("exit_duration_s", "exit_duration_in_mins"),
+    ):  # fmt: skip
+        if config.extra[in_seconds]:
+            config = config.replace(**{in_minutes: config.extra[in_seconds] / 60.0})
     if config.extra["kill_in_rollback"]:
         kill_in_rollback(config.extra["kill_in_rollback"])
     if config.extra["free_bytes"]:

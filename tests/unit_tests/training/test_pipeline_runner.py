@@ -7,7 +7,11 @@ import pytest
 
 from megatron.core.device import Device
 from megatron.core.parallel_state import single_process
-from megatron.training import training
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.training import pipeline, training
 from megatron.training.arguments import parse_config
 from megatron.training.pipeline import PipelineRunner, _profiler
 from megatron.training.timers import Timers
@@ -18,15 +22,20 @@ class ClosedError(Exception):
     """Told by a recorder that was closed."""
 
 
-def test_closing_a_runner_closes_its_recorder():
+def test_closing_a_runner_closes_its_recorder(monkeypatch):
+    monkeypatch.setattr(pipeline, "residency_of", lambda _model, _ranks: Residency("no_shard"))
+
     def close():
         raise ClosedError
 
-    ps, engine = single_process(Device("cpu")), SimpleNamespace(chunks=[])
+    ps, engine = single_process(Device("cpu")), SimpleNamespace(chunks=[], model=None)
+
+    placement = Placement("linear", 1)
+    spec = ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement))
 
     def runner(recorder):
         return PipelineRunner(
-            None, ps, engine, None, Timers(0), per_token_loss=False, recorder=recorder
+            spec, ps, engine, None, Timers(0), per_token_loss=False, recorder=recorder
         ).close()
 
     runner(None)

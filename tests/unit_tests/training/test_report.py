@@ -58,6 +58,8 @@ def write_metrics(folder, iterations=40):
                 "lm loss": 8.0 / i,
                 "learning-rate": 1e-4,
                 "grad-norm": 100.0 if i == 3 else 1.0,
+                "planned-held-bytes": 1000,
+                "measured-bubble": 0.1,
                 "tokens-per-second": 1000.0 + i,
                 "loss-scale": 1.0,
             },

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.asked_schedules import told_schedule
 from megatron.core.model_parallel_config import ModelParallelConfig, bytes_of, count_or_auto
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
@@ -26,7 +27,6 @@ from megatron.training.pipeline_memory import asks_device
 from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
-from megatron.training.schedule_choice import last_num_microbatches, told_schedule
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -196,7 +196,7 @@ def test_what_to_do_fits_the_cause(ranks, words, rule, fix):
 
 def test_the_flag_that_asks_for_a_schedule_is_named():
     def told(words, runs=None):
-        return told_schedule(configure(f"--num-layers 4 {words}"), runs)
+        return told_schedule(configure(f"--num-layers 4 {words}").parallel, runs)
 
     assert told("") == "--pipeline-schedule 1f1b"
     assert told("--pipeline-schedule zbv", "zbv") == "--pipeline-schedule zbv"
@@ -382,5 +382,5 @@ def test_the_rules_refuse_exactly_what_cannot_be_planned(
     if not fits:
         assert refused
         return
-    assert last_num_microbatches(config) == microbatches
+    assert config.last_num_microbatches == microbatches
     assert (bubble_rate(config.schedule_spec, microbatches) is None) == bool(refused)  # None: no such plan

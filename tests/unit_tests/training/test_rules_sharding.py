@@ -44,8 +44,8 @@ BAD = [
     (f"{STRATEGY} no_shard {ZERO1}", "sharding-strategy",
      f"{STRATEGY} no_shard contradicts {ZERO1}, which shards the optimizer state", "leave the strategy out"),
     (f"{FSDP} {PP} 2 --fsdp-reshard-policy backward", "reshard-policy-stages",
-     f"--fsdp-reshard-policy backward with {PP} 2: several microbatches are between their forward and their backward at "
-     "any time, so weights would stay gathered for the whole step", "use --fsdp-reshard-policy budget"),
+     f"--fsdp-reshard-policy backward with {PP} 2: several microbatches are between their forward and their "
+     "backward at any time, so weights would stay gathered for the whole step", "use --fsdp-reshard-policy budget"),
     (f"{FSDP} {PP} 2 --fsdp-double-buffer", "double-buffer-stages",
      f"--fsdp-double-buffer with {PP} 2: forwards and backwards alternate, so units do not take two slots in turns",
      "use one stage"),
@@ -117,7 +117,8 @@ def test_what_makes_no_sense_is_refused_with_flags_and_fix(words, rule, message,
 
 
 def test_all_reasons_are_told_at_once():
-    words = f"{STRATEGY} optim_grads {PP} 2 {OUTER} optim --fsdp-memory-budget 1 {MAIN_PARAMS} bf16 --fsdp-double-buffer"
+    words = f"{STRATEGY} optim_grads {PP} 2 {OUTER} optim --fsdp-memory-budget 1 {MAIN_PARAMS} bf16"
+    words += " --fsdp-double-buffer"
     told = [problem.rule for problem in problems_of(words)]
     assert told == [
         "sharding-strategy",

@@ -42,7 +42,7 @@ from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.hooks import UnitHooks
 from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.sharding import Cut, sharding_of
-from megatron.core.distributed.stage_units import ChunkUnits, RankUnits
+from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits
 from megatron.core.distributed.units import UnitModule, find_units, forward_order
 from megatron.core.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
@@ -219,11 +219,11 @@ def find_registered_units(
     modules: tuple[nn.Module, ...],
     declared: Sequence[ModelUnit] | None,
     unit_modules: Sequence[UnitModule] | None,
-) -> RankUnits:
+) -> EngineUnits:
     """The units of a rank, whose accesses are the order in which modules are registered."""
     units = find_units(modules, ModelChunks(modules).parameters, declared, unit_modules)
     forwards = [tuple((unit,) for unit in forward_order([module], units)) for module in modules]
-    return RankUnits(units, tuple(ChunkUnits(forward, forward[::-1]) for forward in forwards))
+    return EngineUnits(units, tuple(ChunkUnits(forward, forward[::-1]) for forward in forwards))
 
 
 def ranks_of(ps_or_mesh: ParallelState | DeviceMesh | None) -> ParallelState:

@@ -127,7 +127,7 @@ def _within(
         )
     chosen = [UnitPolicy()] * len(facts)
     for saved, place, size, kept in sorted(offers, key=lambda offer: offer[:2], reverse=True):
-        if saved and size <= budget:
+        if saved and 0 < size <= budget:
             budget -= size
             own = chosen[place - 1]
             keep = kept.keep if kept.keep is not Keep.NOTHING else own.keep

@@ -11,7 +11,13 @@ from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
+from megatron.core.pipeline_parallel.plan.plan_file import load_plan
+from megatron.core.pipeline_parallel.plan.schedules import (
+    AUTO,
+    MOST_FORWARDS,
+    MOST_SEARCHED_FORWARDS,
+    SCHEDULES,
+)
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 
 
@@ -25,11 +31,51 @@ def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | No
 
 @dataclasses.dataclass(frozen=True)
 class StagedModel:
-    """What flags say of a model's stages. costs: None where the configuration is not complete, which rules tell."""
+    """What flags say of a model's stages and steps.
+
+    costs: None where the configuration is not complete, which rules tell. num_microbatches: of a step of the full
+    batch, of global_batch_size samples. masked: batches have masks, which all stages need.
+    """
 
     parallel: ModelParallelConfig
     num_layers: int
     costs: ModelCosts | None
+    num_microbatches: int
+    global_batch_size: int | None
+    masked: bool
+
+    def asked(self) -> ScheduleSpec:
+        """What every rank of the pipeline does in a step.
+
+        Raises StageLayersError where layers do not divide over stages, PlanError where --pipeline-schedule-file is no
+        plan for these ranks, where a step is too large for a plan, or where `auto` finds nothing.
+        """
+        parallel, ranks = self.parallel, self.parallel.pipeline_model_parallel_size
+        if parallel.pipeline_schedule_file is not None:
+            validates = parallel.enable_optimizer_post_validation
+            file = load_plan(parallel.pipeline_schedule_file, ranks, post_validation=validates)
+            return dataclasses.replace(self.spec(file.plan.schedule, file.plan.placement), file=file)
+        named = None if parallel.pipeline_schedule == AUTO else self.spec(parallel.pipeline_schedule)
+        if (fault := self.size_fault(ranks if named is None else named.placement.num_stages)) is not None:
+            raise PlanError(fault)
+        spec = named or self.fastest()
+        return spec if parallel.pipeline_memory_limit is None else self.with_gathered_inputs(spec)
+
+    def size_fault(self, num_stages: int) -> str | None:
+        """Why a step has more forwards than a plan holds; None where it has not. num_stages: of the flags, `auto` looks
+        at V's too."""
+        schedule, ranks = self.parallel.pipeline_schedule, self.parallel.pipeline_model_parallel_size
+        if schedule == AUTO and ranks > 1:
+            num_stages = max(num_stages, ranks * max(row.chunks for row in SCHEDULES.values()))
+        searched = schedule == AUTO or (schedule in SCHEDULES and SCHEDULES[schedule].searched)
+        most = MOST_SEARCHED_FORWARDS if searched else MOST_FORWARDS
+        count = self.num_microbatches
+        if count * num_stages <= most:
+            return None
+        return (
+            f"--global-batch-size {self.global_batch_size} is {count} microbatches a step on each replica, through "
+            f"{num_stages} stages {count * num_stages} forwards; a plan of schedule {schedule} holds at most {most}"
+        )
 
     def spec(self, schedule: str, placement: Placement | None = None) -> ScheduleSpec:
         """Of one schedule. placement: of a saved plan, which decides on the stages then. Raises StageLayersError."""
@@ -62,10 +108,11 @@ class StagedModel:
             estimated=model is not None,
             limits=None if limit is None else (limit,) * ranks,
             limit_in_stages=pending,
+            masked=self.masked,
         )
 
-    def fastest(self, num_microbatches: int) -> ScheduleSpec:
-        """The fastest schedule for steps of so many microbatches.
+    def fastest(self) -> ScheduleSpec:
+        """The fastest schedule for steps of the full batch.
 
         Without a limit every rank may hold what 1F1B holds on the first: what the F's of p microbatches leave. Raises
         StageLayersError where no schedule's stages fit the layers, PlanError where none fits the limit.
@@ -76,12 +123,12 @@ class StagedModel:
             in_stages = self.parallel.pipeline_model_parallel_size
             limits = specs[0].costs.left_by_forwards(specs[0].placement, in_stages)
         specs = [dataclasses.replace(one, limits=limits, limit_in_stages=in_stages) for one in specs]
-        best = fastest(specs, num_microbatches)
+        best = fastest(specs, self.num_microbatches)
         alike = [one for one in specs if (one.placement, one.stages) == (best.placement, best.stages)]
         rivals = tuple((one.schedule, one.group_size) for one in alike)
         return dataclasses.replace(best, rivals=rivals, reasons=(*best.reasons, *impossible))
 
-    def with_gathered_inputs(self, spec: ScheduleSpec, num_microbatches: int) -> ScheduleSpec:
+    def with_gathered_inputs(self, spec: ScheduleSpec) -> ScheduleSpec:
         """With what sequence parallel has gathered kept from F to W, where all ranks have memory for that and the step
         takes no longer; else as it is."""
         model = self.costs
@@ -92,7 +139,7 @@ class StagedModel:
         costs = dataclasses.replace(model, keeps_gathered=True).of_stages(spec.stages)
         kept = dataclasses.replace(spec, costs=costs, keeps_gathered=True)
         try:
-            return kept if fastest((spec, kept), num_microbatches).keeps_gathered else spec
+            return kept if fastest((spec, kept), self.num_microbatches).keeps_gathered else spec
         except PlanError:
             return spec  # neither fits, which whoever plans will say
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, F, Row, W
+from megatron.core.pipeline_parallel.plan.ir import F, PlanError, Row, W, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 
 
 def activations(
@@ -22,7 +23,7 @@ def activations(
     held = 0.0
     for place, op in enumerate(row):
         kind, stage = op[0], op[1]
-        if kind > BW:
+        if not IS_COMPUTE[kind]:
             continue
         if kind == F:
             after = held + costs.activation[stage]
@@ -46,3 +47,15 @@ def units_of_parts(row: Row) -> dict[int, int]:
         if op[0] == W and op[4] >= 0:
             found[op[1]] = max(found.get(op[1], 0), op[5])
     return found
+
+
+def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool = False) -> float:
+    """The most that a rank's activations take. Raises PlanError where more is freed than is held."""
+    peak = 0.0
+    for place, during, after in activations(row, costs, forward_only=forward_only):
+        peak = max(peak, during)
+        if after < -1e-6:
+            raise PlanError(
+                f"rank {rank}, place {place}, {op_text(row[place])}: frees more activation than is held"
+            )
+    return round(peak, 9)

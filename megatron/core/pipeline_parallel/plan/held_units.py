@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.ir import Kind
+from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.units import RankUnits, Use
 
@@ -84,9 +84,9 @@ class HeldUnits:
                 self._wait_for(unit)
                 self._whole[unit] = True
                 self.gradients += self.units.grad_bytes[unit]
-        if self._grads_cut:
+        if self._grads_cut and self.units.extra_bytes:
             for unit in use.completes:
-                more = self.units.extra_bytes(unit, stage)
+                more = self.units.extra_bytes.get((unit, stage), 0)
                 if more and stage not in self._extra[unit]:
                     self._extra[unit][stage] = more
                     self.gradients += more
@@ -105,11 +105,11 @@ class HeldUnits:
 
     def perform(self, kind: int, unit: int) -> str:
         """One operation on one unit."""
-        if kind == Kind.UNSHARD:
+        if kind == UNSHARD:
             return self._unshard(unit)
-        if kind == Kind.RESHARD:
+        if kind == RESHARD:
             return self._reshard(unit)
-        return self._reduce(unit) if kind == Kind.REDUCE else self._outer_sum(unit)
+        return self._reduce(unit) if kind == REDUCE else self._outer_sum(unit)
 
     def _unshard(self, unit: int) -> str:
         if not self._gathers:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.pipeline_parallel.plan.kinds import (
     HAS_MICROBATCH,
@@ -38,6 +39,8 @@ class PlanError(ValueError):
 # Plain ints, for loops over whole plans.
 F, B, W, BW = int(Kind.F), int(Kind.B), int(Kind.W), int(Kind.BW)
 SEND_F, RECV_F, SEND_B, RECV_B = int(Kind.SEND_F), int(Kind.RECV_F), int(Kind.SEND_B), int(Kind.RECV_B)
+UNSHARD, RESHARD, REDUCE = int(Kind.UNSHARD), int(Kind.RESHARD), int(Kind.REDUCE)
+HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +227,13 @@ class Plan:
 
 
 def plan_hash(plan: Plan) -> str:
-    """SHA-256 of the canonical JSON of version, placement and operations, as hex."""
-    content = {
+    """SHA-256 of the canonical JSON of version, placement, operations and, where there is one, residency, as hex."""
+    content: dict[str, Any] = {
         "version": VERSION,
         "placement": plan.placement.as_json(),
         "ops": [row_texts(row) for row in plan.rows],
     }
+    if plan.residency is not None:
+        content["residency"] = plan.residency.as_json()
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

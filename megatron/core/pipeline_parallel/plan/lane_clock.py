@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
-from megatron.core.pipeline_parallel.plan.ir import RawOp
+from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import HSDP_ALL_REDUCE, REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 
 
@@ -26,25 +26,62 @@ class Lanes:
     residency: Residency
     costs: LaneCosts
 
+    def clock(self, rank: int, plan: Plan, costs: CostModel, begin: float) -> LaneClock:
+        """A rank's."""
+        return LaneClock(RankUnits(rank, plan.placement, self.stages), self, costs.durations(), begin)
+
 
 class LaneClock:
     """One rank's lane. free: when its wire is. busy: its time so far. exposed: what the rank has waited for
-    it."""
+    it. times: of operations by place in the row, when they begin and end on the wire."""
 
-    def __init__(self, units: RankUnits, lanes: Lanes, begin: float) -> None:
-        self.units, self.lanes = units, lanes
+    def __init__(
+        self, units: RankUnits, lanes: Lanes, durations: Sequence[Sequence[float]], begin: float
+    ) -> None:
+        self.units, self.lanes, self.durations = units, lanes, durations
         self.free, self.busy, self.exposed = begin, 0.0, 0.0
+        self.times: dict[int, tuple[float, float]] = {}
+        self._pending: list[tuple[int, RawOp]] = []  # what belongs to accesses of the next computation
         self._gathered = [begin] * len(units)
         self._gathered_before = [False] * len(units)
         self._under: list[tuple[int, float]] = []  # reductions and sums over instances: unit, end
         self._shares: dict[tuple[int, int, int, int], tuple[float, ...]] = {}
 
-    def issue(self, op: RawOp, clock: float) -> tuple[float, float, float]:
-        """(when the rank goes on, when the operation begins, when it ends), issued at `clock`."""
+    def issue(self, place: int, op: RawOp, clock: float) -> float:
+        """When the rank goes on behind an operation that stands at `clock` in its row."""
+        if op[3]:
+            self._pending.append((place, op))
+            return clock
+        return self._perform(place, op, clock)
+
+    def compute(self, place: int, op: RawOp, clock: float) -> float:
+        """When a computation ends that starts at `clock`."""
+        shares, duration = self._shares_of(op), self.durations[op[0]][op[1]]
+        if not self._pending and self.free <= clock:
+            return clock + (duration if op[4] < 0 else duration * sum(shares))
+        pending, at = self._pending, 0
+        for access, (use, share) in enumerate(zip(self.units.uses(op), shares, strict=True)):
+            while at < len(pending) and pending[at][1][3] <= access + 1:
+                clock = self._perform(*pending[at], clock)
+                at += 1
+            for unit in use.reads:
+                clock = self._wait(clock, self._gathered[unit])
+            if self._under:
+                for unit in use.begins:
+                    clock = self._wait_for(unit, clock)
+            clock += share * duration
+        pending.clear()
+        return clock
+
+    def through(self, clock: float) -> float:
+        """When all that was issued is done."""
+        return self._wait(clock, self.free)
+
+    def _perform(self, place: int, op: RawOp, clock: float) -> float:
         kind, numbers = op[0], self.units.of[op[1]]
+        costs, residency = self.lanes.costs, self.lanes.residency
         start = end = clock
         for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
-            costs, residency = self.lanes.costs, self.lanes.residency
             if kind == UNSHARD:
                 first = not self._gathered_before[unit]
                 self._gathered_before[unit] = True
@@ -60,26 +97,7 @@ class LaneClock:
                 self._under.append((unit, end))
                 if not residency.overlap_reduce:
                     clock = self._wait_for(unit, clock)
-        return clock, start, end
-
-    def compute(
-        self, op: RawOp, clock: float, duration: float, issued: Sequence[tuple[RawOp, list[float]]]
-    ) -> float:
-        """When a computation ends that starts at `clock`. issued: operations that belong to its accesses,
-        each with a list that gets its beginning and end."""
-        if not issued and self.free <= clock:
-            return clock + duration
-        at = 0
-        for access, (use, share) in enumerate(zip(self.units.uses(op), self._shares_of(op), strict=True)):
-            while at < len(issued) and issued[at][0][3] <= access + 1:
-                clock, *times = self.issue(issued[at][0], clock)
-                issued[at][1][:] = times
-                at += 1
-            for unit in use.reads:
-                clock = self._wait(clock, self._gathered[unit])
-            for unit in use.begins:
-                clock = self._wait_for(unit, clock)
-            clock += share * duration
+        self.times[place] = (start, end)
         return clock
 
     def _shares_of(self, op: RawOp) -> tuple[float, ...]:
@@ -87,10 +105,7 @@ class LaneClock:
         key = (op[0], op[1], op[4], op[5])
         shares = self._shares.get(key)
         if shares is None:
-            shares = self.units.stages[op[1]].shares(op)
-            whole = sum(shares)
-            shares = tuple(one / whole for one in shares) if whole else (1.0,)
-            self._shares[key] = shares
+            shares = self._shares[key] = self.units.stages[op[1]].shares(op) or (1.0,)
         return shares
 
     def _run(self, clock: float, seconds: float) -> tuple[float, float]:

@@ -22,12 +22,12 @@ class Bubbles:
     planned: float
     measured: float
 
-    def line(self) -> str:
+    def lines(self) -> list[str]:
         """After the iteration line of a pipeline with more than one rank."""
-        return (
+        return [
             f" pipeline bubble of iteration {self.iteration}: planned {100 * self.planned:.2f}%, "
             f"measured {100 * self.measured:.2f}%"
-        )
+        ]
 
     def scalars(self) -> dict[str, float]:
         """The same as shares."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
     from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
@@ -97,6 +100,69 @@ class PlannedResidency:
         names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
         row = (residency.strategy, residency.ways, residency.outer, residency.outer_optimizer)
         return cls(*row, residency.policy, names, grouping)
+
+    def as_json(self) -> dict[str, Any]:
+        """For files and hashes. Equal groups in a row are `size*count`."""
+        return {
+            "strategy": self.strategy,
+            "ways": self.ways,
+            "outer": self.outer,
+            "outer_optimizer": self.outer_optimizer,
+            "policy": self.policy,
+            "units": [list(units) for units in self.units],
+            "grouping": [[_runs(groups) for groups in stage] for stage in self.grouping],
+        }
+
+    @classmethod
+    def from_json(cls, content: object, most_groups: int) -> PlannedResidency:
+        """What `as_json` wrote. most_groups: no more in all are made. Raises ValueError for anything else."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(content, dict) or set(content) != fields:
+            raise ValueError(f"`residency` has {', '.join(sorted(fields))}")
+        numbers = (content["ways"], content["outer"])
+        if (
+            any(type(one) is not int or one < 1 for one in numbers)
+            or type(content["outer_optimizer"]) is not bool
+        ):
+            raise ValueError(
+                "`residency`: ways and outer are numbers of ranks, outer_optimizer is true or false"
+            )
+        if content["strategy"] not in STRATEGIES or content["policy"] not in POLICIES:
+            raise ValueError(f"`residency`: strategy is one of {STRATEGIES}, policy one of {POLICIES}")
+        units, texts = (_texts(content[name], name) for name in ("units", "grouping"))
+        if sum(map(_count, (one for stage in texts for one in stage))) > most_groups:
+            raise ValueError("`residency`: there are more groups of microbatches than operations")
+        grouping = tuple(tuple(map(_groups, stage)) for stage in texts)
+        row = (content["strategy"], *numbers, content["outer_optimizer"], content["policy"])
+        return cls(*row, units, grouping)
+
+
+_RUN = re.compile(r"(\d{1,9})\*(\d{1,9})")
+
+
+def _runs(groups: tuple[int, ...]) -> str:
+    return ",".join(f"{size}*{len(list(run))}" for size, run in itertools.groupby(groups))
+
+
+def _count(text: str) -> int:
+    """How many groups a text of runs has."""
+    runs = [_RUN.fullmatch(one) for one in text.split(",")] if text else []
+    if not all(runs):
+        raise ValueError(f"{text!r:.80} is no list of groups: expected for example 1*64 or 3*1,2*4")
+    return sum(int(run[2]) for run in runs if run)
+
+
+def _groups(text: str) -> tuple[int, ...]:
+    runs = (one.split("*") for one in text.split(",") if one)
+    return tuple(int(size) for size, count in runs for _ in range(int(count)))
+
+
+def _texts(content: object, name: str) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(content, list) or not all(isinstance(stage, list) for stage in content):
+        raise ValueError(f"`residency`: {name} is a list of texts a stage")
+    if not all(isinstance(one, str) for stage in content for one in stage):
+        raise ValueError(f"`residency`: {name} is a list of texts a stage")
+    return tuple(map(tuple, content))
 
 
 @dataclass(frozen=True)

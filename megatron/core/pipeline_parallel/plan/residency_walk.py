@@ -14,14 +14,11 @@ from typing import NamedTuple
 from megatron.core.pipeline_parallel.plan.activations import activations
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held_units import HeldUnits, Moves
-from megatron.core.pipeline_parallel.plan.ir import BW, Kind, PlanError, RawOp, Row, op_text
+from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, RawOp, Row, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.units import RankUnits
-
-UNSHARD, RESHARD, REDUCE = int(Kind.UNSHARD), int(Kind.RESHARD), int(Kind.REDUCE)
-HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
-LANE = frozenset((UNSHARD, RESHARD, REDUCE, HSDP_ALL_REDUCE))
 
 
 class Held(NamedTuple):
@@ -120,12 +117,12 @@ class _Walk:
         pending: list[tuple[int, RawOp]] = []  # operations that belong to accesses of the next computation
         for place, op in enumerate(row):
             kind = op[0]
-            if kind <= BW:
+            if IS_COMPUTE[kind]:
                 self._compute(place, op, pending)
                 pending = []
-            elif kind in LANE and op[3]:
+            elif IS_DATA_PARALLEL[kind] and op[3]:
                 pending.append((place, op))
-            elif kind in LANE:
+            elif IS_DATA_PARALLEL[kind]:
                 if pending:
                     raise self._wrong(place, "stands behind one of a later moment")
                 self._lane(place, op, -1)

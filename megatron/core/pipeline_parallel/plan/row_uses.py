@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
-from megatron.core.pipeline_parallel.plan.ir import BW, RawOp, Row
+from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 
@@ -55,11 +56,12 @@ class RowUses:
         self.most_read = 0
         last_read = [-2] * len(units)  # by number of the reading access
         under: deque[int] = deque(maxlen=MOST_UNDER_WAY)
-        grad_bytes, weight_bytes = units.grad_bytes, units.weight_bytes
-        complete: list[int] = []
+        grad_bytes, weight_bytes, extra_bytes = units.grad_bytes, units.weight_bytes, units.extra_bytes
+        complete: list[int] = []  # bytes of gradients
+        read_together: set[tuple[int, ...]] = set()
         moment = reading = adding = 0
         for place, op in enumerate(row):
-            if op[0] > BW:
+            if not IS_COMPUTE[op[0]]:
                 continue
             self.computations.append((place, moment))
             uses = units.uses(op)
@@ -73,27 +75,30 @@ class RowUses:
                             self.reads[unit].append(Span(moment, moment, op, op))
                         last_read[unit] = reading
                     reading += 1
-                    self.most_read = max(self.most_read, sum(weight_bytes[unit] for unit in use.reads))
+                    if use.reads not in read_together:
+                        read_together.add(use.reads)
+                        self.most_read = max(self.most_read, sum(weight_bytes[unit] for unit in use.reads))
                 for unit in use.begins:
                     self.adds[unit].append(Span(moment, moment, op, op))
                     adding += grad_bytes[unit]
                 for unit in use.completes:
                     self.adds[unit][-1].last = moment
-                    adding += units.extra_bytes(unit, op[1])
-                    complete.append(unit)
+                    more = extra_bytes.get((unit, op[1]), 0) if extra_bytes else 0
+                    adding += more
+                    complete.append(grad_bytes[unit] + more)
                 if complete and (overlap_reduce or use is uses[-1]):
                     self.most_adding = max(self.most_adding, adding + sum(under))
-                    sizes = [grad_bytes[unit] + units.extra_bytes(unit, op[1]) for unit in complete]
-                    under.extend(sizes)
-                    adding -= sum(sizes)
-                    complete.clear()
+                    under.extend(complete)
+                    adding -= sum(complete)
+                    complete = []
                 moment += 1
         self.num_moments = moment
 
     def gaps(self) -> tuple[list[Gap], list[Gap]]:
         """Between uses of weights, and between contributions to gradients."""
-        units = range(len(self.units))
-        grad_sizes = [self.units.grad_bytes[unit] + self.units.extra_bytes(unit) for unit in units]
+        grad_sizes = list(self.units.grad_bytes)
+        for (unit, _), more in self.units.extra_bytes.items():
+            grad_sizes[unit] += more
         weights: list[Gap] = []
         grads: list[Gap] = []
         for found, is_weights, spans, sizes in (

@@ -19,6 +19,11 @@ from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_mi
 
 AUTO = "auto"  # instead of a name: the fastest schedule that fits
 
+# [Note: size of plans] A plan is a list of operations that Python makes and checks before the first step: some
+# microseconds and half a kilobyte for each forward. A search weighs its candidates too, in a time that grows faster.
+MOST_FORWARDS = 2**18
+MOST_SEARCHED_FORWARDS = 2**16
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.activations import peak_activation
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Plan, PlanError, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.timeline import Timeline, execute
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,19 @@ class Simulation:
 
     @functools.cached_property
     def _spans(self) -> list[tuple[float, float]]:
-        """By rank: start of its first computation, end of its last."""
+        """By rank: start of its first computation, end of its last or of what it reduces last."""
         spans = []
         for rank, row in enumerate(self.plan.rows):
             places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
-            spans.append((self.timeline.starts[rank][places[0]], self.timeline.ends[rank][places[-1]]))
+            end = self.timeline.ends[rank][places[-1]]
+            if self.timeline.lanes:
+                end = max(end, self.timeline.lanes[rank].free)
+            spans.append((self.timeline.starts[rank][places[0]], end))
         return spans
 
     @property
     def makespan(self) -> float:
-        """End of the last computation."""
+        """End of the last computation, or reduction."""
         return max(end for _, end in self._spans)
 
     @property
@@ -60,6 +64,22 @@ class Simulation:
         return tuple(self.makespan - one for one in self.busy)
 
     @functools.cached_property
+    def exposed(self) -> tuple[float, ...]:
+        """By rank: what computations wait for gathers and reductions, and the row's end for the last of them. Empty
+        without lanes."""
+        exposed = []
+        for rank, lane in enumerate(self.timeline.lanes):
+            row = zip(self.plan.rows[rank], self.timeline.ends[rank], strict=True)
+            computed = max(end for op, end in row if not IS_DATA_PARALLEL[op[0]])
+            exposed.append(lane.exposed + max(0.0, lane.free - computed))
+        return tuple(exposed)
+
+    @property
+    def lane_share(self) -> tuple[float, ...]:
+        """By rank: how much of the step its gathers and reductions are on the wire. Empty without lanes."""
+        return tuple(lane.busy / self.cost for lane in self.timeline.lanes)
+
+    @functools.cached_property
     def peak_activation(self) -> tuple[float, ...]:
         """By rank: the most that it holds."""
         return tuple(
@@ -73,16 +93,19 @@ class Simulation:
         return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
 
 
-def simulate(plan: Plan, costs: CostModel) -> Simulation:
+def simulate(plan: Plan, costs: CostModel, lanes: Lanes | None = None) -> Simulation:
     """Time a plan: transfers run beside computations, each `costs.comm` after both of its ends are posted.
 
     Its work is m * max over ranks of (F + B + W), F alone where the plan is forward_only. A plan without transfers is
-    timed as if each result set off when it is there. Raises PlanError on a deadlock.
+    timed as if each result set off when it is there. lanes: of gathers and reductions, which take no time
+    without. Raises PlanError on a deadlock.
     """
-    timeline = execute(plan, costs)
+    timeline = execute(plan, costs, lanes)
     _refuse_deadlock(plan, timeline)
     durations = costs.durations()
-    busy = tuple(sum(durations[op[0]][op[1]] for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
+    busy = tuple(  # of a W in parts the first stands for all
+        sum(durations[op[0]][op[1]] for op in row if IS_COMPUTE[op[0]] and op[4] <= 0) for row in plan.rows
+    )
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
     return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
 

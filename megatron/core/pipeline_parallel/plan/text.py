@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 
 _FIELDS = (
     "version",
@@ -35,6 +37,8 @@ _FIELDS = (
     "hash",
 )
 _FLAGS = ("bitwise", "forward_only")
+_RESIDENCY = "residency"  # a field of plans with operations of data parallelism; as JSON, in CSV too
+_LIST = re.compile(r"(?<![A-Z0-9])\[")  # in JSON; not the one of an operation's units
 # Torch's letters, by kind; "" where torch has none.
 _TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.REDUCE: "REDUCE_GRAD"} | {
     kind: kind.name
@@ -43,16 +47,17 @@ _TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.REDUCE: "RED
 _TORCH_NAMES = tuple(_TORCH.get(kind, "") for kind in Kind)
 
 
-def _header(plan: Plan) -> dict[str, str | int | bool]:
+def _header(plan: Plan) -> dict[str, Any]:
     placement = plan.placement
     values = (VERSION, plan.schedule, placement.kind, placement.num_ranks, placement.num_chunks)
     flags = (plan.bitwise, plan.forward_only)
-    return dict(zip(_FIELDS, (*values, plan.num_microbatches, *flags, plan_hash(plan)), strict=True))
+    header = dict(zip(_FIELDS, (*values, plan.num_microbatches, *flags, plan_hash(plan)), strict=True))
+    return header if plan.residency is None else header | {_RESIDENCY: plan.residency.as_json()}
 
 
 def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
     """The plan of a file, its hash checked."""
-    if set(header) != set(_FIELDS):
+    if set(header) - {_RESIDENCY} != set(_FIELDS):
         raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header)):.200}")
     if str(header["version"]) != str(VERSION):
         raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
@@ -63,10 +68,13 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
         # by way of text, so that JSON's 2.5, true and [2] are as wrong as they look
         ranks, chunks, microbatches = (int(str(header[name])) for name in ("ranks", "chunks", "microbatches"))
         placement = Placement(str(header["placement"]), ranks, chunks)
+        residency = None
+        if _RESIDENCY in header:
+            residency = PlannedResidency.from_json(header[_RESIDENCY], sum(map(len, rows)))
     except ValueError as error:
         raise PlanError(f"the plan's header is wrong: {error}") from None
     bitwise, forward_only = (str(header[flag]) == "True" for flag in _FLAGS)
-    plan = Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only)
+    plan = Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only, residency)
     if plan_hash(plan) != header["hash"]:
         raise PlanError(
             f"the plan's hash is {plan_hash(plan)}, its header says {header['hash']}: it was changed"
@@ -83,7 +91,10 @@ def to_csv(plan: Plan) -> str:
     """A first line of names and values, then one line of operations a rank."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([word for name, value in _header(plan).items() for word in (name, value)])
+    header = _header(plan)
+    if _RESIDENCY in header:
+        header[_RESIDENCY] = json.dumps(header[_RESIDENCY])
+    writer.writerow([word for name, value in header.items() for word in (name, value)])
     writer.writerows(row_texts(row) for row in plan.rows)
     return out.getvalue()
 
@@ -95,9 +106,15 @@ def from_csv(text: str) -> Plan:
     except csv.Error as error:
         raise PlanError(f"no plan: {error}") from None
     words = lines[0] if lines else []
-    if len(words) != 2 * len(_FIELDS):
+    if len(words) not in (2 * len(_FIELDS), 2 * len(_FIELDS) + 2):
         raise PlanError(f"no plan: the first line gives {', '.join(_FIELDS)}, each with its value")
-    return _plan(dict(zip(words[::2], words[1::2], strict=True)), tuple(map(parse_row, lines[1:])))
+    header: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    if _RESIDENCY in header:
+        try:
+            header[_RESIDENCY] = json.loads(header[_RESIDENCY])
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"no plan: its residency is no JSON: {error}") from None
+    return _plan(header, tuple(map(parse_row, lines[1:])))
 
 
 def to_json(plan: Plan) -> str:
@@ -107,8 +124,10 @@ def to_json(plan: Plan) -> str:
 
 def from_json(text: str) -> Plan:
     """The plan that `to_json` wrote. Raises PlanError as `from_csv` does."""
-    if text.count("[") > STAGES.most + 1:
-        raise PlanError(f"no plan: it has more lists than the {STAGES.most} ranks that a pipeline may have")
+    if (
+        len(_LIST.findall(text)) > 3 * STAGES.most + 3
+    ):  # a rank's operations, a stage's units and their groups
+        raise PlanError(f"no plan: it has more lists than the {STAGES.most} stages that a pipeline may have")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

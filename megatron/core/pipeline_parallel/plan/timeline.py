@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.activations import units_of_parts
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
@@ -27,11 +28,13 @@ from megatron.core.pipeline_parallel.plan.ir import (
     partner_of,
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock, Lanes
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts, ends: by rank, then by place in its row; a transfer's is the time at which it is posted.
+    """starts, ends: by rank, then by place in its row; a transfer's is the time at which it is posted, a
+    gather's or reduction's that on the wire. lanes: by rank, where the plan was walked with lanes.
 
     done: (rank, place) of computations, overlapped pairs once, in an order that respects all dependencies.
     stopped: rank -> (place, what it waits for), for the ranks that never finish.
@@ -41,18 +44,30 @@ class Timeline:
     ends: list[list[float]]
     done: list[tuple[int, int]]
     stopped: dict[int, tuple[int, str]]
+    lanes: Sequence[LaneClock] = ()
+
+    def end(self, rank: int) -> float:
+        """When a rank is through, its gathers and reductions too."""
+        end = self.ends[rank][-1]
+        return max(end, self.lanes[rank].free) if self.lanes else end
 
 
 def execute(
-    plan: Plan, costs: CostModel, *, blocking_sends: bool = False, begin: Sequence[float] | None = None
+    plan: Plan,
+    costs: CostModel,
+    lanes: Lanes | None = None,
+    *,
+    blocking_sends: bool = False,
+    begin: Sequence[float] | None = None,
 ) -> Timeline:
-    """Walk the plan. blocking_sends: a rank computes on only when its sends have met their receives (rendezvous).
-    begin: when each rank is free; 0 by default.
+    """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends
+    have met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and
+    reductions are about; without, they take no time.
 
     States of post-validation are messages as others are: one goes from a rank once what it adds to has arrived, and
     takes `costs.comm`; VALIDATE and STEP wait for theirs and take no time.
     """
-    walk = _Walk(plan, costs, blocking_sends, begin)
+    walk = _Walk(plan, costs, lanes, blocking_sends, begin)
     ready = list(range(plan.placement.num_ranks))[::-1]
     while ready:
         walk.advance(ready.pop(), ready)
@@ -61,7 +76,10 @@ def execute(
         for rank, row in enumerate(plan.rows)
         if walk.place[rank] < len(row)
     }
-    return Timeline(walk.starts, walk.ends, walk.done, stopped)
+    for rank, lane in enumerate(walk.lanes):
+        for place, (start, end) in lane.times.items():
+            walk.starts[rank][place], walk.ends[rank][place] = start, end
+    return Timeline(walk.starts, walk.ends, walk.done, stopped, walk.lanes)
 
 
 class _Walk:
@@ -69,7 +87,12 @@ class _Walk:
     the rank that needs them, those from the rank before and then those from the rank behind."""
 
     def __init__(
-        self, plan: Plan, costs: CostModel, blocking_sends: bool, begin: Sequence[float] | None
+        self,
+        plan: Plan,
+        costs: CostModel,
+        lanes: Lanes | None,
+        blocking_sends: bool,
+        begin: Sequence[float] | None,
     ) -> None:
         num_ranks, self.total = plan.placement.num_ranks, plan.num_microbatches
         self.rows, self.costs, self.blocking_sends = plan.rows, costs, blocking_sends
@@ -94,6 +117,9 @@ class _Walk:
         self.starts: list[list[float]] = [[] for _ in range(num_ranks)]
         self.ends: list[list[float]] = [[] for _ in range(num_ranks)]
         self.done: list[tuple[int, int]] = []
+        self.lanes: list[LaneClock] = []
+        if lanes is not None:
+            self.lanes = [lanes.clock(rank, plan, costs, one) for rank, one in enumerate(self.clock)]
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits or is through; ranks that it wakes are added to `ready`."""
@@ -104,8 +130,9 @@ class _Walk:
             if not IS_COMPUTE[op[0]]:
                 if IS_TRANSFER[op[0]]:
                     self._post(rank, op, clock, ready)
-                elif IS_VALIDATION[op[0]]:
-                    later = self._exchange_state(rank, op, clock, ready)
+                else:
+                    wait = self._exchange_state if IS_VALIDATION[op[0]] else self._issue
+                    later = wait(rank, op, clock, ready)
                     if later < 0:
                         break
                     clock = later
@@ -118,17 +145,41 @@ class _Walk:
             start = self._start(rank, ops, clock)
             if start < 0:
                 break
+            behind = max(place, last) + 1
             clock = start
-            for one in ops:
-                clock += self.durations[one[0]][one[1]]
+            if self.lanes or op[4] >= 0:
+                clock = self._compute(rank, place, behind, start)
+            else:
+                for one in ops:
+                    clock += self.durations[one[0]][one[1]]
             for one in ops:
                 self._finish(one, clock, ready)
             self.done.append((rank, place))
-            behind = max(place, last) + 1
             starts += [start] * (behind - place)
             ends += [clock] * (behind - place)
             place = behind
         self.place[rank], self.clock[rank] = place, clock
+
+    def _issue(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
+        """A gather or a reduction: when the rank goes on, or -1 after noting what it waits for."""
+        if self.unmet[rank] and not op[3]:
+            clock = self._meet(rank, clock)
+        if clock >= 0 and self.lanes:
+            clock = self.lanes[rank].issue(len(self.starts[rank]), op, clock)
+        return clock
+
+    def _compute(self, rank: int, place: int, behind: int, clock: float) -> float:
+        """When the computation at `place` ends that starts at `clock`: with its units, or a part of a W; of an
+        overlapped pair when both do, with what stands between the two."""
+        for at in range(place, behind):
+            op = self.rows[rank][at]
+            if self.lanes:
+                run = self.lanes[rank].compute if IS_COMPUTE[op[0]] else self.lanes[rank].issue
+                clock = run(at, op, clock)
+            elif IS_COMPUTE[op[0]]:
+                share = (op[5] - op[4]) / units_of_parts(self.rows[rank])[op[1]] if op[4] >= 0 else 1.0
+                clock += self.durations[op[0]][op[1]] * share
+        return clock
 
     def _start(self, rank: int, ops: tuple[RawOp, ...], clock: float) -> float:
         """When the computations can start, or -1 after noting what the rank waits for."""
@@ -193,6 +244,8 @@ class _Walk:
     def _exchange_state(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
         """An operation of post-validation: when it is done, or -1 after noting what the rank waits for."""
         kind, peer = op[0], op[6]
+        if self.lanes and (kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)):
+            clock = self.lanes[rank].through(clock)
         if kind == Kind.RECV_STATE:
             message = self._state_for(rank, from_before=peer < rank)
             self._provide(self.posted, message, clock, self.num_inputs + message, ready)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, RawOp, W
+from megatron.core.pipeline_parallel.plan.kinds import READS_WEIGHTS, WRITES_GRADS
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 Access = tuple[int, ...]
@@ -110,7 +111,8 @@ class RankUnits:
     """The units of one pipeline rank, numbered: those of one name are one.
 
     stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the
-    place in it of each. weight_bytes, grad_bytes: by number. shard_bytes: of all.
+    place in it of each. weight_bytes, grad_bytes: by number. extra_bytes: of (number, stage), where it is
+    more than none. shard_bytes: of all.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Sequence[StageUnits]) -> None:
@@ -121,6 +123,7 @@ class RankUnits:
         self.home: list[tuple[int, int]] = []
         self.weight_bytes: list[int] = []
         self.grad_bytes: list[int] = []
+        self.extra_bytes: dict[tuple[int, int], int] = {}
         self.shard_bytes = 0
         self._uses: dict[tuple[int, int, int, int], tuple[Use, ...]] = {}
         numbers: dict[str, int] = {}
@@ -139,6 +142,8 @@ class RankUnits:
                     f"{(unit.weight_bytes, unit.grad_bytes)}"
                 )
                 assert number not in mine, f"stage {stage} has two units {unit.name}"
+                if unit.grad_bytes and unit.extra_grad_bytes:
+                    self.extra_bytes[number, stage] = unit.extra_grad_bytes
                 mine.append(number)
             self.of[stage] = tuple(mine)
 
@@ -149,12 +154,6 @@ class RankUnits:
         """As its first stage has it."""
         stage, place = self.home[number]
         return self.stages[stage].units[place]
-
-    def extra_bytes(self, number: int, stage: int | None = None) -> int:
-        """Of a unit's extra accumulators, those of one stage or of all."""
-        stages = self.of if stage is None else (stage,)
-        places = ((one, self.of[one].index(number)) for one in stages if number in self.of[one])
-        return sum(self.stages[one].units[place].extra_grad_bytes for one, place in places)
 
     def uses(self, op: RawOp) -> tuple[Use, ...]:
         """What each access of a computation needs, in order; at least one, of nothing where the stage has no
@@ -169,10 +168,10 @@ class RankUnits:
         kind, stage = op[0], op[1]
         units, numbers = self.stages[stage].units, self.of[stage]
         accesses = self.stages[stage].accesses(op)
-        reads = [kind != W and bool(unit.weight_bytes) for unit in units]
-        if kind in (B, BW):
+        reads = [READS_WEIGHTS[kind] and bool(unit.weight_bytes) for unit in units]
+        if kind != F:
             reads = [one and unit.backward_reads for one, unit in zip(reads, units, strict=True)]
-        adds = [kind in (W, BW) and bool(unit.grad_bytes) for unit in units]
+        adds = [WRITES_GRADS[kind] and bool(unit.grad_bytes) for unit in units]
         first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
         last = {unit: at for at, access in enumerate(accesses) for unit in access}
         uses = [

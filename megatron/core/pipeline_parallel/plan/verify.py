@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.activations import peak_activation as peak_activation
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
@@ -17,13 +19,20 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Plan,
     PlanError,
     RawOp,
-    Row,
     W,
     op_text,
     partner_of,
 )
-from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.kinds import (
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    IS_VALIDATION,
+)
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
+from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.plan.verify_lanes import verify_lanes
+from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
@@ -39,7 +48,14 @@ class Verified:
     in_order: bool
 
 
-def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True) -> Verified:
+def verify(
+    plan: Plan,
+    costs: CostModel | None = None,
+    *,
+    deadlock: bool = True,
+    stages: Sequence[StageUnits] | None = None,
+    residency: Residency | None = None,
+) -> Verified:
     """Check that a plan computes everything exactly once, in an order that can run.
 
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
@@ -47,8 +63,9 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
     activations never negative; W (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
     added there alone. A forward_only plan has one F each and no backward. Operations of post-validation are all there
-    or none, see `verify_state`.
-    deadlock: False leaves that check to a pass that walks the plan next.
+    or none, see `verify_state`. Parts of a W are together all units once.
+    deadlock: False leaves that check to a pass that walks the plan next. stages, residency: what gathers and reductions
+    are held to, see `verify_residency`; without, to the plan's own words (`verify_lanes`).
     Raises PlanError naming rank, place and operation.
     """
     if plan.num_microbatches < 1:
@@ -67,6 +84,11 @@ def verify(plan: Plan, costs: CostModel | None = None, *, deadlock: bool = True)
     check.all_computed()
     check.all_matched()
     verify_state(plan)
+    if stages is not None:
+        assert residency is not None, "units without what is asked of them"
+        verify_residency(plan, stages, residency, costs)
+    elif check.has_lanes or plan.residency is not None:
+        verify_lanes(plan)
     if plan.bitwise and check.out_of_order:
         raise PlanError(
             f"{check.out_of_order}: weight gradients of a stage must be added in increasing microbatch order, or the"
@@ -96,6 +118,11 @@ class _Check:
         self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.last_weight = [-1] * len(self.ranks)  # by stage: microbatch of the last W (or BW)
+        # Of W's in parts: units that are there, by input; microbatch of the last one, by stage and unit, and by stage.
+        self.parts: dict[int, set[int]] = {}
+        self.last_part: dict[tuple[int, int], int] = {}
+        self.latest_part = [-1] * len(self.ranks)
+        self.has_lanes = False
         self.out_of_order = ""
         self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
 
@@ -112,18 +139,15 @@ class _Check:
             if IS_VALIDATION[kind]:
                 self.states.append(pair)
                 continue
-            if (
-                not HAS_MICROBATCH[kind]
-                or part
-                or first >= 0
-                or not 0 <= stage < len(mine)
-                or not mine[stage]
-            ):
+            if IS_DATA_PARALLEL[kind]:
+                self.has_lanes = True
+                continue
+            if part or (first >= 0 and kind != W) or not 0 <= stage < len(mine) or not mine[stage]:
                 raise PlanError(f"{self.where(rank, place)}: {self._misplaced(op)}")
             if not 0 <= microbatch < self.total:
                 raise PlanError(f"{self.where(rank, place)}: microbatches are 0 to {self.total - 1}")
             if IS_COMPUTE[kind]:
-                wrong = self._compute(rank, kind, stage, microbatch)
+                wrong = self._compute(rank, kind, stage, microbatch) if first < 0 else self._part(op)
                 if pair >= 0:
                     alone, partner = place != partner, partner_of(row, place)
                     if alone and partner < 0:
@@ -135,15 +159,29 @@ class _Check:
             if wrong:
                 raise PlanError(f"{self.where(rank, place)}: {wrong}")
             if kind in (W, BW):
-                if microbatch < self.last_weight[stage] and not self.out_of_order:
-                    self.out_of_order = self.where(rank, place)
-                self.last_weight[stage] = microbatch
+                self._weights_in_order(rank, place, op)
+
+    def _weights_in_order(self, rank: int, place: int, op: RawOp) -> None:
+        """Unit by unit, where a W has parts."""
+        stage, microbatch = op[1], op[2]
+        if op[4] >= 0:
+            units = [(stage, unit) for unit in range(op[4], op[5])]
+            latest = max(self.last_weight[stage], *(self.last_part.get(unit, -1) for unit in units))
+            self.last_part.update(dict.fromkeys(units, microbatch))
+            self.latest_part[stage] = max(self.latest_part[stage], microbatch)
+        else:
+            latest = max(self.last_weight[stage], self.latest_part[stage])
+            self.last_weight[stage] = microbatch
+        if microbatch < latest and not self.out_of_order:
+            self.out_of_order = self.where(rank, place)
 
     @staticmethod
     def _misplaced(op: RawOp) -> str:
-        if not HAS_MICROBATCH[op[0]]:
-            return f"no rule for {Kind(op[0]).name} yet"
-        return "no rule for slices and units yet" if op[3] or op[4] >= 0 else "the stage is not on this rank"
+        return (
+            "only a W has parts, of units"
+            if op[3] or (op[4] >= 0 and op[0] != W)
+            else "the stage is not on this rank"
+        )
 
     def _compute(self, rank: int, kind: int, stage: int, microbatch: int) -> str:
         """What is wrong with a computation, or nothing."""
@@ -157,7 +195,7 @@ class _Check:
         if self.plan.forward_only:
             return "is no forward, and the plan is forward_only"
         gives = _DONE_B if kind == B else _DONE_W if kind == W else _DONE_B | _DONE_W
-        if state & gives:
+        if state & gives or (gives & _DONE_W and at in self.parts):
             return "is there twice"
         if not state & _DONE_F:
             return f"comes before {stage}F{microbatch}"
@@ -167,6 +205,25 @@ class _Check:
         if kind == W or stage + 1 == len(self.ranks):
             return ""
         return self._input(rank, at + self.size, stage + 1)
+
+    def _part(self, op: RawOp) -> str:
+        """What is wrong with a part of a W, or nothing."""
+        stage, microbatch, first, end = op[1], op[2], op[4], op[5]
+        words = self.plan.residency
+        if words is None or len(words.units) != len(self.ranks):
+            return "the plan does not say which units a stage has"
+        if end > len(words.units[stage]):
+            return f"stage {stage} has {len(words.units[stage])} units"
+        at = stage * self.total + microbatch
+        state, done = self.state[at], self.parts.setdefault(at, set())
+        if state & _DONE_W or not done.isdisjoint(range(first, end)):
+            return "is there twice"
+        if not state & _DONE_B:
+            return f"comes before {stage}B{microbatch}"
+        done.update(range(first, end))
+        if len(done) == len(words.units[stage]):
+            self.state[at] = state | _DONE_W
+        return ""
 
     def _input(self, rank: int, need: int, source: int) -> str:
         missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
@@ -265,29 +322,3 @@ def _no_deadlock(plan: Plan, costs: CostModel) -> None:
         ]
         more = f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""
         raise PlanError("deadlock: " + "; ".join(words[:4]) + more)
-
-
-def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool = False) -> float:
-    """The most that a rank's activations take: F takes them at its start, B and W (or BW) free them at their ends.
-
-    A B that leaves more than F did takes the difference at its start. forward_only: F itself frees them at its end.
-    """
-    held = peak = 0.0
-    for place, op in enumerate(row):
-        kind = op[0]
-        if not IS_COMPUTE[kind]:
-            continue
-        size = costs.activation[op[1]]
-        if kind == F:
-            held += size
-            peak = max(peak, held)
-            if forward_only:
-                held -= size
-        else:
-            held -= costs.released(kind, op[1])
-            peak = max(peak, held)
-            if held < -1e-6:
-                raise PlanError(
-                    f"rank {rank}, place {place}, {op_text(op)}: frees more activation than is held"
-                )
-    return round(peak, 9)

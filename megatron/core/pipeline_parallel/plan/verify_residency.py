@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import LANE, RowWalk, grouping_of, walk_row
+from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, grouping_of, walk_row
 from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 
@@ -49,7 +50,7 @@ def verify_residency(
 
 def _no_lanes(plan: Plan, rank: int) -> None:
     for place, op in enumerate(plan.rows[rank]):
-        if op[0] in LANE:
+        if IS_DATA_PARALLEL[op[0]]:
             raise PlanError(
                 f"rank {rank}, place {place}, {op_text(op)}: there are no data parallel peers to share anything with"
             )

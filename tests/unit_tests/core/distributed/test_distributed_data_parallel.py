@@ -14,6 +14,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import single_process
+from megatron.core.traffic_counter import Moved
 from tests.harness.hand_driven import (
     Model,
     build,
@@ -365,25 +366,37 @@ def test_what_a_plan_has_to_know_of_keys_and_modules():
     assert not any(key.startswith("decoder.layers.0") for key in in_last)
 
 
-def test_traffic_of_a_step_begins_with_the_gathers_of_its_weights():
+def test_a_step_moves_what_its_units_say_and_the_gathers_of_its_weights_are_its_own():
+    rows = {
+        "optim": ("optim", {}),
+        "HSDP": ("optim_grads_params", {}),
+        "HFSDP": ("optim_grads_params", {"outer_dp_sharding_strategy": "optim"}),
+    }
+
     def body(ctx):
-        found = []
-        for strategy in ("optim", "optim_grads_params"):
-            engine, chains = build(ctx.ps, Model(), strategy, ddp_bucket_size=1)
+        found = {}
+        ps = ctx.make_ps(dp=4, instances=2)
+        for row, (strategy, more) in rows.items():
+            engine, chains = build(ps, Model(), strategy, ddp_bucket_size=1, **more)
             for step in range(2):
                 run_step(engine, chains, [sample(step, torch.float64)], reduce_after=(0,))
                 traffic = engine.traffic
                 update(engine)
                 whole_weights(engine)  # no part of any step
-            found.append((traffic, engine.stage_units()[0].units))
+            found[row] = traffic, engine.stage_units()[0].units
         return found
 
-    for found in run_ranks(body, 2):
-        for traffic, units in found:
-            assert traffic.all_gather.calls == traffic.reduce_scatter.calls == 3
-            assert traffic.all_gather.payload_bytes == sum(unit.weight_bytes for unit in units)
-            assert traffic.reduce_scatter.payload_bytes == sum(unit.grad_bytes for unit in units)
-            assert traffic.all_reduce.calls == traffic.outer_all_reduce.calls == 0
+    for found in run_ranks(body, 4):
+        for row, (traffic, units) in found.items():
+            sums = [
+                Moved(3, sum(getattr(unit, name) for unit in units))
+                for name in ("weight_bytes", "grad_bytes", "outer_grad_bytes", "outer_weight_bytes")
+            ]
+            assert (traffic.all_gather, traffic.reduce_scatter) == (sums[0], sums[1])
+            outer = (traffic.outer_reduce_scatter, traffic.outer_all_reduce, traffic.outer_all_gather)
+            assert outer == ((sums[2], Moved(), sums[3]) if row == "HFSDP" else (Moved(), sums[2], Moved()))
+        shards = [found[row][1][0].shard_bytes for row in rows]  # of a link of 48 elements in 512, fp64
+        assert shards == [8 * 2 * 512, 8 * 2 * 256, 8 * 2 * 256], "weights and gradients"
 
 
 def test_what_does_not_go_together_is_refused():

@@ -6,15 +6,16 @@ import pytest
 from torch import nn
 
 from megatron.core.distributed.model_chunks import ModelChunks
-from megatron.core.distributed.stage_units import find_rank_units, merged
+from megatron.core.distributed.stage_units import find_units_of, merged
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.units import UnitCosts
 from tests.harness.tiny_models import tiny_config, tiny_stage
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
 
 
 def found_in(modules, unit_modules=(), **options):
-    return find_rank_units(ModelChunks(tuple(modules)), None, unit_modules, **options)
+    return find_units_of(ModelChunks(tuple(modules)), None, unit_modules, **options)
 
 
 def rows(found):
@@ -61,6 +62,9 @@ def test_stages_of_a_pipeline():
     assert rows(found_in(gpt("3L"))) == [(["3", "head"], ["head", "3"])]
     assert rows(found_in(gpt("12"))) == [(["1", "2"], ["2", "1"])]
     assert rows(found_in(gpt(""))) == [([], [])]
+    assert rows(found_in(gpt("12"), ["Nothing"])) == [(["1", "2"], ["2", "1"])], (
+        "the model names its units itself"
+    )
 
 
 def test_the_ends_of_a_v_are_one_unit_that_only_the_head_reads_in_its_backward():
@@ -69,8 +73,12 @@ def test_the_ends_of_a_v_are_one_unit_that_only_the_head_reads_in_its_backward()
     assert first == (["embedding", "0"], ["0", "embedding"])
     assert last == (["3", "head+embedding"], ["head+embedding", "3"])
     assert found.chunks[0].numbers[0] == found.chunks[1].numbers[2], "one unit of two chunks"
-    sizes = range(10, 10 + len(found.units))
-    first, last = found.stages(sizes, sizes)
+    costs = [
+        UnitCosts(unit.name, weight_bytes=10 + number, extra_grad_bytes=7, backward_reads=unit.backward_reads)
+        for number, unit in enumerate(found.units)
+    ]
+    first, last = found.stages(costs)
+    assert [stage.units[place].extra_grad_bytes for stage, place in ((first, 0), (last, 2))] == [7, 0]
     assert [(unit.name, unit.weight_bytes, unit.backward_reads) for unit in first.units] == [
         ("embedding", 10, False),
         ("decoder.layers.0", 11, True),

@@ -16,12 +16,21 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
-from megatron.core.pipeline_parallel.plan.residency import Grouping, PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import LANE, grouping_of
+from megatron.core.pipeline_parallel.plan.passes.trailing_w import split_trailing
+from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
 from megatron.core.pipeline_parallel.plan.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.plan.verify import verify
+
+# Tried where there is something to choose: shares of the room that are left to gathers ahead, parts of trailing W's.
+_SHARES = (0.0, 0.25, 0.5)
+_PARTS = (1, 4, 1 << 20)
 
 
 def add_residency(
@@ -29,15 +38,18 @@ def add_residency(
     stages: Sequence[StageUnits],
     residency: Residency,
     costs: CostModel,
+    lanes: LaneCosts | None = None,
     *,
     grouping: Grouping | None = None,
 ) -> Plan:
     """The plan with its operations of data parallelism; the plan itself where nothing is shared.
 
-    plan: with transfers or without, with post-validation or without, of training or evaluation. grouping: of
-    an earlier plan, to keep its bits. Raises PlanError for a policy that the plan cannot have.
+    plan: with transfers or without, with post-validation or without, of training or evaluation. lanes: what
+    gathers and reductions take; with them a budget is divided between units that are kept and gathers ahead
+    as it is fastest, and trailing W's come unit by unit where that is faster. grouping: of an earlier plan,
+    to keep its bits. Raises PlanError for a policy that the plan cannot have, and where the result is wrong.
     """
-    assert not any(op[0] in LANE for row in plan.rows for op in row), "add_residency: a second time"
+    assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "add_residency: a second time"
     if residency.policy == "backward" and plan.placement.num_stages > 1:
         raise PlanError(
             "policy backward keeps a microbatch's weights from F to B, and in a pipeline several are under way: use "
@@ -45,14 +57,62 @@ def add_residency(
         )
     if not residency.moves:
         return plan
-    uses = [
-        RowUses(row, RankUnits(rank, plan.placement, stages), overlap_reduce=residency.overlap_reduce)
-        for rank, row in enumerate(plan.rows)
-    ]
-    made = [_row(one, plan, residency, costs, grouping, 0) for one in uses]
-    groups = grouping_of(plan.placement, [one.units for one in uses], [groups for _, groups in made])
-    note = PlannedResidency.of(residency, stages, groups)
-    return dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
+    maker = _Maker(stages, residency, costs, lanes, grouping)
+    best = maker.fastest(plan)
+    verify(best, costs, stages=stages, residency=residency)
+    return best
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Plans that differ in what add_residency chooses."""
+
+    stages: Sequence[StageUnits]
+    residency: Residency
+    costs: CostModel
+    lanes: LaneCosts | None
+    grouping: Grouping | None
+
+    def fastest(self, plan: Plan) -> Plan:
+        """The best of a few; the first of them where nothing tells what gathers and reductions take."""
+        asked, uses = self.residency, self._uses(plan)
+        best, share = self._add(plan, uses, _SHARES[0]), _SHARES[0]
+        divides = asked.policy == "budget" and asked.weights_cut and asked.overlap_gather
+        keeps = not asked.grads_cut or asked.policy in ("step", "budget")
+        if self.lanes is None or not (divides or keeps):
+            return best
+        judged = self._judged(best)
+        for one in _SHARES[1:] if divides else ():
+            other = self._add(plan, uses, one)
+            if (found := self._judged(other)) < judged:
+                best, judged, share = other, found, one
+        for parts in _PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
+            split = split_trailing(plan, self.stages, parts)
+            if split is not plan:
+                other = self._add(split, self._uses(split), share)
+                if (found := self._judged(other)) < judged:
+                    best, judged = other, found
+        return best
+
+    def _uses(self, plan: Plan) -> list[RowUses]:
+        overlap = self.residency.overlap_reduce
+        units = (RankUnits(rank, plan.placement, self.stages) for rank in range(len(plan.rows)))
+        return [RowUses(row, one, overlap_reduce=overlap) for row, one in zip(plan.rows, units, strict=True)]
+
+    def _add(self, plan: Plan, uses: Sequence[RowUses], share: float) -> Plan:
+        """With so large a share of the room for gathers ahead alone."""
+        made = [_row(one, plan, self.residency, self.costs, self.grouping, share) for one in uses]
+        groups = grouping_of(plan.placement, [one.units for one in uses], [groups for _, groups in made])
+        note = PlannedResidency.of(self.residency, self.stages, groups)
+        return dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
+
+    def _judged(self, planned: Plan) -> tuple[float, float, float]:
+        """Time, time exposed, and time on the wire, which is bytes; the lower the better, one before the
+        other."""
+        assert self.lanes is not None
+        found = simulate(planned, self.costs, Lanes(tuple(self.stages), self.residency, self.lanes))
+        wire = sum(lane.busy for lane in found.timeline.lanes)
+        return (round(found.cost, 6), round(sum(found.exposed), 6), round(wire, 6))
 
 
 def _row(
@@ -61,13 +121,12 @@ def _row(
     residency: Residency,
     costs: CostModel,
     grouping: Grouping | None,
-    reserved: float,
+    share: float,
 ) -> tuple[Row, list[list[dict[int, int]]]]:
-    """One rank's row, and its groups as in `RowWalk`. reserved: bytes of the room that nothing is kept in,
-    for gathers ahead alone."""
+    """One rank's row, and its groups as in `RowWalk`. share: of the room that nothing is kept in."""
     lanes = LaneRow(uses, residency)
     room = room_to_keep(uses, residency, costs, forward_only=plan.forward_only)
-    kept = kept_gaps(uses, residency, [one - reserved for one in room], grouping)
+    kept = kept_gaps(uses, residency, [one * (1 - share) for one in room], grouping)
     gathered = stays(uses.reads, kept, weights=True)
     if residency.weights_cut:
         if residency.policy == "backward":

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.ir import BW, Kind, RawOp, Row
+from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, RESHARD, UNSHARD, RawOp, Row
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import HSDP_ALL_REDUCE, REDUCE, RESHARD, UNSHARD
 from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 
 
@@ -115,11 +115,11 @@ class LaneRow:
         row, firsts = self._uses.row, [*self._firsts, self._uses.num_moments]
         written: list[RawOp] = []
         computation = 0
-        end = 1 + max(place for place, op in enumerate(row) if op[0] < Kind.SEND_STATE)
+        end = 1 + max(place for place, op in enumerate(row) if not IS_VALIDATION[op[0]])
         for place, op in enumerate(row):
             if place == end:
                 written += self._at(self._uses.num_moments, 0)
-            if op[0] <= BW:
+            if IS_COMPUTE[op[0]]:
                 first, behind = firsts[computation], firsts[computation + 1]
                 written += self._at(first, 0)
                 for moment in range(first + 1, behind):

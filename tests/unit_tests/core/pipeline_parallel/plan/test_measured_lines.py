@@ -7,7 +7,7 @@ from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, Measure
 
 def test_bubbles():
     bubbles = Bubbles(7, 0.0769, 0.1)
-    assert bubbles.line() == " pipeline bubble of iteration 7: planned 7.69%, measured 10.00%"
+    assert bubbles.lines() == [" pipeline bubble of iteration 7: planned 7.69%, measured 10.00%"]
     assert bubbles.scalars() == {"planned-bubble": 0.0769, "measured-bubble": 0.1}
 
 

@@ -79,8 +79,8 @@ def replace(texts, start, new):
         (0, lambda row: replace(row, "0SEND_F0", "0SEND_F0@1"), "has no message number"),
         (1, lambda row: swap(row, "1RECV_F0", "1RECV_F1"), "1F0: has no receive before it|where it is sent"),
         (1, lambda row: row.append("1STEP"), "rank 0: post-validation needs .*; there are none"),
-        (1, lambda row: replace(row, "1F0", "1F0[0:1]"), "no rule for slices and units yet"),
-        (1, lambda row: replace(row, "1F0", "1F0.1"), "no rule for slices and units yet"),
+        (1, lambda row: replace(row, "1F0", "1F0[0:1]"), "only a W has parts, of units"),
+        (1, lambda row: replace(row, "1F0", "1F0.1"), "only a W has parts, of units"),
     ],
 )
 def test_broken_plans_are_refused(lowered, rank, edit, message):

@@ -1,0 +1,92 @@
+"""What is said of weights and gradients in a plan."""
+
+import dataclasses
+import json
+
+from megatron.core.pipeline_parallel.plan import residency_lines
+from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves, StepResidency
+from megatron.training.metrics_file import MetricsFile, read_metrics
+
+MIB = 2**20
+HELD = HeldBytes(at_rest=3 * MIB, gathered=MIB, gradients=MIB // 2, activations=6 * MIB)
+HELD_TEXT = "10.50 MiB (at rest 3.00 MiB, gathered 1.00 MiB, gradients 0.50 MiB, activations 6.00 MiB)"
+MOVES = StepMoves(
+    24, 1, 0, 0, 45 * MIB, lane_share=0.61, exposed_share=0.032
+)  # of a plan without measured costs
+STEP = StepResidency(
+    120,
+    1,
+    HELD,
+    dataclasses.replace(HELD, gathered=2 * MIB, activations=None),
+    MOVES,
+    dataclasses.replace(MOVES, gathers=23, exposed_share=0.05, step_s=0.4),
+)
+
+
+def test_start_up():
+    line = residency_lines.residency_line(
+        "zbv", "optim_grads_params", "memory", ways=2, outer=1, rank=1, planned=HELD
+    )
+    assert line == (
+        " > residency: zbv, optim_grads_params over 2 ranks, policy memory; "
+        f"fullest is pipeline rank 1: {HELD_TEXT}"
+    )
+    line = residency_lines.residency_line("1f1b", "optim", "step", ways=1, outer=4, rank=0, planned=HELD)
+    assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
+    assert residency_lines.moves_line(1, MOVES) == (
+        " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 3.20%"
+    )
+
+
+def test_instances_are_told_where_there_are_any():
+    moves = StepMoves(6, 6, 3, 1, 1024)
+    assert residency_lines.moves_line(0, moves).endswith(
+        ": 6 gathers, 6 reductions, 3 outer gathers, 1 outer sum, 1.00 KiB"
+    )
+
+
+def test_each_interval_says_plan_and_measurement():
+    held, moved = STEP.lines()
+    assert held == (
+        f" residency of iteration 120, pipeline rank 1: planned {HELD_TEXT}; measured 5.50 MiB "
+        "(at rest 3.00 MiB, gathered 2.00 MiB, gradients 0.50 MiB)"
+    )
+    assert moved == (
+        " moves of iteration 120, pipeline rank 1: planned 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, "
+        "exposed 3.20%; measured 23 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 5.00% (0.0200 s)"
+    )
+
+
+def test_the_record_has_the_same(tmp_path):
+    scalars = STEP.scalars()
+    record = MetricsFile(tmp_path / "metrics.jsonl")
+    record.record(scalars, step=120, samples=960)
+    record.close()
+    (line,) = read_metrics(record.path)
+    assert {key: line[key] for key in line.keys() - {"iteration", "time", "consumed_samples"}} == {
+        "planned-held-bytes": 10.5 * MIB,
+        "planned-at-rest-bytes": 3 * MIB,
+        "planned-gathered-bytes": MIB,
+        "planned-gradients-bytes": MIB / 2,
+        "planned-activations-bytes": 6 * MIB,
+        "planned-gathers": 24,
+        "planned-reductions": 1,
+        "planned-outer-gathers": 0,
+        "planned-outer-sums": 0,
+        "planned-moved-bytes": 45 * MIB,
+        "planned-lane-share": 0.61,
+        "planned-exposed-share": 0.032,
+        "measured-held-bytes": 5.5 * MIB,
+        "measured-at-rest-bytes": 3 * MIB,
+        "measured-gathered-bytes": 2 * MIB,
+        "measured-gradients-bytes": MIB / 2,
+        "measured-gathers": 23,
+        "measured-reductions": 1,
+        "measured-outer-gathers": 0,
+        "measured-outer-sums": 0,
+        "measured-moved-bytes": 45 * MIB,
+        "measured-lane-share": 0.61,
+        "measured-exposed-share": 0.05,
+        "measured-exposed-time": 0.05 * 0.4,
+    }
+    assert json.loads(json.dumps(scalars)) == scalars

@@ -1,0 +1,97 @@
+"""What show_schedule says of gathers and reductions: counts by hand, bytes, time, and the row that the docs explain."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.unit_tests.tools.test_show_schedule import SMALL, TOOL, output, run
+
+# Two stages of two layers; each rank goes through its layers a, b up in F and down in BW.
+TWO = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--data-parallel-size", 2, "--num-layers", 4)
+ROOT = TOOL.parents[1]
+
+
+def residency(*words):
+    return json.loads(output(*TWO, *words, "--format", "json"))["residency"]
+
+
+def counts(found):
+    return [(one["gathers"], one["reductions"]) for one in found["ranks"]]
+
+
+def test_memory_gathers_for_each_use_and_step_once():
+    found = residency()
+    # Rank 0: F0 F1 BW0 BW1 = ab ab ba ba, which is a b a b a b a with neighbours together; rank 1: ab ba ab ba.
+    assert counts(found) == [(7, 4), (5, 4)]
+    assert [one["moved"] for one in found["ranks"]] == [11, 9]
+    assert (found["strategy"], found["policy"], found["unit"]) == ("optim_grads_params", "memory", "layers")
+    assert all(one["most_gathered"] <= 2 for one in found["ranks"])
+    kept = residency("--fsdp-reshard-policy", "step")
+    assert counts(kept) == [(2, 2), (2, 2)]
+    assert [(one["most_gathered"], one["most_gradients"]) for one in kept["ranks"]] == [(2, 2), (2, 2)]
+
+
+def test_a_budget_lies_between_and_other_strategies_gather_once_or_never():
+    budget = ("--fsdp-reshard-policy", "budget", "--fsdp-memory-budget")
+    assert counts(residency(*budget, 0)) == counts(residency())
+    assert counts(residency(*budget, 100)) == [(2, 2), (2, 2)]
+    sums = [sum(map(sum, counts(residency(*budget, most)))) for most in range(5)]
+    assert sums == sorted(sums, reverse=True)
+    strategy = "--data-parallel-sharding-strategy"
+    assert counts(residency(strategy, "optim")) == [(2, 2), (2, 2)]
+    assert counts(residency(strategy, "optim_grads")) == [(2, 4), (2, 4)]
+    assert counts(residency(strategy, "no_shard")) == [(0, 2), (0, 2)]
+
+
+def test_bytes_and_time():
+    free, busy = residency("--layer-bytes", 1000), residency("--layer-bytes", 1000, "--time-gather", 0.5)
+    assert free["unit"] == "bytes"
+    assert [one["moved"] for one in free["ranks"]] == [11_000, 9_000]
+    assert [(one["lane_share"], one["exposed"]) for one in free["ranks"]] == [(0, 0), (0, 0)]
+    assert free["makespan"] == 9
+    assert busy["makespan"] > 9
+    assert busy["ranks"][0]["exposed"] >= 0.5  # nothing hides the first gather
+    assert sum(one["lane_share"] for one in busy["ranks"]) > 0
+
+
+def test_todays_figures_stay():
+    plain = json.loads(output(*TWO[:6], "--format", "json"))
+    with_residency = json.loads(output(*TWO, "--time-gather", 0.5, "--format", "json"))
+    found = with_residency.pop("residency")
+    assert {**with_residency, "solve_seconds": 0} == {**plain, "solve_seconds": 0}
+    row = found["ranks"][1]["order"]
+    assert [op for op in row if "UN" not in op and "RE" not in op] == plain["order"][1]
+    assert row[0].startswith("1UNSHARD")
+    assert row[-1] == "1REDUCE[0:1]"
+    assert output(*TWO).startswith(output(*TWO[:6]))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((*SMALL, "--num-layers", 6), "take both --data-parallel-size and --num-layers"),
+        ((*TWO, "--num-layers", 5), "--num-layers 5: 2 stages of equal layers"),
+        ((*TWO, "--num-layers", 0), "--num-layers 0: 2 stages of equal layers"),
+        ((*TWO, "--data-parallel-size", 1), "--data-parallel-size 1: one rank has nobody"),
+        ((*TWO, "--fsdp-memory-budget", 1), "budget and --fsdp-memory-budget go together"),
+        ((*TWO, "--fsdp-reshard-policy", "backward"), "use policy budget"),
+        ((*TWO, "--format", "svg"), "show the plan of one --schedule"),
+        ((*TWO, "--schedule", "1f1b", "gpipe"), "show the plan of one --schedule"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(words, told):
+    refused = run(*words)
+    assert refused.returncode == 2
+    assert told in refused.stderr
+
+
+def test_the_life_of_a_step_in_the_docs_is_what_the_tool_says():
+    page = (ROOT / "docs" / "pipelines.md").read_text()
+    section = page[page.index("## Life of a step") :]
+    command, row = re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:2]
+    words = command.replace("\\\n", " ").split()
+    assert words[:2] == ["python", "tools/show_schedule.py"]
+    assert row in output(*words[2:])

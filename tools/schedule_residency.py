@@ -1,0 +1,178 @@
+"""What tools/show_schedule.py says of data parallelism: a plan's gathers and reductions, what they move and hold.
+
+Units are layers of equal size. What they take is counted in layers, or in bytes where --layer-bytes says how many a
+layer has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError, Row, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A schedule on the clock with its operations of data parallelism. walks: what each rank's row moves and holds.
+    unit: of what it moves and holds."""
+
+    simulation: Simulation
+    residency: Residency
+    stages: tuple[StageUnits, ...]
+    walks: tuple[RowWalk, ...]
+    unit: str
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises PlanError where the flags ask for what is said of one schedule's plan, beside something else."""
+    given = [args.data_parallel_size, args.num_layers]
+    if given == [None, None]:
+        return
+    if None in given:
+        raise PlanError("gathers and reductions take both --data-parallel-size and --num-layers")
+    of_one = len(args.schedule or []) == 1 and args.schedule != ["all"]
+    if not of_one or args.measured or args.html or args.pictures or args.format not in ("text", "json"):
+        raise PlanError(
+            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text or json: leave "
+            "out --measured, --html, --pictures and further schedules"
+        )
+
+
+def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:
+    """The schedule with what the flags ask for; None where they do not. Raises PlanError for what cannot be had."""
+    if args.data_parallel_size is None:
+        return None
+    plan, costs, size = simulation.plan, simulation.costs, args.layer_bytes or 1
+    stages = _equal_layers(args.num_layers, size, plan.placement, costs)
+    residency = _residency(args, plan.placement.num_ranks)
+    plan = add_residency(plan, stages, residency, costs)
+    ways = residency.ways
+    lane = LaneCosts()
+    if args.time_gather:
+        lane = LaneCosts(bandwidth=size * (ways - 1) / (ways * args.time_gather))
+    return Shown(
+        simulate(plan, costs, Lanes(stages, residency, lane)),
+        residency,
+        stages,
+        verify_residency(plan, stages, residency),
+        "bytes" if args.layer_bytes else "layers",
+    )
+
+
+def _residency(args: argparse.Namespace, num_ranks: int) -> Residency:
+    policy, budget = args.fsdp_reshard_policy, args.fsdp_memory_budget
+    if args.data_parallel_size < 2:
+        raise PlanError(
+            f"--data-parallel-size {args.data_parallel_size}: one rank has nobody to share a stage with"
+        )
+    if (policy == "budget") != (budget is not None):
+        raise PlanError("--fsdp-reshard-policy budget and --fsdp-memory-budget go together")
+    return Residency(
+        args.data_parallel_sharding_strategy,
+        args.data_parallel_size,
+        policy=policy,
+        budget=None if budget is None else (budget,) * num_ranks,
+    )
+
+
+def _equal_layers(
+    num_layers: int, layer_bytes: int, placement: Placement, costs: CostModel
+) -> tuple[StageUnits, ...]:
+    """Each stage has as many, and a layer its share of the stage's times."""
+    count = num_layers // placement.num_stages
+    if not count or num_layers % placement.num_stages:
+        raise PlanError(
+            f"--num-layers {num_layers}: {placement.num_stages} stages of equal layers take a multiple of that"
+        )
+    order = tuple((unit,) for unit in range(count))
+    return tuple(
+        StageUnits(
+            tuple(
+                UnitCosts(
+                    f"layer {stage * count + unit}",
+                    *(times[stage] / count for times in (costs.f, costs.b, costs.w)),
+                    weight_bytes=layer_bytes,
+                    grad_bytes=layer_bytes,
+                )
+                for unit in range(count)
+            ),
+            order,
+            order[::-1],
+        )
+        for stage in range(placement.num_stages)
+    )
+
+
+# What is said -------------------------------------------------------------------------------------------
+
+
+def figures(found: Shown) -> dict[str, object]:
+    """For JSON."""
+    simulation = found.simulation
+    return {
+        "strategy": found.residency.strategy,
+        "policy": found.residency.policy,
+        "data_parallel_size": found.residency.ways,
+        "unit": found.unit,
+        "layers_per_stage": len(found.stages[0].units),
+        "makespan": simulation.makespan,
+        "ranks": [
+            {
+                "gathers": walk.moves.gathers.calls,
+                "reductions": walk.moves.reductions.calls,
+                "moved": walk.moves.gathers.payload_bytes + walk.moves.reductions.payload_bytes,
+                "most_gathered": walk.most.gathered,
+                "most_gradients": walk.most.gradients,
+                "most_under_way": walk.most.under_way,
+                "most_transient": walk.most_transient,
+                "lane_share": simulation.lane_share[rank],
+                "exposed": simulation.exposed[rank],
+                "order": [op_text(op) for op in row if IS_COMPUTE[op[0]] or IS_DATA_PARALLEL[op[0]]],
+            }
+            for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True))
+        ],
+    }
+
+
+def told(found: Shown) -> str:
+    """Of each rank what it moves and holds, and its row: a computation a line, with what is done before it and what is
+    done while it runs."""
+    simulation, residency = found.simulation, found.residency
+    head = f"{residency.strategy} over {residency.ways} ranks, policy {residency.policy}: "
+    lines = [f"{head}{len(found.stages[0].units)} layers a stage, makespan {simulation.makespan:g}"]
+    for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True)):
+        moves, most = walk.moves, walk.most
+        lines += [
+            f"rank {rank}: {moves.gathers.calls} gathers, {moves.reductions.calls} reductions; at most "
+            f"{most.gathered} {found.unit} gathered, {most.gradients} of gradients, {most.under_way} under way, "
+            f"{walk.most_transient} together; lane busy {100 * simulation.lane_share[rank]:.2f}%, "
+            f"exposed {simulation.exposed[rank]:g}",
+            *_row_lines(row),
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _row_lines(row: Row) -> list[str]:
+    steps: list[tuple[str, str, str]] = []
+    before: list[str] = []
+    inside: list[str] = []
+    for op in row:
+        if IS_DATA_PARALLEL[op[0]]:
+            (inside if op[3] else before).append(op_text(op))
+        elif IS_COMPUTE[op[0]]:
+            steps.append((" ".join(before), op_text(op), " ".join(inside)))
+            before, inside = [], []
+    width, middle = (max(len(step[part]) for step in steps) for part in (0, 1))
+    lines = [f"  {first:<{width}} | {op:<{middle}} | {last}".rstrip(" |") for first, op, last in steps]
+    return [*lines, f"  {' '.join(before)}"] if before else lines
