@@ -13,13 +13,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-<<<<<<< HEAD
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
-from megatron.training.schedule_choice import MOST_FORWARDS
-=======
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES
->>>>>>> tables
 
 ALL = "all"
 

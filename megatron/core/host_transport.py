@@ -21,10 +21,9 @@ import collections
 import contextlib
 import os
 import platform
-import select
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -52,27 +51,23 @@ _Take = Callable[[Sequence[Tensor]], None]
 
 
 class HostTransport:
-    """memory: NUM_BYTES of each rank of the group, in its order. watched: a file that tells of a process's end ->
-    its rank, of all others in order. together: the transports of this parallel state; this one joins them."""
+    """memory: NUM_BYTES of each rank of the group, in its order. processes: their numbers. together: the transports of
+    this parallel state; this one joins them."""
 
     def __init__(
-        self, group: Group, memory: list[Tensor], watched: Mapping[int, int], together: list[HostTransport]
+        self, group: Group, memory: list[Tensor], processes: list[int], together: list[HostTransport]
     ) -> None:
         self._rank, self._timeout_s = group.rank, group.timeout.total_seconds()
-        counters = [_counters(one) for one in memory]
-        self._own = counters[group.rank]
-        self._peers = [one for place, one in enumerate(counters) if place != group.rank]
-        both = [one[_COUNTER_BYTES:].split(SLOT_BYTES) for one in memory]
-        self._slots = [list(of_ranks) for of_ranks in zip(*both, strict=True)]
+        self._peers = [_counters(one) for one in memory]
+        self._own = self._peers.pop(group.rank)
+        self._whose = list(zip(group.ranks, processes, strict=True))  # ranks and processes, of the peers only
+        del self._whose[group.rank]
+        self._slots = list(zip(*(one[_COUNTER_BYTES:].split(SLOT_BYTES) for one in memory), strict=True))
         self._to_put: collections.deque[Operation] = collections.deque()
         self._to_take: collections.deque[Operation] = collections.deque()
-        self._num_started = self._num_put = self._num_taken = 0
+        self._num_put = self._num_taken = 0
         self._together = together
         together.append(self)
-        self._poll, self._watched = select.poll(), watched
-        for file in watched:
-            self._poll.register(file, select.POLLIN)
-        weakref.finalize(self, _close, watched)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether they go into one slot."""
@@ -125,22 +120,25 @@ class HostTransport:
 
     def wait(self, number: int) -> None:
         """Return once operation `number` is done. Raises RuntimeError, as backends do, where a peer is lost."""
-        started = time.monotonic()
+        started = looked = time.monotonic()
         while not self.is_done(number):
-            waited = time.monotonic() - started
-            if waited > _PATIENCE_S:
-                ended = [self._watched[file] for file, _ in self._poll.poll(0)]
-                late = self._late(number)  # asked second: a process may have put everything before it ended
-                if gone := [rank for rank in late if rank in ended]:
-                    raise RuntimeError(f"connection closed by peer: the process of rank {gone[0]} has ended")
-                if waited > self._timeout_s:
-                    raise RuntimeError(f"timed out after {waited:.1f} s waiting for ranks {late}")
-            if waited > _SPIN_S:
-                time.sleep(min(_LONGEST_S, waited / 4))
+            now = time.monotonic()
+            if now - looked > _PATIENCE_S:
+                looked = now
+                self._look_for_lost(number, now - started)
+            if now - started > _SPIN_S:
+                time.sleep(min(_LONGEST_S, (now - started) / 4))
+
+    def _look_for_lost(self, number: int, waited_s: float) -> None:
+        late = self._late(number)
+        ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
+        if gone := ended.intersection(self._late(number)):  # one may have put everything before it ended
+            raise RuntimeError(f"connection closed by peer: the process of rank {min(gone)} has ended")
+        if waited_s > self._timeout_s:
+            raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
 
     def _start(self, put: _Put, take: _Take, mark: int) -> Operation:
-        self._num_started += 1
-        operation = Operation(self, self._num_started, put, take, mark)
+        operation = Operation(self, self._num_put + len(self._to_put) + 1, put, take, mark)
         self._to_put.append(operation)
         self._go_on()
         return operation
@@ -164,8 +162,8 @@ class HostTransport:
     def _late(self, number: int) -> list[int]:
         """Ranks of the world that operation `number` waits for, to put theirs or to make room for this one's."""
         taken = min(number, self._num_put + 1) - 2
-        peers = zip(self._watched.values(), self._peers, strict=True)
-        return [rank for rank, peer in peers if peer[_PUT] < number or peer[_TAKEN] < taken]
+        counters = zip(self._whose, self._peers, strict=True)
+        return [rank for (rank, _), peer in counters if peer[_PUT] < number or peer[_TAKEN] < taken]
 
 
 class Operation(NamedTuple):
@@ -195,16 +193,13 @@ def meet_on_host(group: Group, together: list[HostTransport]) -> HostTransport |
     try:
         told = torch.empty(group.size, 3, dtype=torch.int64)
         collectives.all_gather(told, torch.tensor([os.getpid(), own, token]), group)
-        found = _open_all(told.tolist(), group)
-        can = torch.tensor(found is not None, dtype=torch.int32)
-        collectives.all_reduce(can, group, "min")  # and nobody closes his file before all have opened it
+        memory = _map_all(told.tolist())
+        can = torch.tensor(memory is not None, dtype=torch.int32)
+        collectives.all_reduce(can, group, "min")  # and nobody closes his file before all have mapped it
     finally:
         if own >= 0:
             os.close(own)
-    if found and can:
-        return HostTransport(group, *found, together)
-    _close(found[1] if found else ())
-    return None
+    return HostTransport(group, memory, told[:, 0].tolist(), together) if memory and can else None
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
@@ -231,33 +226,33 @@ def _new_file(token: int) -> int:
     return file
 
 
-def _open_all(told: list[list[int]], group: Group) -> tuple[list[Tensor], dict[int, int]] | None:
-    """Every rank's memory and the others' processes, as `HostTransport` takes them; None where one cannot be had.
+def _map_all(told: list[list[int]]) -> list[Tensor] | None:
+    """Every rank's memory; None where one cannot be had.
 
     told: (process, file, token) of each rank. On another host that may be anybody's.
     """
     memory: list[Tensor] = []
-    watched: dict[int, int] = {}
-    try:
-        for rank, (process, file, token) in zip(group.ranks, told, strict=True):
-            path = f"/proc/{process}/fd/{file}"
+    for process, file, token in told:
+        path = f"/proc/{process}/fd/{file}"
+        try:
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                raise OSError(f"{path} is another file")
+                return None
             memory.append(torch.from_file(path, shared=True, size=NUM_BYTES, dtype=torch.uint8))
-            if _counters(memory[-1])[_TOKEN] != token:
-                raise OSError(f"{path} is of another rank")
-            if rank != group.ranks[group.rank]:
-                watched[os.pidfd_open(process)] = rank
-    except (OSError, RuntimeError, AttributeError):  # RuntimeError: torch's; no pidfd_open
-        _close(watched)
-        return None
-    return memory, watched
+        except (OSError, RuntimeError):  # torch's error for a file that cannot be opened is a RuntimeError
+            return None
+        if _counters(memory[-1])[_TOKEN] != token:
+            return None
+    return memory
 
 
 def _counters(memory: Tensor) -> memoryview:
     return memoryview(memory[:_COUNTER_BYTES].numpy().data).cast("q")
 
 
-def _close(files: Iterable[int]) -> None:
-    for file in files:
-        os.close(file)
+def _has_ended(process: int) -> bool:
+    """Whoever started the process may not have heard of it yet."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | ProcessLookupError)
+    return state in "ZX"

@@ -67,7 +67,7 @@ class TrainingLoop:
             config.reliability.nan_max_skips,
             dynamic_loss_scale=engine.scaler.dynamic,
         )
-        self.checkpoints = RunCheckpoints(session, engine, self.state, self._nan_policy)
+        self.checkpoints = RunCheckpoints(session, engine, self.state, self._nan_policy, runner)
         self._clock = RunClock()
         self._steps = self._new_steps(runner)
         self._begun_at = 0  # samples consumed before the newest step

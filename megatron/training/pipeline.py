@@ -17,6 +17,7 @@ from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, StageSpec, plan_for
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
@@ -76,8 +77,8 @@ class _TimedStage(ModelStage):
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline, if any. profiler: of what the
-    schedule is solved again for, if it is to be measured.
+    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline,
+    if any. profiler: of what the schedule is solved again for, if it is to be measured.
     """
 
     def __init__(
@@ -106,14 +107,11 @@ class PipelineRunner:
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
         self._boundaries = UnitBoundaries()
+        self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
         residency = residency_of(engine.model, spec.placement.num_ranks)
         if residency.moves:
             units = units_of_all_stages(engine.model, ps, spec.local_stages(ps.pp_rank), spec.costs)
-<<<<<<< HEAD
-            self._spec = dataclasses.replace(spec, stages_units=units, residency=residency)
-=======
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
->>>>>>> tables
             watch_units(engine, self._boundaries)
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
@@ -181,6 +179,19 @@ class PipelineRunner:
         self.spec = spec
         self._executors.clear()
 
+    @property
+    def residencies(self) -> dict[int, PlannedResidency]:
+        """Of the training plans that were run, by their number of microbatches: how gradients are grouped."""
+        trains = (one for one in self._executors.items() if one[0][1] is not Purpose.EVALUATE)
+        planned = {size: executor.plan.residency for (size, _), executor in trains}
+        return self._residencies | {size: one for size, one in planned.items() if one is not None}
+
+    def keep_groupings(self, residencies: Mapping[int, PlannedResidency]) -> None:
+        """Plan with these groups of microbatches from now on, between steps: those of a saved run, or of this one."""
+        self._residencies = dict(residencies)
+        groupings = tuple((size, one.grouping) for size, one in sorted(residencies.items()))
+        self.plan_by(dataclasses.replace(self.spec, groupings=groupings))
+
     def close(self) -> None:
         """The run is over: close the recorder."""
         if self._recorder is not None:
@@ -208,11 +219,7 @@ class PipelineRunner:
             assert self._validator is not None, "train_and_step() before validate_by()"
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
             handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
-<<<<<<< HEAD
-        units = self._spec.stages_units
-=======
         units = self.spec.stages_units
->>>>>>> tables
         return Executor(
             plan_for(self.spec, num_microbatches, purpose),
             self._ps.pp_rank,

@@ -104,6 +104,7 @@ class Replanner:
             self._start = iteration + 1
             profiler.move_window(self._start, self._start + self._length)
             return
+        self._runner.keep_groupings(self._runner.residencies)
         spec = self._runner.spec
         costs, changed = measured_costs(figures, spec), None
         if self._costs is not None:

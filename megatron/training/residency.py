@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import host_data
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharding import Cut
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.residency_lines import (
     HeldBytes,
     StepMoves,
@@ -25,6 +26,9 @@ from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, pla
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
 from megatron.training.build import Engine
 from megatron.training.session import Session
+
+if TYPE_CHECKING:  # the runner asks for units itself
+    from megatron.training.pipeline import PipelineRunner
 
 
 def residency_of(model: DistributedDataParallel, pipeline_ranks: int) -> Residency:
@@ -194,3 +198,26 @@ def _moves(counts: Sequence[int]) -> StepMoves:
     """counts: gathers, reductions, gathers and sums over instances, bytes."""
     gathers, reductions, outer_gathers, outer_sums, payload_bytes = counts
     return StepMoves(gathers, reductions, outer_gathers, outer_sums, payload_bytes)
+
+
+def take_groupings(runner: PipelineRunner, saved: Mapping[int, PlannedResidency]) -> Iterator[str]:
+    """A resumed run groups microbatches as the saved one did, where it is laid out and asked for alike. Gives a line
+    for the log where it does not, and its own groups are others."""
+    asked = runner.spec.residency
+    if asked is None or runner.spec.stages_units is None:
+        return
+    own = PlannedResidency.of(asked, runner.spec.stages_units, ())
+    alike = {size: one for size, one in saved.items() if dataclasses.replace(one, grouping=()) == own}
+    runner.keep_groupings(alike)
+    for size, one in saved.items():
+        if size in alike:
+            continue
+        try:
+            planned = plan_for(runner.spec, size, Purpose.TRAIN).residency
+        except PlanError:
+            continue  # steps of this size are not run any more
+        if planned is not None and planned.grouping != one.grouping:
+            yield (
+                f" > gradients of {size} microbatches are grouped otherwise than in the saved run: before each "
+                "reduction others are added up, so that sums are rounded otherwise (docs/numerics.md)"
+            )

@@ -82,6 +82,36 @@ def _pipeline_schedule_file(s: Situation) -> str | None:
 
 
 @rule(
+    "schedule-file-residency",
+    "--pipeline-schedule-file --data-parallel-sharding-strategy --num-distributed-optimizer-instances "
+    "--fsdp-reshard-policy",
+    "run it with the ranks and the sharding that it was saved for, or save a plan for these",
+)
+def _schedule_file_residency(s: Situation) -> str | None:
+    if (
+        s.value("pipeline_schedule_file") is None
+        or not _can_plan(s)
+        or _pipeline_schedule_file(s) is not None
+    ):
+        return None
+    file = s.config.replace(pipeline_memory_limit=None).schedule_spec.file
+    assert file is not None, "a plan file that was read"
+    planned, instances = file.plan.residency, s.value("num_distributed_optimizer_instances")
+    if planned is None:
+        return None
+    strategy = s.value("data_parallel_sharding_strategy")
+    ours = (s.config.data_parallel_size // instances, instances, strategy, s.value("fsdp_reshard_policy"))
+    theirs = (planned.ways, planned.outer, planned.strategy, planned.policy)
+    if ours == theirs:
+        return None
+    words = "{} ranks that share states in {} instances, strategy {}, policy {}"
+    return (
+        f"--pipeline-schedule-file {file.path} has gathers and reductions for {words.format(*theirs)}; the flags say "
+        f"{words.format(*ours)}"
+    )
+
+
+@rule(
     "plan-size",
     "--global-batch-size --micro-batch-size --pipeline-model-parallel-size --pipeline-schedule",
     "lower --global-batch-size, raise --micro-batch-size, or use more data parallel ranks",

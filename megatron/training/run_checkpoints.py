@@ -9,16 +9,19 @@ from typing import Any
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.schema import Place, Schema, check, integer, one_of
+from megatron.core.dist_checkpointing.schema import Place, Schema, array, check, integer, one_of
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OPTIMIZER_SCHEMA, OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.training.build import Engine
 from megatron.training.checkpointing import Checkpointer, Restored
 from megatron.training.data import DataIterators, first_difference
 from megatron.training.microbatches import ends_at
 from megatron.training.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
+from megatron.training.pipeline import PipelineRunner
 from megatron.training.reporter import Reporter
+from megatron.training.residency import take_groupings
 from megatron.training.session import Session
 from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
 
@@ -28,6 +31,21 @@ OPTIMIZER_SECTIONS: Mapping[str, Schema] = {
     "scheduler": SCHEDULER_SCHEMA,
     "scaler": SCALER_SCHEMA,
 }
+_MOST_GROUPS = 1 << 22  # of a saved plan: so many groups of microbatches are not made by any run
+
+
+def _residency(content: Any) -> PlannedResidency:
+    return PlannedResidency.from_json(content, _MOST_GROUPS)
+
+
+def _is_residency(value: Any, place: Place) -> None:
+    try:
+        _residency(value)
+    except ValueError as error:
+        place.fail(f"the residency of a plan ({error})", value)
+
+
+_GROUPINGS = array({"microbatches": integer(low=1), "plan": _is_residency}, max_items=1 << 10)
 # What no run can have more of than the whole checkpoint says.
 _AT_MOST = {
     ("train_state", "skipped_train_samples"): "consumed_train_samples",
@@ -44,6 +62,7 @@ def check_state(found: Found, with_optimizer: bool) -> None:
     sections = {**SECTIONS, **(OPTIMIZER_SECTIONS if with_optimizer else {})}
     for name, schema in sections.items():
         check(schema, manifest.common.get(name), place.at(name))
+    check(_GROUPINGS, manifest.common.get("groupings", []), place.at("groupings"))
     for name in ("iteration", "consumed_train_samples"):
         stated = getattr(manifest, name)
         check(one_of(stated), manifest.common["train_state"][name], place.at(f"train_state.{name}"))
@@ -55,8 +74,16 @@ def check_state(found: Found, with_optimizer: bool) -> None:
 class RunCheckpoints:
     """last: directory of the newest one that is whole, None where there is none. All ranks call alike."""
 
-    def __init__(self, session: Session, engine: Engine, state: TrainState, nan_policy: NanPolicy) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        state: TrainState,
+        nan_policy: NanPolicy,
+        runner: PipelineRunner | None = None,
+    ) -> None:
         self.last: str | None = None
+        self._runner = runner
         self._session, self._engine, self._state, self._nan_policy = session, engine, state, nan_policy
         self._config = session.config
         self._checkpointer = Checkpointer(
@@ -108,6 +135,10 @@ class RunCheckpoints:
                     raise CheckpointError(f"{path}: field 'common.{name}': {error}") from None
                 if told is not None:
                     self._session.print_rank_0(told)
+        if self._runner is not None:
+            saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
+            for line in take_groupings(self._runner, saved):
+                self._session.print_rank_0(line)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)
 
@@ -145,6 +176,10 @@ class RunCheckpoints:
             "config": self._config.flat(),
             "data": self._data_description,
         }
+        if self._runner is not None and (residencies := self._runner.residencies):
+            common["groupings"] = [
+                {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
+            ]
         with self._session.watchdog.phase("save"), self._session.timers("save-checkpoint", log_level=1):
             directory = self._checkpointer.save(
                 state.iteration, engine.model_pieces(), engine.optimizer.pieces(), common, wait=wait

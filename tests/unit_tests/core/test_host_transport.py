@@ -228,15 +228,12 @@ def test_where_one_rank_cannot_share_all_send_messages(monkeypatch):
         files, found = len(os.listdir("/proc/self/fd")), []
         for owner, name, instead in (
             (host_transport, "_new_file", lambda token: -1),
-            (host_transport, "_open_all", lambda *_: None),
+            (host_transport, "_map_all", lambda told: None),
             (host_transport.platform, "machine", lambda: "aarch64"),
-            (host_transport.os, "pidfd_open", None),
             (host_transport.os, "readlink", lambda path: "/somebody/elses"),
         ):
             with monkeypatch.context() as patched:
-                if ctx.rank == 1 and instead is None:
-                    patched.delattr(owner, name)
-                elif ctx.rank == 1:
+                if ctx.rank == 1:
                     patched.setattr(owner, name, instead)
                 joint = []
                 found.append((host_transport.meet_on_host(group, joint), joint))
@@ -245,18 +242,25 @@ def test_where_one_rank_cannot_share_all_send_messages(monkeypatch):
         collectives.all_gather(output, torch.tensor([ctx.rank + 1.0]), group)
         return found, output.tolist(), left
 
-    assert run_ranks(body, 2) == [([(None, [])] * 5, [1.0, 2.0], 0)] * 2
+    assert run_ranks(body, 2) == [([(None, [])] * 4, [1.0, 2.0], 0)] * 2
 
 
 def test_memory_of_another_process_with_these_numbers_is_not_taken():
     def body(ctx):
-        group = ctx.ps.dp_gather_group
-        own = host_transport._new_file(7)
-        other = os.memfd_create("other")
-        here = os.getpid()
-        right = host_transport._open_all([[here, own, 7], [here, own, 7]], group)
+        own, other, here = host_transport._new_file(7), os.memfd_create("other"), os.getpid()
+        right = host_transport._map_all([[here, own, 7], [here, own, 7]])
         wrong = [[here, own, 8], [here, other, 7], [here, own + 1000, 7]]
-        found = [host_transport._open_all([[here, own, 7], one], group) for one in wrong]
+        found = [host_transport._map_all([[here, own, 7], one]) for one in wrong]
         return right is not None, found, os.fstat(other).st_size
 
-    assert run_ranks(body, 2) == [(True, [None] * 3, 0)] * 2
+    assert run_ranks(body, 1) == [(True, [None] * 3, 0)]
+
+
+def test_no_file_stays_open():
+    def body(ctx):
+        group = by_messages(ctx.ps.dp_gather_group)
+        files = len(os.listdir("/proc/self/fd"))
+        transport = host_transport.meet_on_host(group, [])
+        return transport is not None, len(os.listdir("/proc/self/fd")) - files
+
+    assert run_ranks(body, 2) == [(True, 0)] * 2

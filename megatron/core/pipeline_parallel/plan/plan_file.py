@@ -34,7 +34,7 @@ class PlanFile:
                 f"{num_microbatches}: change --global-batch-size, or save a plan for it"
             )
         rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in self.plan.rows)
-        return dataclasses.replace(self.plan, rows=rows)
+        return dataclasses.replace(self.plan, rows=rows, residency=None)
 
 
 def load_plan(path: str, num_ranks: int, *, post_validation: bool) -> PlanFile:

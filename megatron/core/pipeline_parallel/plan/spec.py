@@ -16,10 +16,10 @@ from megatron.core.pipeline_parallel.plan.passes.post_validation import post_val
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.plan_file import PlanFile
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
 from megatron.core.pipeline_parallel.plan.units import StageUnits
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
+from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
 
 # Sums of activations, and costs of plans, are compared with this much of tolerance, relative to them.
 TOLERANCE = 1e-9
@@ -57,7 +57,9 @@ class ScheduleSpec:
     schedule has of itself. limit_in_stages: limits are so many whole stages, of whatever costs; None: they are sizes.
     file: the plan that is run instead of a generator's. rivals: (name, group size) of schedules on the same stages,
     from which `auto` has chosen this one; reasons: why, a line a candidate. stages_units, residency: what data
-    parallelism asks of the plan, by global stage and of all ranks; None: its operations are not in the plan.
+    parallelism asks of the plan, by global stage and of all ranks; None: its operations are not in the plan. groupings:
+    by number of microbatches, which of them a plan has summed up together: plans of these sizes keep that, and with it
+    the run's bits.
     """
 
     schedule: str
@@ -76,6 +78,7 @@ class ScheduleSpec:
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     stages_units: tuple[StageUnits, ...] | None = None
     residency: Residency | None = None
+    groupings: tuple[tuple[int, Grouping], ...] = ()
 
     @property
     def row(self) -> Schedule:
@@ -157,7 +160,13 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
         return build_plan(spec.schedule, spec.request(num_microbatches))
     if spec.stages_units is not None and spec.residency is not None:  # the last pass of all
         plan = plan_for(spec.bare, num_microbatches, purpose)
-        return add_residency(plan, spec.stages_units, spec.residency, spec.costs)
+        if plan.residency is not None:  # a file's own
+            verify(plan, spec.costs, stages=spec.stages_units, residency=spec.residency)
+            return plan
+        grouping = dict(spec.groupings).get(num_microbatches)
+        if purpose is Purpose.EVALUATE:
+            grouping = None
+        return add_residency(plan, spec.stages_units, spec.residency, spec.costs, grouping=grouping)
     if purpose is Purpose.EVALUATE:
         return lower(_forwards(spec, num_microbatches), spec.costs)
     if purpose is Purpose.TRAIN_AND_STEP:

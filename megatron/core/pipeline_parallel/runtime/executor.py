@@ -97,7 +97,7 @@ class Executor:
         handlers: Mapping[Kind, Handler] | None = None,
         validation: Validation | None = None,
     ) -> None:
-        self._plan, self._rank, self._row = plan, rank, plan.rows[rank]
+        self.plan, self._rank, self._row = plan, rank, plan.rows[rank]
         self._stages, self._channel = stages, channel
         self._boundaries, self._recorder, self._validation = boundaries, recorder, validation
         ranks = plan.placement.ranks()
@@ -183,13 +183,13 @@ class Executor:
         """Of a computation. within: operations in its middle."""
         if self._lane is None:
             return None
-        return Crossing(op, self._plan.placement.chunk_of(op[1]), self._units[op[1]], within, self._lane)
+        return Crossing(op, self.plan.placement.chunk_of(op[1]), self._units[op[1]], within, self._lane)
 
     # Around the operations -------------------------------------------------------------------------
 
     def _timed(self, recorder: Recorder, iteration: int) -> Iterator[Step]:
         """The program; what the loop does between two steps is timed and recorded."""
-        recorder.begin_step(self._plan, self._rank, iteration)
+        recorder.begin_step(self.plan, self._rank, iteration)
         lane = self._lane
         for step in self._program:
             self._waited_s = 0.0
