@@ -19,7 +19,6 @@ from tests.harness.collective_watch import Watch
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.planned_steps import Boundary, BoundaryLog, traffic_of_plan, units_of, walk_of
 from tests.harness.ranks import run_ranks
-from tests.harness.sharded_training import persistent_bytes
 
 LAYERS = 2
 UNTIED = ("--untie-embeddings-and-output-weights",)
@@ -48,7 +47,7 @@ class Case:
     more: tuple[str, ...]
     ga: int = 1
     words: tuple[str, ...] = ()
-    layout: Layout = Layout()
+    layout: Layout = dataclasses.field(default_factory=Layout)
 
     def __str__(self):
         return " ".join([str(self.layout), *self.more, *self.words, f"GA {self.ga}"])
