@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.traffic import persistent_bytes
 from megatron.core.distributed.traffic import Traffic
 from megatron.core.traffic_counter import Moved
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.ranks import run_ranks
+from tests.harness.sharded_training import persistent_bytes
 
 LAYERS = 2
 UNTIED = ("--untie-embeddings-and-output-weights",)

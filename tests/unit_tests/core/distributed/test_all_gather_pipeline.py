@@ -16,6 +16,10 @@ from tests.harness.ranks import run_ranks
 SHARDED, GATHERING, UNSHARDED = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED
 
 
+def gathers(ps):
+    return ps.dp_gather_group.traffic.moved("all_gather")
+
+
 def states(engine):
     return [engine._gathers.state(unit) for unit in range(len(engine.units))]
 
@@ -23,6 +27,7 @@ def states(engine):
 def test_a_unit_has_memory_from_its_gather_until_it_is_freed():
     def body(ctx):
         engine, chains = build(ctx.ps, Model(), "optim_grads_params")
+        before = gathers(ctx.ps)
         ledger, (stage,) = engine.ledger, engine.stage_units()
         sizes = [unit.weight_bytes for unit in stage.units]
         expected = {name: p.clone() for name, p in Model().chains()[0].named_parameters()}
@@ -45,8 +50,7 @@ def test_a_unit_has_memory_from_its_gather_until_it_is_freed():
             engine.reshard(0, 1)  # by somebody inside
             engine.unshard(0, 1)
         held.append(ledger.live("gathered"))
-        moved = ctx.ps.dp_gather_group.traffic.moved("all_gather")
-        return sizes, held, seen, moved
+        return sizes, held, seen, gathers(ctx.ps) - before
 
     for sizes, held, seen, moved in run_ranks(body, 2):
         assert held == [0, sizes[0] + sizes[1], 0, 0]
@@ -78,7 +82,7 @@ def test_weights_that_are_whole_at_rest_are_gathered_behind_a_step(overlap):
     def body(ctx):
         engine, _ = build(ctx.ps, Model(), "optim", overlap_param_gather=overlap, ddp_bucket_size=1)
         (stage,) = engine.stage_units()
-        before = states(engine)
+        before, moved = states(engine), gathers(ctx.ps)
         for name in engine.buffer.names:  # as an optimizer does: its part only
             engine.buffer.main_weight_part(name).fill_(7.0 + ctx.rank)
         engine.weights_changed()
@@ -89,13 +93,12 @@ def test_weights_that_are_whole_at_rest_are_gathered_behind_a_step(overlap):
             engine.reshard(0, unit)
         values = engine.buffer.weight("links.0.fc.weight").flatten()
         first, last = values.min().item(), values.max().item()
-        moved = ctx.ps.dp_gather_group.traffic.moved("all_gather")
         return (
             before,
             after,
             states(engine),
             (first, last),
-            moved,
+            gathers(ctx.ps) - moved,
             sum(unit.weight_bytes for unit in stage.units),
         )
 
@@ -114,7 +117,7 @@ def test_weights_that_changed_free_what_is_gathered_and_instances_gather_first()
         engine, _ = build(
             ps, Model(), "optim_grads_params", outer_dp_sharding_strategy="optim", overlap_param_gather=True
         )
-        buffer = engine.buffer
+        buffer, before = engine.buffer, ps.dp_outer_group.traffic.moved("all_gather")
         engine.unshard(0, 0)
         for name in buffer.names:
             start, end = buffer.part(name, buffer.sharding.optimizer)
@@ -124,7 +127,7 @@ def test_weights_that_changed_free_what_is_gathered_and_instances_gather_first()
         seen, held = states(engine), engine.ledger.live("gathered")
         with engine.gathered(range(3)):
             whole = buffer.weight("links.2.fc.weight").flatten().tolist()
-        outer = ps.dp_outer_group.traffic.moved("all_gather")
+        outer = ps.dp_outer_group.traffic.moved("all_gather") - before
         shards = sum(bucket.weights.numel() * 8 for bucket in buffer.buckets if bucket.trained)
         return seen, held, whole, outer, shards
 

@@ -108,11 +108,11 @@ def test_whole_gradients_have_memory_from_the_first_contribution_to_the_end_of_t
 def test_at_most_two_reductions_are_under_way_and_the_oldest_is_waited_for(monkeypatch):
     def body(ctx):
         engine = build(ctx.ps, "optim_grads", "abcd")
-        exchange = []
+        held = []
         real = collectives.reduce_scatter_units
 
         def watched(*args, **kwargs):
-            exchange.append((live(engine)[0], engine.ledger.live("exchange") > 0))
+            held.append(live(engine)[0])
             return real(*args, **kwargs)
 
         monkeypatch.setattr(collectives, "reduce_scatter_units", watched)
@@ -122,10 +122,10 @@ def test_at_most_two_reductions_are_under_way_and_the_oldest_is_waited_for(monke
         for unit in (3, 2, 1, 0):
             engine.reduce(0, unit)
         engine.finish()
-        return exchange, engine.stage_units()[0].units[1].grad_bytes, engine.ledger.live("exchange")
+        return held, engine.stage_units()[0].units[1].grad_bytes, engine.ledger.transient_bytes
 
-    for exchange, full, left in run_ranks(body, 2):
-        assert exchange == [(4 * full, False), (4 * full, True), (3 * full, True), (2 * full, True)]
+    for held, full, left in run_ranks(body, 2):
+        assert held == [4 * full, 4 * full, 3 * full, 2 * full]
         assert left == 0
 
 
