@@ -56,7 +56,7 @@ def losses_of(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """layout -> folder of a run that saved after the third iteration, and the loss of each next one with its weights."""
+    """layout -> folder of a run that saved its third iteration, and what each next one's loss is with these weights."""
 
     @functools.cache
     def one(layout):

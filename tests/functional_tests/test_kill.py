@@ -67,7 +67,7 @@ def killed_and_resumed(folder, undisturbed, seed, ranks=None, more=""):
         run = group.wait(timeout_s=20)
     survivors = [status for status in run.statuses if status != -signal.SIGKILL]
     assert all(status in (0, 6) for status in survivors), run.output
-    again = launch.ok(launch.run_forked(flags, ranks=ranks, cwd=folder))
+    again = launch.ok(launch.run_forked(flags, ranks=ranks, cwd=folder, timeout_s=180.0))
     assert launch.digests(folder / "ck", ITERATIONS) == digests, f"seed {seed}\n{run.output}\n{again.output}"
     assert {**run.losses(), **again.losses()} == losses, f"seed {seed}"
     assert not list((folder / "ck").glob("iter_*.tmp-*"))  # the next save cleans up

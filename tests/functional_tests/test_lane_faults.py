@@ -27,7 +27,8 @@ full = pytest.mark.full
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """at: the call of a collective in which the rank goes away, by the purpose of its group. operation: of the plan, as it is named."""
+    """at: the collective in which the rank goes away, by the purpose of its group and its number in the step.
+    operation: of the plan."""
 
     flags: str
     at: str

@@ -2,8 +2,9 @@
 """pretrain_gpt.py whose steps go wrong on command, on some stage of its pipeline: for post-validation.
 
 --faults as in tests/harness/gradient_faults.py; --kill-in-rollback R:N ends rank R inside its N-th rollback, R:N:step
-behind it, before the step is taken again, R:N:stop holds it up inside; --stop-iteration sends this process SIGTERM there; --free-bytes is what the
-machine seems to have left. User code must be told the iteration that it runs in: every forward asks.
+behind it, before the step is taken again, R:N:stop holds it up inside; --stop-iteration sends this process SIGTERM
+there; --free-bytes is what the machine seems to have left. User code must be told the iteration that it runs in: every
+forward asks.
 """
 
 import os

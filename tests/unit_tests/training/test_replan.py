@@ -50,7 +50,7 @@ class World:
             print_rank_0=lambda _text: None,
         )
         engine = SimpleNamespace(chunks=[])
-        self.profiler, self.plan_changes = self, 0
+        self.profiler, self.plan_changes, self.residencies = self, 0, {}
         self.replanner = Replanner(self.session, self, engine, self, RunClock(), first)
 
     # the runner
@@ -60,6 +60,9 @@ class World:
     @property
     def plan(self):
         return plan_for(self.spec, MICROBATCHES, Purpose.TRAIN)
+
+    def keep_groupings(self, residencies):
+        assert residencies == {}
 
     # the profiler
     @property

@@ -28,18 +28,19 @@ class StateBytes:
     """How large what the engine makes of parameters is.
 
     align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks).
-    weight, grad: bytes of an element as it is gathered, and as it is reduced. inner: ranks that share the
-    states. main_grad: bytes of an element that instances sum. at_rest: of all states (bytes of an element,
-    ranks that it is cut over). bucket_size: elements to which neighbours are merged where gradients are whole
-    at rest; None: a bucket a unit.
+    weight, grad: bytes of an element as it is gathered, and as it is reduced. at_rest: of all states (bytes of
+    an element, ranks that it is cut over). inner: ranks that share the states. outer_grad, outer_weight: bytes of
+    an element of their parts that instances sum, and that they gather, 0 where they do not cut the optimizer.
+    bucket_size: elements to which neighbours are merged where gradients are whole at rest; None: a bucket a unit.
     """
 
     align: int
     weight: int
     grad: int
-    inner: int = 1
-    main_grad: int = 0
     at_rest: tuple[tuple[int, int], ...] = ()
+    inner: int = 1
+    outer_grad: int = 0
+    outer_weight: int = 0
     bucket_size: int | None = None
 
 
@@ -183,8 +184,8 @@ def _sized(stage: _Stage, sizes: StateBytes, unit_of_time: float) -> StageUnits:
                 grad_bytes=numel * sizes.grad,
                 extra_grad_bytes=unit.extra * sizes.grad,
                 shard_bytes=sum(numel // ways * size for size, ways in sizes.at_rest),
-                outer_grad_bytes=numel // sizes.inner * sizes.main_grad,
-                outer_weight_bytes=numel // sizes.inner * sizes.weight,
+                outer_grad_bytes=numel // sizes.inner * sizes.outer_grad,
+                outer_weight_bytes=numel // sizes.inner * sizes.outer_weight,
                 backward_reads=unit.backward_reads,
             )
         )

@@ -67,12 +67,18 @@ class StepResidency:
     planned_moves: StepMoves
     measured_moves: StepMoves
 
+    @property
+    def _comparable(self) -> HeldBytes:
+        """The plan's, without activations where these are not measured."""
+        unknown = self.measured.activations is None
+        return dataclasses.replace(self.planned, activations=None) if unknown else self.planned
+
     def lines(self) -> list[str]:
         """After an interval's line: its last iteration, by plan and as counted."""
         where = f"iteration {self.iteration}, pipeline rank {self.rank}"
         planned, measured = _moves(self.planned_moves), _moves(self.measured_moves)
         return [
-            f" residency of {where}: planned {_held(self.planned)}; measured {_held(self.measured)}",
+            f" residency of {where}: planned {_held(self._comparable)}; measured {_held(self.measured)}",
             f" moves of {where}: planned {planned}; measured {measured}",
         ]
 
@@ -80,7 +86,7 @@ class StepResidency:
         """The same for the record; what is not known has no field."""
         scalars: dict[str, float] = {}
         for prefix, held, moves in (
-            ("planned", self.planned, self.planned_moves),
+            ("planned", self._comparable, self.planned_moves),
             ("measured", self.measured, self.measured_moves),
         ):
             scalars[f"{prefix}-held-bytes"] = held.total

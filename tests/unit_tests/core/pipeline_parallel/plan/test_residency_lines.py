@@ -48,9 +48,12 @@ def test_instances_are_told_where_there_are_any():
 def test_each_interval_says_plan_and_measurement():
     held, moved = STEP.lines()
     assert held == (
-        f" residency of iteration 120, pipeline rank 1: planned {HELD_TEXT}; measured 5.50 MiB "
-        "(at rest 3.00 MiB, gathered 2.00 MiB, gradients 0.50 MiB)"
+        " residency of iteration 120, pipeline rank 1: planned 4.50 MiB (at rest 3.00 MiB, gathered 1.00 MiB, "
+        "gradients 0.50 MiB); measured 5.50 MiB (at rest 3.00 MiB, gathered 2.00 MiB, gradients 0.50 MiB)"
     )
+    with_activations = dataclasses.replace(STEP, measured=HELD)
+    assert f": planned {HELD_TEXT}; measured {HELD_TEXT}" in with_activations.lines()[0]
+    assert with_activations.scalars()["planned-activations-bytes"] == 6 * MIB
     assert moved == (
         " moves of iteration 120, pipeline rank 1: planned 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, "
         "exposed 3.20%; measured 23 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 5.00% (0.0200 s)"
@@ -64,11 +67,10 @@ def test_the_record_has_the_same(tmp_path):
     record.close()
     (line,) = read_metrics(record.path)
     assert {key: line[key] for key in line.keys() - {"iteration", "time", "consumed_samples"}} == {
-        "planned-held-bytes": 10.5 * MIB,
+        "planned-held-bytes": 4.5 * MIB,
         "planned-at-rest-bytes": 3 * MIB,
         "planned-gathered-bytes": MIB,
         "planned-gradients-bytes": MIB / 2,
-        "planned-activations-bytes": 6 * MIB,
         "planned-gathers": 24,
         "planned-reductions": 1,
         "planned-outer-gathers": 0,

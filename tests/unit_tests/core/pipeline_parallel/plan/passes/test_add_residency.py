@@ -50,8 +50,9 @@ def bare(plan):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_schedule_strategy_and_policy(data):
-    """add_residency verifies what it makes, V1-V12, with messages and collectives that block; nothing else of the
-    plan changes; files bring back the same plan; DP peers have the same rows because nothing else goes in."""
+    """add_residency verifies what it makes, V1-V12, with messages and collectives that block; nothing else of
+    the plan changes; files bring back the same plan; DP peers have the same rows because nothing else goes
+    in."""
     name = data.draw(st.sampled_from(sorted(SCHEDULES)), "schedule")
     schedule = SCHEDULES[name]
     p = data.draw(st.sampled_from([one for one in (1, 2, 3, 4, 8) if one > 1 or schedule.alone]), "ranks")
@@ -105,8 +106,8 @@ def test_evaluation_gathers_and_never_reduces(name, strategy):
 
 
 def turnarounds(row, stage, count):
-    """Gathers that `memory` saves in a row by unit: a stage's last unit is used in F and at once in B, its first in B
-    and at once in F; what reads no weights may stand between."""
+    """Gathers that `memory` saves in a row by unit: a stage's last unit is used in F and at once in B, its
+    first in B and at once in F; what reads no weights may stand between."""
     saved = [0] * count
     reading = [op for op in row if READS_WEIGHTS[op[0]]]
     for one, other in itertools.pairwise(reading):
@@ -180,7 +181,8 @@ def test_strategies_by_hand():
 
 
 def test_an_unread_backward_frees_early():
-    """The embedding's backward reads no weights: it is gathered once a microbatch, and freed behind its forward."""
+    """The embedding's backward reads no weights: it is gathered once a microbatch, and freed behind its
+    forward."""
     plan, costs = lowered("1f1b", 1, 3)
     stages = model(plan.placement, 2, ends=1)
     residency = asked(SHARDED, "memory", 1)
@@ -201,8 +203,8 @@ def test_prefetch_moves_gathers_and_changes_no_count(policy):
 
 
 def test_one_tied_unit_of_two_chunks_has_one_residency():
-    """On a V the last chunk's head reads the first chunk's embedding, which is held once, and summed with what both
-    chunks have added."""
+    """On a V the last chunk's head reads the first chunk's embedding, which is held once, and summed with
+    what both chunks have added."""
     plan, costs = lowered("zbv", 2, 4)
     stages = model(plan.placement, 1, tied=True)
     step = asked(SHARDED, "step", 2)
