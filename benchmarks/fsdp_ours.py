@@ -25,13 +25,23 @@ from benchmarks.fsdp_workload import (
 )
 from benchmarks.plain_gpt import Block, set_schedule
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_state import single_process
+from megatron.core.parallel_state import ParallelState, single_process
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
+from megatron.core.pipeline_parallel.runtime.executor import Executor
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
+from megatron.training.residency import residency_of, units_of_all_stages
 
 Config = DistributedDataParallelConfig
 
@@ -50,15 +60,15 @@ def config_of(strategy: str, **changes: object) -> Config:
 
 
 class OurLoop:
-    """GPTModel over the flat buffer and the trainer's optimizer. together: False is a world of one on every rank."""
+    """GPTModel by the plan of one stage, over the flat buffer and the trainer's optimizer. together: False is a world
+    of one on every rank. execute: runs a step's forwards and backwards."""
 
     def __init__(self, work: Work, config: Config, *, together: bool = True) -> None:
         self.work = work
         ps = work.ps if together else single_process(work.device)
         self.gpt = our_model(work, work.dtype)
         self.sink = self.gpt.context.grads
-        engine = FullyShardedDataParallel if config.use_custom_fsdp else DistributedDataParallel
-        self.model = engine([self.gpt], ps, config, self.gpt.param_meta, sinks=[self.sink])
+        self.model = DistributedDataParallel([self.gpt], ps, config)
         optimizer = OptimizerConfig(
             lr=LEARNING_RATE,
             weight_decay=0.0,
@@ -73,25 +83,50 @@ class OurLoop:
         self.divisor = float(len(work.mine) * ps.dp_size)
         tokens = work.mine[0][0]
         self.positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self.iteration = 0
+        self.iteration, self.total = 0, 0.0
+        self.execute = self._executor(ps).run
+
+    def _executor(self, ps: ParallelState) -> Executor:
+        plan = build_plan("1f1b", Request(1, len(self.work.mine)))
+        costs, boundaries = CostModel.of_ranks(plan.placement), UnitBoundaries()
+        plan, units, residency = lower(plan, costs), None, residency_of(self.model, 1)
+        if residency.moves:
+            units = units_of_all_stages(self.model, ps, (0,), costs)
+            plan = add_residency(plan, units, residency, costs)
+            UnitEvents([tuple(enumerate(self.model.unit_modules()[0]))], boundaries)
+            self.sink.report_units(self.model.unit_of_key()[0], lambda unit: boundaries.unit_begins(0, unit))
+        return Executor(
+            plan,
+            0,
+            {
+                0: ModelStage(
+                    lambda microbatch, _: self.forward(microbatch), self.sink, begins=True, ends=True
+                )
+            },
+            P2P(ps),
+            self.model,
+            units=None if units is None else dict(enumerate(units)),
+            boundaries=boundaries,
+        )
+
+    def forward(self, microbatch: int) -> torch.Tensor:
+        tokens, labels = self.work.mine[microbatch]
+        self.gpt.context.begin_microbatch(self.iteration, microbatch, microbatch)
+        losses = self.gpt(tokens, self.positions, labels=labels)
+        loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
+        loss = loss_sum / num_tokens
+        self.total += loss.item() / len(self.work.mine)
+        return loss
 
     def step(self) -> float | None:
-        batches, total = self.work.mine, 0.0
-        self.model.begin_step(len(batches))
-        for microbatch, (tokens, labels) in enumerate(batches):
-            self.gpt.context.begin_microbatch(self.iteration, microbatch, microbatch)
-            losses = self.model(tokens, self.positions, labels=labels)
-            loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
-            loss = loss_sum / num_tokens
-            with self.sink.backward(microbatch):
-                loss.backward()
-            self.model.microbatch_done(0, microbatch)
-            total += loss.item() / len(batches)
+        self.total = 0.0
+        self.model.begin_step(len(self.work.mine))
+        self.execute(self.iteration)
         self.model.finish()
         self.optimizer.step(self.divisor)
         self.model.weights_changed()
         self.iteration += 1
-        return total
+        return self.total
 
 
 class OurPlainLoop(PlainLoop):

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import Sharding, ShardPlace
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 VOCAB = 40
@@ -189,7 +190,7 @@ def train_sharded(
                 one.backward()
             total += one.item() / ctx.world_size
             if not deferred or index == ga - 1:  # what is counted begins afresh with the next forward
-                for op, (calls, num_bytes) in model.engine.traffic.as_dict().items():
+                for op, (calls, num_bytes) in moved_by(model.engine).items():
                     traffic[op, "calls"] += calls
                     traffic[op, "bytes"] += num_bytes
         if clip is not None:
@@ -198,6 +199,40 @@ def train_sharded(
         losses.append(total)
     moved = {op: (traffic[op, "calls"], traffic[op, "bytes"]) for op, _ in traffic}
     return Trained(losses, model.full_state_dict(), moved, model)
+
+
+def moved_by(engine: Any) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of the engine's last step, by collective, of those that were called."""
+    kinds = {field.name: getattr(engine.traffic, field.name) for field in dataclasses.fields(engine.traffic)}
+    return {kind: (moved.calls, moved.payload_bytes) for kind, moved in kinds.items() if moved.calls}
+
+
+def unit_sizes(engine: Any) -> list[int]:
+    """Elements of each unit's whole weights, padding included."""
+    buckets = [engine.buffer.buckets_of_unit(unit.name) for unit in engine.units]
+    return [sum(bucket.full_weights.numel() for bucket in one) for one in buckets]
+
+
+def persistent_bytes(
+    numel: int,
+    sharding: Sharding,
+    place: ShardPlace,
+    *,
+    weight_itemsize: int,
+    main_itemsize: int,
+    grad_itemsize: int,
+    moment_itemsize: int = 4,
+    num_moments: int = 2,
+) -> dict[str, int]:
+    """Bytes on a rank between steps, by category, for so many elements of all trained buckets, padding included.
+    main_itemsize: 0 where the optimizer updates the model's weights themselves."""
+    optimizer = numel // place.ways(sharding.optimizer)
+    return {
+        "weights": numel // place.ways(sharding.weights) * weight_itemsize,
+        "main_weights": optimizer * main_itemsize,
+        "main_grads": numel // place.ways(sharding.main_grads) * grad_itemsize,
+        "moments": optimizer * moment_itemsize * num_moments,
+    }
 
 
 def calls(traffic: dict[str, tuple[int, int]]) -> dict[str, int]:

@@ -14,7 +14,6 @@ import torch
 from benchmarks.fsdp_ours import OurLoop, config_of
 from benchmarks.fsdp_peers import Fsdp2Loop
 from benchmarks.fsdp_workload import Shape, Trainer, Work
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.live_peak import LivePeak
 from tests.harness.ranks import RankContext, run_ranks
 
@@ -67,8 +66,7 @@ def phases(ctx: RankContext) -> dict[str, int]:
     """Most bytes that the engine and the optimizer hold in each phase of a step, in bytes of FSDP2's terms."""
     torch.set_num_threads(1)
     loop = ours(work_of(ctx, 1))
-    model, work = loop.model, loop.work
-    assert isinstance(model, FullyShardedDataParallel)
+    model = loop.model
     ledger, found = model.ledger, {}
     sizes = {
         unit.name: sum(4 * bucket.full_weights.numel() for bucket in model.buffer.buckets_of_unit(unit.name))
@@ -81,7 +79,7 @@ def phases(ctx: RankContext) -> dict[str, int]:
     found["moments"] = sum(loop.optimizer.persistent_bytes().values())
     found["init"] = ledger.persistent_bytes + ledger.peak_transient_bytes
     loop.step()
-    (tokens, labels), found["num_units"] = work.mine[0], len(blocks)
+    found["num_units"] = len(blocks)
 
     def peak() -> int:
         most = sum(ledger.peak(one) for one in ("weights", "main_weights", "main_grads", "extra_grads"))
@@ -89,14 +87,17 @@ def phases(ctx: RankContext) -> dict[str, int]:
         ledger.reset_peaks()
         return most
 
+    forward = loop.forward
+
+    def watched(microbatch: int) -> torch.Tensor:
+        loss = forward(microbatch)
+        found["forward"] = peak()
+        return loss
+
+    loop.forward = watched
     model.begin_step(1)
     ledger.reset_peaks()
-    loop.gpt.context.begin_microbatch(1, 0, 0)
-    loss = model(tokens, loop.positions, labels=labels).mean()
-    found["forward"] = peak()
-    with loop.sink.backward(0):
-        loss.backward()
-    model.microbatch_done(0, 0)
+    loop.execute(1)
     model.finish()
     found["backward"] = peak()
     loop.optimizer.step(2.0)

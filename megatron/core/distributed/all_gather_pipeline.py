@@ -43,6 +43,10 @@ class AllGatherPipeline:
     def state(self, unit: int) -> UnitState:
         return self._units[unit].state
 
+    def is_blocked(self, unit: int) -> bool:
+        """Whether the unit's slot of a double buffer is in use by another one."""
+        return self._cut and self._memory.is_blocked("weights", self._units[unit].name)
+
     def start(self, unit: int) -> None:
         """Begin to gather; nothing to do where weights are whole at rest. Where the unit's slot of a double buffer is
         still in use, the gather begins when it is waited for."""
@@ -50,7 +54,7 @@ class AllGatherPipeline:
         if self._cut:
             assert one.state is UnitState.SHARDED, f"unit {one.name!r} is {one.state.value} already"
             one.asked = True
-            if not self._memory.is_blocked("weights", one.name):
+            if not self.is_blocked(unit):
                 self._gather(one)
 
     def wait(self, unit: int) -> None:
@@ -100,7 +104,8 @@ class AllGatherPipeline:
             yield
         finally:
             for unit in own:
-                self.free(unit)
+                if self.state(unit) is not UnitState.SHARDED:  # as where weights were written meanwhile
+                    self.free(unit)
 
     def _gather(self, one: _Unit) -> None:
         one.wait()  # for what is gathered from

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
 from megatron.core.distributed.bucket_memory import ArenaGroups
@@ -28,13 +29,13 @@ from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
-from megatron.core.distributed.stage_units import find_engine_units, unit_costs
+from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.traffic import Traffic, traffic_of
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
@@ -50,7 +51,8 @@ class DistributedDataParallel(GradSync):
     param_meta: facts about the parameters; sinks: where each chunk's layers put their gradients, None for a plain
     module, whose gradients are taken from autograd's hooks; a chunk may have both. Both are a `MegatronModule`'s own
     where they are not given. stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all
-    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`).
+    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`); `EngineUnits` are taken
+    as they are. reading: a unit's parameters are read inside it, where another engine has cut them.
 
     Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
     embedding where gradients have parts there (`finalize_model_grads`), there once when built. In a world of one no
@@ -66,20 +68,24 @@ class DistributedDataParallel(GradSync):
         sinks: Sinks = None,
         stages: Sequence[int] | None = None,
         *,
-        units: Sequence[ModelUnit] | None = None,
+        units: Sequence[ModelUnit] | EngineUnits | None = None,
+        reading: Reading = as_they_are,
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
         self._chunks = ModelChunks(modules, None if stages is None else tuple(stages))
         self.ps, self.config = ps, config
-        inner, outer = ps.dp_reduce_group, ps.dp_outer_group
-        self.place = ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
+        self.place = place_of(ps)
         self.sharding = effective_sharding(config, self.place)
         self.ledger = Ledger()
         if param_meta is None:
             param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
-        self._found = find_engine_units(self._chunks, units, config, self.sharding, self.place.dp_size)
+        self._found = (
+            units
+            if isinstance(units, EngineUnits)
+            else find_engine_units(self._chunks, units, config, self.sharding, self.place.dp_size)
+        )
         self.units = self._found.units
         names = [unit.name for unit in self.units]
         self._numbers = [chunk.numbers for chunk in self._found.chunks]
@@ -95,6 +101,7 @@ class DistributedDataParallel(GradSync):
             units=dict.fromkeys(self._chunks.parameters, "")
             | {name: unit.name for unit in self.units for name in unit.names},
             new_full=memory.new,
+            reading=reading,
             groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
         )
         self._gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
@@ -108,13 +115,13 @@ class DistributedDataParallel(GradSync):
             embedding=ps.embedding_group,
         )
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
-        connect(self._chunks, self.buffer, sinks, self, scale=self._scale)
+        self._hooks: list[RemovableHandle] = []
+        self._reports = connect(self._chunks, self.buffer, sinks, self, scale=self._scale, hooks=self._hooks)
         self._is_stepping = False
-        self._counted_from = Traffic()
+        self._counted_from = self._of_step = Traffic()
         self._of_weights = (
             Traffic()
         )  # what the last `weights_changed` has moved, for the step that comes next
-        self._of_step = Traffic()
         held = self.buffer.persistent_bytes()
         if self.sharding.main_grads is not Cut.WHOLE:
             del held["main_grads"]  # they come and go: booked unit by unit
@@ -156,15 +163,19 @@ class DistributedDataParallel(GradSync):
         *,
         reduce_gradients: bool = True,
         keep_gradients: bool = False,
+        accumulate: bool = False,
     ) -> None:
         """Start a step: what gradients there are is overwritten, no unit is reduced yet.
 
         reduce_gradients: without, they stay this rank's own, and `finish` is not called. keep_gradients: those of the
-        last step are still needed, until `release_gradients` (a step that is not decided on).
+        last step are still needed, until `release_gradients` (a step that is not decided on). accumulate: add to its
+        sums.
         """
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
         self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
-        self._reductions.begin_step(reduce_gradients=reduce_gradients, accumulate=False, keep=keep_gradients)
+        self._reductions.begin_step(
+            reduce_gradients=reduce_gradients, accumulate=accumulate, keep=keep_gradients
+        )
         self.buffer.grads_divided_by = round(1.0 / self._scale)
         self._is_stepping, self._reduces = True, reduce_gradients
 
@@ -271,9 +282,15 @@ class DistributedDataParallel(GradSync):
                 "reads another unit's weights and cannot be told from one that was not; leave out one of them"
             )
         all_last = config.fsdp_reshard_policy != "memory"
-        lasting = range(len(self.units)) if all_last else self._found.lasting
+        nested = {unit.index for unit in self.units if unit.nested}
+        lasting = range(len(self.units)) if all_last else self._found.lasting | nested
         slots = plan_slots(len(self.units), lasting=lasting)
         return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in self.units})
+
+
+def place_of(ps: ParallelState) -> ShardPlace:
+    inner, outer = ps.dp_reduce_group, ps.dp_outer_group
+    return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
 
 
 def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace) -> Sharding:

@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from megatron.training.schedule_choice import asked_schedules
 
+from megatron.core.asked_schedules import asked_schedules
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.problems import ConfigurationError
-from megatron.training.schedule_choice import asked_schedules
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "fsdp_zero_bubble" / "pretrain.sh"
 CPU = {"CPU": "1"}

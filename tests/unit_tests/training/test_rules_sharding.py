@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.core.distributed.custom_fsdp.reshard_plan import POLICIES, ReshardPlanError, policies
+from megatron.core.distributed.custom_fsdp.reshard_policy import POLICIES, ReshardPlanError, check_policy
 from megatron.core.distributed.sharding import STRATEGIES, Cut, sharding_of
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.flag_table import FlagState, spellings
@@ -195,7 +195,7 @@ def test_policies_are_refused_where_the_planner_refuses_them(policy, strategy):
     cut = {"weights_cut": row.weights is not Cut.WHOLE, "grads_cut": row.main_grads is not Cut.WHOLE}
     budget_bytes = 8 if policy == "budget" else None
     try:
-        policies((), policy, num_microbatches=2, shard_ways=2, budget_bytes=budget_bytes, **cut)
+        check_policy(policy, budget_bytes, **cut)
         refused = []
     except ReshardPlanError:
         refused = ["fsdp-reshard-policy"]

@@ -152,15 +152,14 @@ class FullyShardedModule(nn.Module):
         dp_gather."""
         driver = driver_of(self)
         driver.write_back()
-        driver.engine.settle_weights()
-        driver.engine.wait(0)
+        driver.engine.driver.gather_for_readers()
         driver.shards.read_whole(True)
 
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
         driver = driver_of(self)
         driver.shards.read_whole(False)
-        driver.engine.reshard(0)
+        driver.engine.driver.free_for_readers()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most max_norm; the norm before.
@@ -186,12 +185,10 @@ class FullyShardedModule(nn.Module):
         names, this rank's buffers. Communicates over dp_gather, unit by unit."""
         driver, engine = driver_of(self), driver_of(self).engine
         driver.write_back()
-        engine.settle_weights()
         whole: dict[str, Tensor] = {}
         for unit in engine.units:
-            engine.wait(0, unit.index)
-            whole |= {name: _copied(engine.buffer.weight(name)) for name in unit.names}
-            engine.weights_read(unit.index)
+            with engine.gathered([unit.index]):
+                whole |= {name: _copied(engine.buffer.weight(name)) for name in unit.names}
         first = _first_names(self)
         return {
             name: whole[first[name]] if name in first else _copied(value)

@@ -1,54 +1,66 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state cut over ranks, whole only where in use.
+"""Fully sharded data parallelism for loops without a plan: the engine, and hooks that say what it does when.
 
-All rows of the sharding table over the flat buffer of `HookDrivenDataParallel`, with one bucket a unit of the model
-and type of weights. Weights are gathered unit by unit as forward and backward come to them; gradients are reduced unit
-by unit as backward leaves them. Source of the rows: ZeRO (Rajbhandari et al. 2020).
+    ddp.begin_step(num_microbatches)
+    loss(ddp(batch)).backward()                # of each microbatch, and behind it
+    ddp.microbatch_done(chunk, microbatch)
+    ddp.finish()                               # sums over microbatches and ranks, where the optimizer reads them
+    optimizer.step(...)
+    ddp.weights_changed()
+
+Weights are gathered unit by unit as forward and backward come to them; gradients are reduced unit by unit as backward
+leaves them. Source of the rows: ZeRO (Rajbhandari et al. 2020).
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.debug import watch_released
-from megatron.core.distributed.custom_fsdp.gather import Gatherer
-from megatron.core.distributed.custom_fsdp.hook_driven import HookDrivenDataParallel
-from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
-from megatron.core.distributed.custom_fsdp.reduce import MicrobatchReduction
-from megatron.core.distributed.custom_fsdp.slots import plan_slots
-from megatron.core.distributed.custom_fsdp.step_plan import StepPlan
+from megatron.core.distributed.bucket_memory import num_bytes
+from megatron.core.distributed.custom_fsdp.driver import HookDriver, ReductionsInOrder
+from megatron.core.distributed.custom_fsdp.reshard_policy import (
+    UnitFacts,
+    UnitPolicy,
+    check_policy,
+    policies,
+)
+from megatron.core.distributed.custom_fsdp.weights_on_demand import WeightsOnDemand
+from megatron.core.distributed.distributed_data_parallel import (
+    DistributedDataParallel,
+    effective_sharding,
+    place_of,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.drive import Drive
-from megatron.core.distributed.engine_parts import Reduction, Weights
-from megatron.core.distributed.finalize_model_grads import PartialSums
-from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
+from megatron.core.distributed.flat_buffer import Reading, as_they_are
 from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.hooks import UnitHooks
-from megatron.core.distributed.outer_sums import OuterSums
-from megatron.core.distributed.sharding import Cut
-from megatron.core.distributed.units import Unit, UnitModule, find_units
+from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.distributed.sharding import Cut, sharding_of
+from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits
+from megatron.core.distributed.units import UnitModule, find_units, forward_order
 from megatron.core.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta, infer_param_meta
-from megatron.core.protocols import Work
+from megatron.core.param_meta import ParamMeta
 
 
-class FullyShardedDataParallel(HookDrivenDataParallel):
-    """`HookDrivenDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
+class FullyShardedDataParallel(DistributedDataParallel):
+    """`DistributedDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
 
     ps_or_mesh: the ranks; a mesh has one dim, or two: (instances, ranks of an instance). param_meta, sinks: a
     `MegatronModule`'s own where they are not given.
     units: declared by the model (of all chunks); without, a `MegatronModule` says them itself. fsdp_unit_modules: for
     other models, the classes of their modules that are one unit each, or tuples of names of modules that are one
-    together; those of the config if not given. What is in none of them forms units of its own (`units.py`).
-    reading: a unit's parameters are read inside it, where another engine has cut them.
+    together; those of the config if not given. What is in none of them forms units of its own (`units.py`). A unit is
+    a bucket in every row: the config's sizes of buckets have no effect.
 
-    A step is that of `HookDrivenDataParallel`, with `microbatch_done` after each backward. Communicates over dp_gather
-    in forward and backward, over dp_reduce in backward, over dp_outer once a step.
+    Communicates over dp_gather in forward and backward, over dp_reduce in backward, over dp_outer once a step.
 
     Raises ModelError where units do not fit the model, or where gradients are cut and the model is in several chunks;
     MeshError for a mesh of more dims; ReshardPlanError where a budget does not fit the policy.
@@ -67,193 +79,151 @@ class FullyShardedDataParallel(HookDrivenDataParallel):
         fsdp_unit_modules: Sequence[UnitModule] | None = None,
         reading: Reading = as_they_are,
     ) -> None:
-        self._reading = reading
-        self._unit_modules = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
-        chunks = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
-        if param_meta is None:
-            param_meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk).items()}
-        if sinks is None:
-            sinks = [chunk.context.grads if isinstance(chunk, MegatronModule) else None for chunk in chunks]
-        super().__init__(chunks, ranks_of(ps_or_mesh), config, param_meta, sinks, stages, units=units)
-        if self.sharding.main_grads is not Cut.WHOLE:
-            self.plan.policies(1)  # what does not go together is said here, and not in the first step
-        if config.fsdp_debug:
-            watch_released(self, self.buffer, self.units)
-
-    # What the row of the table decides ----------------------------------------------------------------
-
-    def _find_units(self, declared: Sequence[ModelUnit] | None) -> tuple[Unit, ...]:
-        if self.sharding.main_grads is not Cut.WHOLE and len(self.chunks) > 1:
+        modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
+        ps = ranks_of(ps_or_mesh)
+        cut = effective_sharding(config, place_of(ps)).main_grads is not Cut.WHOLE
+        if cut and len(modules) > 1:
             raise ModelError(
-                f"--data-parallel-sharding-strategy {self.config.data_parallel_sharding_strategy}: a rank with "
-                f"{len(self.chunks)} model chunks shards no more than its optimizer: use optim"
+                f"--data-parallel-sharding-strategy {config.data_parallel_sharding_strategy}: a rank with "
+                f"{len(modules)} model chunks shards no more than its optimizer: use optim"
             )
-        if declared is None:
-            declared = declared_units(self.chunks)
-        units = find_units(self.chunks, self._chunks.parameters, declared, self._unit_modules)
-        self._memory = self._new_memory(units)
-        return units
+        _check_policy(config)
+        found = find_registered_units(
+            modules,
+            declared_units(modules) if units is None else units,
+            config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules,
+        )
+        super().__init__(modules, ps, config, param_meta, sinks, stages, units=found, reading=reading)
+        self.driver = self._new_driver()
+        if cut or config.overlap_param_gather:
+            self._hooks += UnitHooks(modules, self.units, self.driver, backward=cut).handles
 
-    def _new_memory(self, units: Sequence[Unit]) -> TransientMemory:
-        if not self.config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
-            return AllocatedMemory(self.ledger)
-        if self.config.fsdp_debug:
-            raise ModelError(
-                "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
-                "reads another unit's weights and cannot be told from one that was not; leave out one of them"
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the only chunk."""
+        assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
+        return self.chunks[0](*args, **kwargs)
+
+    def _new_driver(self) -> HookDriver:
+        cut, weights, order = self.sharding.main_grads is not Cut.WHOLE, None, self._forward_order
+        if self.sharding.weights is not Cut.WHOLE:
+            buckets = [self.buffer.buckets_of_unit(unit.name) for unit in self.units]
+            numel = [sum(bucket.full_weights.numel() for bucket in one) for one in buckets]
+            bound = self.config.suggested_communication_unit_size
+            weights = WeightsOnDemand(
+                self.units,
+                self._gathers,
+                numel,
+                bound=math.ceil(2 * sum(numel) / max(1, len(numel))) if bound is None else bound,
+                last=order[-1],
             )
-        keeps = self.config.fsdp_reshard_policy != "memory"
-        lasting = [unit.index for unit in units if keeps or unit.lasts or unit.nested]
-        slots = plan_slots(len(units), lasting=lasting)
-        return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in units})
-
-    def _new_buffer(self, param_meta: Mapping[str, ParamMeta]) -> FlatBuffer:
-        unit_of = {name: unit.name for unit in self.units for name in unit.names}
-        return self._flat_buffer(
-            param_meta, unit_of=unit_of, new_full=self._memory.new, reading=self._reading
+        # Where weights are gathered no rank can skip a unit, and slots taken in turns need the order of the run.
+        in_order_of_run = weights is not None or self.config.fsdp_double_buffer
+        reductions = ReductionsInOrder(
+            self._reductions,
+            self._reports,
+            None if in_order_of_run else order,
+            overlap=cut or (self.config.overlap_grad_reduce and len(self.chunks) == 1),
         )
-
-    def _new_reduction(self, outer: OuterSums) -> Reduction:
-        if self.sharding.main_grads is Cut.WHOLE:
-            return super()._new_reduction(outer)
-        self._by_microbatch = MicrobatchReduction(
-            self.units,
-            self.buffer,
-            self.ps.dp_reduce_group,
-            outer,
-            PartialSums(self.buffer, self.ps.tp_group, ledger=self.ledger),
-            self._memory,
-            self.ledger,
-            self.traffic,
-            bound=self.plan.bound,
-            forward=self.plan.order if self._reduces_in_one_order else None,
-            on_complete=self._unit_complete,
-        )
-        return self._by_microbatch
-
-    def _unit_complete(self, unit: int) -> None:
-        """A unit has all its gradients of a microbatch. That tells that backward is through it only where nothing else
-        of it can come: frozen weights report no gradient, a unit around others comes back behind them."""
-        if unit not in self._read_beyond_gradients:
-            self._weights.passed(unit)
-
-    @functools.cached_property
-    def _read_beyond_gradients(self) -> frozenset[int]:
-        """The units that only the hooks, or the end of the microbatch, pass."""
+        # Frozen weights report no gradient, and a unit around others comes back behind them: hooks or the end of the
+        # microbatch tell that backward is through these.
         frozen = set(self.buffer.frozen)
-        units = (unit for unit in self.units if unit.lasts or unit.nests or not frozen.isdisjoint(unit.names))
-        return frozenset(unit.index for unit in units)
-
-    def _new_weights(self) -> Weights:
-        if self.sharding.weights is Cut.WHOLE:
-            return self._whole_weights()
-        groups = self.ps.dp_gather_group, self.ps.dp_outer_group
-        self._gatherer = Gatherer(
-            self.units,
-            self.buffer,
-            *groups,
-            self._memory,
-            self.traffic,
-            bound=self.plan.bound,
-            last=self.plan.order[-1],
-            planned=self.plan.demands,
+        told = (
+            unit for unit in self.units if not (unit.lasts or unit.nests) and frozen.isdisjoint(unit.names)
         )
-        return self._gatherer
-
-    def _install_hooks(self) -> None:
-        cut = self.sharding.main_grads is not Cut.WHOLE
-        if cut or self.config.overlap_param_gather:
-            drive = Drive(self, self._reduction, self._weights)
-            self._hooks += UnitHooks(self.chunks, self.units, drive, backward=cut).handles
-
-    # Plans ----------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def plan(self) -> StepPlan:
-        """What steps move and hold."""
-        return StepPlan(self.chunks, self.units, self.buffer)
+        passed = frozenset(unit.index for unit in told)
+        return HookDriver(self.units, self._gathers, weights, reductions, passed_by_gradients=passed)
 
     @property
-    def peak_gathered(self) -> int:
-        """The most elements gathered at once so far; 0 where weights are whole."""
-        return 0 if self.sharding.weights is Cut.WHOLE else self._gatherer.peak_gathered
+    def _forward_order(self) -> list[int]:
+        return [unit for chunk in self._found.chunks for access in chunk.forward for unit in access]
 
-    @property
-    def _reduces_in_one_order(self) -> bool:
-        """Whether units reduce in the order of registration, so that some ranks may skip some: where weights are whole.
-        Where they are gathered no rank can skip a unit anyway, and slots taken in turns need the order of the run."""
-        return self.sharding.weights is Cut.WHOLE and not self.config.fsdp_double_buffer
+    # A step ---------------------------------------------------------------------------------------------
 
     def begin_step(
-        self, num_microbatches: int | None, *, reduce_gradients: bool = True, accumulate: bool = False
+        self,
+        num_microbatches: int | None,
+        *,
+        reduce_gradients: bool = True,
+        keep_gradients: bool = False,
+        accumulate: bool = False,
     ) -> None:
-        if self.sharding.main_grads is not Cut.WHOLE:
-            chosen = self.plan.policies(num_microbatches or 1)
-            self._by_microbatch.set_late([one.reduce_late for one in chosen])
-            if self.sharding.weights is not Cut.WHOLE:
-                self._gatherer.set_keep([one.keep for one in chosen])
-                self._gatherer.begin_step()
-        super().begin_step(num_microbatches, reduce_gradients=reduce_gradients, accumulate=accumulate)
+        """As `DistributedDataParallel`'s. num_microbatches: None where the driver is told which is the last."""
+        super().begin_step(
+            1 if num_microbatches is None else num_microbatches,
+            reduce_gradients=reduce_gradients,
+            keep_gradients=keep_gradients,
+            accumulate=accumulate,
+        )
+        calls = None if num_microbatches is None else num_microbatches * len(self.chunks)
+        self.driver.begin_step(calls, self._policies(num_microbatches or 1))
 
-    # GradSync -------------------------------------------------------------------------------------------
+    def grad_begins(self, key: str) -> bool:
+        self.driver.grad_begins(key)
+        return super().grad_begins(key)
 
-    def finish(self) -> None:
-        """After the last backward: gradients are complete where the optimizer reads them. Raises PeerLostError."""
-        step = self._running("finish()")
-        super().finish()
-        if step.num_microbatches is not None:
-            self.plan.check(
-                step.num_microbatches,
-                self.traffic.as_traffic(),
-                new_weights=step.new_weights,
-                as_planned=not self.plan.gathers or self._gatherer.as_planned,
-                peak=self._gatherer.step_peak if self.plan.gathers else 0,
-            )
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        self.driver.grad_ready(key)
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""
-        super().microbatch_done(chunk, microbatch)
-        left = self._running("microbatch done").chunks_left
-        self._weights.end_microbatch(last=left is not None and left[chunk] == 0)
+        self._assert_stepping(f"microbatch {microbatch} done")
+        self.driver.microbatch_done()
 
-    def unshard(self, chunk: int, unit: int | None = None) -> Work:
-        """Begin to gather a unit's weights, or all. Communicates over dp_gather."""
-        if self.sharding.weights is Cut.WHOLE:
-            return super().unshard(chunk, unit)
-        units = range(len(self.units)) if unit is None else (unit,)
-        return _Gathers([pending for one in units if (pending := self._gatherer.begin_fetch(one))])
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.driver.weights_changed()
 
-    def wait(self, chunk: int, unit: int | None = None) -> None:
-        """Return once the weights are whole."""
-        if self.sharding.weights is Cut.WHOLE:
-            super().wait(chunk, unit)
-            return
-        for one in range(len(self.units)) if unit is None else (unit,):
-            self._gatherer.fetch(one)
+    def let_go(self) -> None:
+        """Take all hooks off the model, which another engine is to have: this one's weights can still be read."""
+        for handle in self._hooks:
+            handle.remove()
 
-    def weights_read(self, unit: int) -> None:
-        """What `wait` gathered to be read outside of the model is not needed any more."""
-        if self.sharding.weights is not Cut.WHOLE:
-            self._gatherer.unfetch(unit)
+    # ---
 
-    def reshard(self, chunk: int, unit: int | None = None) -> None:
-        """Free the whole weights of a unit, or of all: at once what `wait` gathered, what the model uses when it needs
-        the next one."""
-        if self.sharding.weights is not Cut.WHOLE:
-            for one in range(len(self.units)) if unit is None else (unit,):
-                self._gatherer.unfetch(one)
-                self._gatherer.passed(one)
+    def _policies(self, num_microbatches: int) -> tuple[UnitPolicy, ...]:
+        """What each unit keeps in a step of so many microbatches: --fsdp-reshard-policy."""
+        several = self.place.inner_size > 1
+        facts, reads = [], [unit.backward_reads for unit in self.units]
+        demands = [*self._forward_order, *(unit for unit in reversed(self._forward_order) if reads[unit])]
+        gathers = Counter(unit for unit, _ in itertools.groupby(demands))
+        for unit in self.units:
+            buckets = self.buffer.buckets_of_unit(unit.name)
+            facts.append(
+                UnitFacts(
+                    num_bytes(bucket.full_weights for bucket in buckets),
+                    num_bytes(bucket.full_grads for bucket in buckets if bucket.full_grads is not None),
+                    gathers=1 if unit.lasts else gathers[unit.index],
+                )
+            )
+        return policies(
+            facts,
+            self.config.fsdp_reshard_policy,
+            num_microbatches=num_microbatches,
+            weights_cut=several and self.sharding.weights is not Cut.WHOLE,
+            grads_cut=several and self.sharding.main_grads is not Cut.WHOLE,
+            budget_bytes=self.config.fsdp_memory_budget,
+        )
 
 
-class _Gathers:
-    """Gathers under way."""
+def _check_policy(config: DistributedDataParallelConfig) -> None:
+    row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
+    check_policy(
+        config.fsdp_reshard_policy,
+        config.fsdp_memory_budget,
+        weights_cut=row.weights is not Cut.WHOLE,
+        grads_cut=row.main_grads is not Cut.WHOLE,
+    )
 
-    def __init__(self, pending: Sequence[Work]) -> None:
-        self._pending = pending
 
-    def wait(self) -> None:
-        for one in self._pending:
-            one.wait()
+def find_registered_units(
+    modules: tuple[nn.Module, ...],
+    declared: Sequence[ModelUnit] | None,
+    unit_modules: Sequence[UnitModule] | None,
+) -> EngineUnits:
+    """The units of a rank, whose accesses are the order in which modules are registered."""
+    units = find_units(modules, ModelChunks(modules).parameters, declared, unit_modules)
+    forwards = [tuple((unit,) for unit in forward_order([module], units)) for module in modules]
+    return EngineUnits(units, tuple(ChunkUnits(forward, forward[::-1]) for forward in forwards))
 
 
 def ranks_of(ps_or_mesh: ParallelState | DeviceMesh | None) -> ParallelState:
@@ -264,10 +234,6 @@ def ranks_of(ps_or_mesh: ParallelState | DeviceMesh | None) -> ParallelState:
     if ps_or_mesh is None:
         return data_parallel_state()
     return parallel_state_of_mesh(ps_or_mesh) if isinstance(ps_or_mesh, DeviceMesh) else ps_or_mesh
-
-
-def _param_meta(chunk: nn.Module) -> Mapping[str, ParamMeta]:
-    return chunk.param_meta if isinstance(chunk, MegatronModule) else infer_param_meta(chunk)
 
 
 def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:

@@ -124,12 +124,10 @@ class InnerCalls:
         """Their values are there inside. Communicates over dp_gather."""
         places = dict.fromkeys(self._engine_of.get(id(parameter)) for parameter in parameters)
         units = [place for place in places if place is not None]
-        for engine, unit in units:
-            engine.settle_weights()
-            engine.wait(0, unit)
-        yield
-        for engine, unit in units:
-            engine.weights_read(unit)
+        with contextlib.ExitStack() as inside:
+            for engine, unit in units:
+                inside.enter_context(engine.gathered([unit]))
+            yield
 
     def hand_over(self, driver: StepDriver) -> None:
         """From here on `driver` drives the modules of the calls inside."""

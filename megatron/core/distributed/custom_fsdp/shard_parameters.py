@@ -54,7 +54,8 @@ class ShardParameters:
         # Made before the first step begins, so that these views do not keep gradients at rest from being released.
         self.grads = [buffer.main_grad_part(name) for name in self.names]
         # The parameters that are registered now: code that loads may put others there.
-        self.registered = {n: nn.Parameter(p, requires_grad=n in self.names) for n, p in parts.items()}
+        # `.data` has a version of its own: what the engine writes to the same memory is no change.
+        self.registered = {n: nn.Parameter(p.data, requires_grad=n in self.names) for n, p in parts.items()}
         self.places = {
             name: Place(
                 buffer.param_meta[name],

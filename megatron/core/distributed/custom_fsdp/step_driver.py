@@ -31,7 +31,7 @@ class StepDriver:
     ) -> None:
         self.module, self.engine, self.unit_modules = module, engine, unit_modules
         engine.weights_changed()
-        engine.on_gradient, engine.on_backward = self._contribution, self._arm
+        engine.driver.on_gradient, engine.driver.on_backward = self._contribution, self._arm
         self.sync = True
         self.used = False
         self._armed = False  # a backward is under way
@@ -185,9 +185,9 @@ class StepDriver:
         if not self.engine.is_stepping:  # several forwards ran before their backwards
             self._begin_step()
         self._is_last = self.sync
-        self.engine.hold_back(not self.sync)
+        self.engine.driver.hold_back(not self.sync)
         if self.sync:
-            self.engine.expect_last()
+            self.engine.driver.expect_last()
         self._call_after_backward()
 
     def _call_after_backward(self, *_: Any) -> None:

@@ -23,6 +23,7 @@ from tests.harness.sharded_training import (
     square_loss,
     token_loss,
     train_sharded,
+    unit_sizes,
 )
 
 FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -129,7 +130,7 @@ def combinations_of_dtypes_against_an_emulation(ctx, pairs=SAMPLE) -> None:
             kept_as = {one.dtype for one in found.model.engine.buffer.grads_at_rest()}
             assert kept_as == {main_grad_dtype(dtype, config)}, (dtype, flags)
             _, moved = found.traffic["reduce_scatter"]
-            numel = sum(size.numel for size in found.model.engine.plan.sizes)
+            numel = sum(unit_sizes(found.model.engine))
             assert moved == 2 * numel * grad_comm_dtype(dtype, config).itemsize, (dtype, flags, moved)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
-from megatron.core.distributed.custom_fsdp.traffic import peak_gathered, persistent_bytes
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
@@ -26,12 +25,14 @@ from tests.harness.sharded_training import (
     assert_same_weights,
     calls,
     check_parity,
+    persistent_bytes,
     seeded,
     sharded,
     square_loss,
     token_loss,
     train_sharded,
     train_whole,
+    unit_sizes,
     vectors,
 )
 
@@ -85,7 +86,7 @@ def counts_of_every_strategy_and_accumulation(ctx) -> None:
                     no_sync,
                     found.traffic,
                 )
-                full = sum(size.weight_bytes for size in found.model.engine.plan.sizes)
+                full = 8 * sum(unit_sizes(found.model.engine))
                 if strategy == "optim":
                     assert found.traffic["all_gather"][1] == full == found.traffic["reduce_scatter"][1]
 
@@ -97,15 +98,14 @@ def kept_units_are_gathered_once(ctx) -> None:
 
 def a_small_bound_moves_the_same_and_holds_one_unit(ctx) -> None:
     plain = train_sharded(ctx, net, token_loss)
-    sizes = plain.model.engine.plan.sizes
     small = check_parity(ctx, net, token_loss, suggested_communication_unit_size=1)
     large = check_parity(ctx, net, token_loss, suggested_communication_unit_size=10**9)
     assert small.traffic == plain.traffic == large.traffic
-    largest = max(size.numel for size in sizes)
-    assert small.model.engine._gatherer.peak_gathered == largest
-    assert large.model.engine._gatherer.peak_gathered > largest
-    order = [0, 1, 2, 3, 4, 4, 3, 2, 1]
-    assert plain.model.engine._gatherer.peak_gathered == peak_gathered(sizes, order)
+    sizes = unit_sizes(plain.model.engine)
+    largest = max(sizes)
+    assert large.model.engine.ledger.peak("gathered") > 8 * largest
+    bound = 8 * 2 * sum(sizes) // len(sizes)
+    assert 8 * largest < plain.model.engine.ledger.peak("gathered") <= bound, "one ahead, and no more"
     held = small.model.engine.ledger.peak("gathered")
     assert held == largest * 8, (held, largest)
     assert_same_weights(small.weights, plain.weights, 0.0)
@@ -170,8 +170,9 @@ def an_order_that_changes_is_recorded_again(ctx) -> None:
         square_loss(WIDTH)(model, step).backward()
         model.zero_grad()
     square_loss(WIDTH)(model, 0).backward()
-    model.engine._gatherer.begin(training=True, repeats=False)
-    assert model.engine._gatherer.order.recorded == (0, 1, 2, 3, 2, 1, 0)
+    order = model.engine.driver._weights.order
+    order.begin(repeats=False)
+    assert order.recorded == (0, 1, 2, 3, 2, 1, 0)
     assert_at_rest(model)
 
 
@@ -184,7 +185,7 @@ def persistent_bytes_are_those_of_the_formula(ctx) -> None:
             model = sharded(
                 ctx, lambda dtype=dtype: Net().to(dtype), data_parallel_sharding_strategy=strategy
             )
-            numel = sum(size.numel for size in model.engine.plan.sizes)
+            numel = sum(unit_sizes(model.engine))
             predicted = persistent_bytes(
                 numel,
                 sharding_of(strategy, "no_shard"),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.reshard_plan import ReshardPlanError
+from megatron.core.distributed.custom_fsdp.reshard_policy import ReshardPlanError
 from megatron.core.distributed.custom_fsdp.step_driver import driver_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
@@ -22,6 +22,7 @@ from tests.harness.sharded_training import (
     Net,
     assert_at_rest,
     assert_same_weights,
+    moved_by,
     seeded,
     sharded,
     token_loss,
@@ -103,7 +104,7 @@ def an_exception_inside_no_sync(ctx) -> None:
             start, end = model.engine.buffer.part(name, model.engine.sharding.optimizer)
             expected = plain.get_parameter(name).grad.view(-1)[start:end]
             torch.testing.assert_close(shard.grad, expected, rtol=1e-12, atol=1e-12)
-        assert model.engine.traffic.as_dict().get("reduce_scatter", (3, 0))[0] in (1, 3), strategy
+        assert moved_by(model.engine).get("reduce_scatter", (3, 0))[0] in (1, 3), strategy
 
 
 # Updates -----------------------------------------------------------------------------------------------

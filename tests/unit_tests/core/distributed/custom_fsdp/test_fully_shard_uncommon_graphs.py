@@ -98,8 +98,8 @@ def gathered_where_they_are_read_and_ahead_in_later_steps(ctx) -> None:
         square_loss(WIDTH)(model, step).backward()
         assert_at_rest(model)
         model.zero_grad()
-    order = model.engine._gatherer.order
-    model.engine._gatherer.begin(training=True, repeats=False)
+    order = model.engine.driver._weights.order
+    order.begin(repeats=False)
     assert order.recorded.count(unit.index) >= 1, (unit, order.recorded)
     # of units that are called nothing is listened to any more
     kinds = {
@@ -165,7 +165,7 @@ def a_look_at_a_weight_costs_something_in_the_first_forward_only(ctx) -> None:
     looks = check_parity(ctx, _double(Looks), token_loss, steps=3)
     plain = train_sharded(ctx, _double(Net), token_loss, steps=3)
     assert looks.traffic == plain.traffic
-    assert looks.model.engine.peak_gathered >= plain.model.engine.peak_gathered
+    assert looks.model.engine.ledger.peak("gathered") >= plain.model.engine.ledger.peak("gathered")
 
 
 def containers_as_units_are_refused(ctx) -> None:

@@ -1,0 +1,135 @@
+"""What each unit keeps gathered or unreduced in a loop without a plan: --fsdp-reshard-policy (floor 0, pure).
+
+In a microbatch with everything freed at once, a unit is gathered `gathers` times (2: forward and backward) and its
+gradients are reduced once. In a step of m microbatches
+
+    what is kept                          bytes held            travels less by
+    weights, from forward to backward     its full weights      (gathers - 1) m gathers
+    weights, for the step                 its full weights      gathers m - 1 gathers
+    gradients, unreduced                  its full gradients    m - 1 reductions
+
+A budget is filled greedily, by what travels less for a byte held. Layers are equal, so what is left over is less than
+one of them, and a better choice (a knapsack) could not save more than that. Source of the formulas: counting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from enum import Enum
+
+
+class ReshardPlanError(ValueError):
+    """--fsdp-reshard-policy and --fsdp-memory-budget do not go together, or not with the strategy."""
+
+
+class Keep(Enum):
+    """How long a unit's weights stay gathered."""
+
+    NOTHING = "nothing"  # freed after its forward, and after its backward
+    TO_BACKWARD = "to_backward"  # from the forward to the backward of the same microbatch
+    STEP = "step"  # gathered once a step, freed after its last backward
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitFacts:
+    """gather_bytes: a unit's full weights; reduce_bytes: its full gradients; gathers: in a microbatch that keeps
+    nothing: 2, but 1 where backward reads no weights, for the last unit of the forward (its backward follows at once),
+    and for one that stays from its first to its last use."""
+
+    gather_bytes: int
+    reduce_bytes: int
+    gathers: int = 2
+
+    def saved_gathers(self, keep: Keep, num_microbatches: int) -> int:
+        """Gathers of a step that keeping its weights saves."""
+        if keep is Keep.NOTHING:
+            return 0
+        return self.gathers * num_microbatches - (1 if keep is Keep.STEP else num_microbatches)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """What a unit keeps. reduce_late: its gradients are reduced once a step, after the last microbatch."""
+
+    keep: Keep = Keep.NOTHING
+    reduce_late: bool = False
+
+
+POLICIES = ("memory", "backward", "step", "budget")
+
+
+def check_policy(policy: str, budget_bytes: int | None, *, weights_cut: bool, grads_cut: bool) -> None:
+    """weights_cut, grads_cut: the strategy cuts them.
+
+    Raises ReshardPlanError for a budget without the policy and the reverse, and for a policy without anything to keep.
+    """
+    assert policy in POLICIES, policy
+    if policy == "budget" and budget_bytes is None:
+        raise ReshardPlanError(
+            "--fsdp-reshard-policy budget needs --fsdp-memory-budget BYTES: what units may keep beyond the least"
+        )
+    if policy != "budget" and budget_bytes is not None:
+        raise ReshardPlanError(
+            f"--fsdp-memory-budget {budget_bytes} with --fsdp-reshard-policy {policy}: only policy budget is bound by "
+            "it; use --fsdp-reshard-policy budget, or leave the budget out"
+        )
+    if budget_bytes is not None and budget_bytes < 0:
+        raise ReshardPlanError(f"--fsdp-memory-budget {budget_bytes}: give 0 bytes or more")
+    if policy == "backward" and not weights_cut:
+        raise ReshardPlanError(
+            "--fsdp-reshard-policy backward keeps weights gathered from forward to backward, and this strategy does "
+            "not shard weights: use --data-parallel-sharding-strategy optim_grads_params, or leave the policy out"
+        )
+    if policy in ("step", "budget") and not (weights_cut or grads_cut):
+        raise ReshardPlanError(
+            f"--fsdp-reshard-policy {policy}: this strategy gathers and reduces once a step whatever is kept; use "
+            "--data-parallel-sharding-strategy optim_grads or optim_grads_params, or leave the policy out"
+        )
+
+
+def policies(
+    facts: Sequence[UnitFacts],
+    policy: str,
+    *,
+    num_microbatches: int,
+    weights_cut: bool,
+    grads_cut: bool,
+    budget_bytes: int | None = None,
+) -> tuple[UnitPolicy, ...]:
+    """What each unit keeps, in the order of facts. weights_cut, grads_cut: over several ranks: what is not cut is
+    neither gathered nor reduced by microbatches, so there is nothing to keep.
+
+    memory: nothing; backward: weights to the backward; step: weights for the step, gradients unreduced until its end;
+    budget: no more than budget_bytes are held beyond `memory`.
+    """
+    assert num_microbatches >= 1, num_microbatches
+    if policy == "budget":
+        assert budget_bytes is not None
+        return _within(facts, budget_bytes, num_microbatches, weights_cut=weights_cut, grads_cut=grads_cut)
+    keep = {"memory": Keep.NOTHING, "backward": Keep.TO_BACKWARD, "step": Keep.STEP}[policy]
+    every = UnitPolicy(keep if weights_cut else Keep.NOTHING, reduce_late=grads_cut and policy == "step")
+    return (every,) * len(facts)
+
+
+def _within(
+    facts: Sequence[UnitFacts], budget: int, num_microbatches: int, *, weights_cut: bool, grads_cut: bool
+) -> tuple[UnitPolicy, ...]:
+    """Both ways to keep weights hold the same, so of the two only the one that saves more is worth a thought. Of equal
+    units the last come first: they are held the shortest from forward to backward."""
+    offers: list[tuple[int, int, int, UnitPolicy]] = []  # (calls saved, -place, bytes, what is kept)
+    for place, unit in enumerate(reversed(facts)):
+        best = max((Keep.TO_BACKWARD, Keep.STEP), key=lambda keep: unit.saved_gathers(keep, num_microbatches))
+        saved = weights_cut * unit.saved_gathers(best, num_microbatches)
+        offers.append((saved, -place, unit.gather_bytes, UnitPolicy(keep=best)))
+        offers.append(
+            (grads_cut * (num_microbatches - 1), -place, unit.reduce_bytes, UnitPolicy(reduce_late=True))
+        )
+    chosen = [UnitPolicy()] * len(facts)
+    for saved, place, size, kept in sorted(offers, key=lambda offer: offer[:2], reverse=True):
+        if saved and 0 < size <= budget:
+            budget -= size
+            own = chosen[place - 1]
+            keep = kept.keep if kept.keep is not Keep.NOTHING else own.keep
+            chosen[place - 1] = UnitPolicy(keep, reduce_late=own.reduce_late or kept.reduce_late)
+    return tuple(chosen)
