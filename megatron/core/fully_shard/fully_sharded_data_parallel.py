@@ -13,6 +13,7 @@ leaves them. Source of the rows: ZeRO (Rajbhandari et al. 2020).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -180,23 +181,24 @@ class FullyShardedDataParallel(DistributedDataParallel):
 
     # ---
 
+    @functools.cached_property
+    def _facts(self) -> list[UnitFacts]:
+        reads, forward = [unit.backward_reads for unit in self.units], self._forward_order
+        demands = [*forward, *(unit for unit in reversed(forward) if reads[unit])]
+        gathers = Counter(unit for unit, _ in itertools.groupby(demands))
+        facts = []
+        for unit in self.units:
+            buckets = self.buffer.buckets_of_unit(unit.name)
+            weights = num_bytes(bucket.full_weights for bucket in buckets)
+            grads = num_bytes(bucket.full_grads for bucket in buckets if bucket.full_grads is not None)
+            facts.append(UnitFacts(weights, grads, gathers=1 if unit.lasts else gathers[unit.index]))
+        return facts
+
     def _policies(self, num_microbatches: int) -> tuple[UnitPolicy, ...]:
         """What each unit keeps in a step of so many microbatches: --fsdp-reshard-policy."""
         several = self.place.inner_size > 1
-        facts, reads = [], [unit.backward_reads for unit in self.units]
-        demands = [*self._forward_order, *(unit for unit in reversed(self._forward_order) if reads[unit])]
-        gathers = Counter(unit for unit, _ in itertools.groupby(demands))
-        for unit in self.units:
-            buckets = self.buffer.buckets_of_unit(unit.name)
-            facts.append(
-                UnitFacts(
-                    num_bytes(bucket.full_weights for bucket in buckets),
-                    num_bytes(bucket.full_grads for bucket in buckets if bucket.full_grads is not None),
-                    gathers=1 if unit.lasts else gathers[unit.index],
-                )
-            )
         return policies(
-            facts,
+            self._facts,
             self.config.fsdp_reshard_policy,
             num_microbatches=num_microbatches,
             weights_cut=several and self.sharding.weights is not Cut.WHOLE,
