@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from megatron.core import host_data
 from megatron.core.asked_schedules import told_schedule
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
-    declared_units,
-)
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.initial_weights import broadcast_weights
+from megatron.core.ledger import Ledger
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
@@ -37,6 +34,7 @@ from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.spec import StageSpec
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.units import declared_units
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config import Config
 from megatron.training.weight_pieces import weight_pieces

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.core import host_data
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -26,9 +26,6 @@ from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, pla
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
 from megatron.training.build import Engine
 from megatron.training.session import Session
-
-if TYPE_CHECKING:  # the runner asks for units itself
-    from megatron.training.pipeline import PipelineRunner
 
 
 def residency_of(model: DistributedDataParallel, pipeline_ranks: int) -> Residency:
@@ -200,24 +197,26 @@ def _moves(counts: Sequence[int]) -> StepMoves:
     return StepMoves(gathers, reductions, outer_gathers, outer_sums, payload_bytes)
 
 
-def take_groupings(runner: PipelineRunner, saved: Mapping[int, PlannedResidency]) -> Iterator[str]:
-    """A resumed run groups microbatches as the saved one did, where it is laid out and asked for alike. Gives a line
-    for the log where it does not, and its own groups are others."""
-    asked = runner.spec.residency
-    if asked is None or runner.spec.stages_units is None:
-        return
-    own = PlannedResidency.of(asked, runner.spec.stages_units, ())
+def groupings_of(
+    spec: ScheduleSpec, saved: Mapping[int, PlannedResidency]
+) -> tuple[dict[int, PlannedResidency], list[str]]:
+    """A resumed run groups microbatches as the saved one did, where it is laid out and asked for alike: those that it
+    takes, and a line for the log for each size where it does not, and its own groups are others."""
+    if spec.residency is None or spec.stages_units is None:
+        return {}, []
+    own = PlannedResidency.of(spec.residency, spec.stages_units, ())
     alike = {size: one for size, one in saved.items() if dataclasses.replace(one, grouping=()) == own}
-    runner.keep_groupings(alike)
+    lines = []
     for size, one in saved.items():
         if size in alike:
             continue
         try:
-            planned = plan_for(runner.spec, size, Purpose.TRAIN).residency
+            planned = plan_for(spec, size, Purpose.TRAIN).residency
         except PlanError:
             continue  # steps of this size are not run any more
         if planned is not None and planned.grouping != one.grouping:
-            yield (
+            lines.append(
                 f" > gradients of {size} microbatches are grouped otherwise than in the saved run: before each "
                 "reduction others are added up, so that sums are rounded otherwise (docs/numerics.md)"
             )
+    return alike, lines

@@ -21,7 +21,7 @@ from megatron.training.microbatches import ends_at
 from megatron.training.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.reporter import Reporter
-from megatron.training.residency import take_groupings
+from megatron.training.residency import groupings_of
 from megatron.training.session import Session
 from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
 
@@ -137,7 +137,9 @@ class RunCheckpoints:
                     self._session.print_rank_0(told)
         if self._runner is not None:
             saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
-            for line in take_groupings(self._runner, saved):
+            taken, lines = groupings_of(self._runner.spec, saved)
+            self._runner.keep_groupings(taken)
+            for line in lines:
                 self._session.print_rank_0(line)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)

@@ -11,7 +11,7 @@ from unittest import mock
 from torch import Tensor
 
 from megatron.core import collectives
-from megatron.core.distributed.traffic import Traffic
+from megatron.core.traffic import Traffic
 from megatron.core.traffic_counter import Moved
 
 KINDS = {  # what is called, over which ranks -> what it is called where it is planned

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.traffic import Traffic
+from megatron.core.ledger import Ledger
 from megatron.core.pipeline_parallel.plan.held_units import Moved as Planned
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, walk_row
@@ -17,6 +16,7 @@ from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import DataParallelLane
 from megatron.core.pipeline_parallel.runtime.unit_boundaries import Crossing
+from megatron.core.traffic import Traffic
 from megatron.core.traffic_counter import Moved
 from tests.harness.layouts import Run
 

@@ -32,16 +32,16 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.distributed.traffic import Traffic, traffic_of
+from megatron.core.ledger import Ledger
+from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.protocols import GradSync
+from megatron.core.traffic import Traffic, traffic_of
 
 
 class DistributedDataParallel(GradSync):

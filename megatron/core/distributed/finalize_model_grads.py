@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import Cut
+from megatron.core.ledger import Ledger
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
 from megatron.core.param_parts import RegionPart, region_parts

@@ -37,8 +37,8 @@ from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import Cut
+from megatron.core.ledger import Ledger
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 from megatron.core.peer_loss import PeerLostError

@@ -20,12 +20,12 @@ from torch import nn
 from megatron.core.distributed.bucket_memory import num_bytes, present
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.distributed.sharding import Cut, Sharding
-from megatron.core.distributed.units import Unit, UnitModule, derive_units, find_units
+from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelUnit
 from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
+from megatron.core.units import Unit, UnitModule, derive_units, find_units
 
 Row = tuple[Access, ...]
 

@@ -6,14 +6,14 @@ one of its modules' outputs is complete. Nothing is told of a unit's end: it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.hooks import tensors_in
 from megatron.core.protocols import UnitListener
 
 ModulesOfUnit = tuple[int, Sequence[nn.Module]]
@@ -51,3 +51,18 @@ class UnitEvents:
 
         self.handles.append(module.register_forward_pre_hook(begins))
         self.handles.append(module.register_forward_hook(returns))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

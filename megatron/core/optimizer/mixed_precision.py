@@ -26,9 +26,9 @@ from megatron.core.dist_checkpointing.schema import Schema, integer, text
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import Cut
 from megatron.core.finite import all_finite
+from megatron.core.ledger import Ledger
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate

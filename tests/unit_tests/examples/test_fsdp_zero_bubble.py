@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from megatron.training.schedule_choice import asked_schedules
 
 from megatron.core.asked_schedules import asked_schedules
 from megatron.training.arguments import parse_config

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from megatron.core.distributed.custom_fsdp.reshard_policy import POLICIES, ReshardPlanError, check_policy
 from megatron.core.distributed.sharding import STRATEGIES, Cut, sharding_of
+from megatron.core.fully_shard.reshard_policy import POLICIES, ReshardPlanError, check_policy
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.flag_table import FlagState, spellings
 from megatron.training.launch_env import LaunchEnv

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.bucket_memory import own_storage
-from megatron.core.distributed.ledger import Ledger
+from megatron.core.ledger import Ledger
 from megatron.core.module import ModelError
 
 CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the ledger, by role

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.ledger import Ledger
+from megatron.core.ledger import Ledger
 
 
 class RestingGrads:

@@ -26,7 +26,7 @@ class UnitBoundaries:
         if self._crossing is not None:
             self._crossing.unit_begins(chunk, unit)
 
-    def open(self, crossing: Crossing | None) -> None:
+    def attend(self, crossing: Crossing | None) -> None:
         """A computation is under way from now on, or none."""
         self._crossing = crossing
 
@@ -69,11 +69,11 @@ class Crossing:
                 self._advance(begun)
             yield
             return
-        boundaries.open(self)
+        boundaries.attend(self)
         try:
             yield
         finally:
-            boundaries.open(None)
+            boundaries.attend(None)
         self._operate(len(self._accesses))
 
     def unit_begins(self, chunk: int, unit: int) -> None:

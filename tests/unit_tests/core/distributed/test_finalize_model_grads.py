@@ -11,8 +11,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.ledger import Ledger
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from tests.harness.cut_models import shard_place
 from tests.harness.ranks import RanksError, run_ranks, share_ranks

@@ -12,8 +12,8 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.ledger import Ledger
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, RollbackBy, build_optimizer

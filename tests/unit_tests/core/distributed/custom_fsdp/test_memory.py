@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer
-from megatron.core.distributed.ledger import Ledger
+from megatron.core.ledger import Ledger
 from megatron.core.module import ModelError
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
-from megatron.core.distributed.ledger import Ledger
+from megatron.core.ledger import Ledger
 
 
 def resting() -> tuple[RestingGrads, list[torch.Tensor], Ledger]:

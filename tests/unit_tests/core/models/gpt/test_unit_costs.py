@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.distributed.model_chunks import ModelChunks
 from megatron.core.distributed.shard_layout import ALIGNMENT, ParamSpec, plan_layouts
 from megatron.core.distributed.stage_units import find_units_of, merged
+from megatron.core.model_chunks import ModelChunks
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec

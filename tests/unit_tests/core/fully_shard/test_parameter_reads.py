@@ -8,8 +8,8 @@ import pickle
 import torch
 from torch import nn
 
-from megatron.core.distributed.parameter_reads import ParameterReads
-from megatron.core.distributed.units import Unit, find_units
+from megatron.core.fully_shard.parameter_reads import ParameterReads
+from megatron.core.units import Unit, find_units
 
 
 class Layer(nn.Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from megatron.core.distributed.model_chunks import ModelChunks
+from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import ModelError
 
 

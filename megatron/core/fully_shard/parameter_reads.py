@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from megatron.core.distributed.units import Unit
 from megatron.core.own_parameters import OwnParameters
+from megatron.core.units import Unit
 
 
 class ParameterReads:

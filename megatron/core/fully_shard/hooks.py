@@ -26,16 +26,17 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron.core.distributed.parameter_reads import ParameterReads
-from megatron.core.distributed.units import Unit
+from megatron.core.distributed.unit_events import tensors_in
+from megatron.core.fully_shard.parameter_reads import ParameterReads
 from megatron.core.module import ModelError
+from megatron.core.units import Unit
 
 
 class UnitDriver(Protocol):
@@ -222,18 +223,3 @@ class UnitHooks:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (torch keeps no public word for it)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from megatron.core.module import ModelError, ModelUnit
+from megatron.core.module import MegatronModule, ModelError, ModelUnit
 
 # A class, the name of one, or names of modules that form one unit together.
 UnitModule = type[nn.Module] | str | tuple[str, ...]
@@ -39,6 +39,17 @@ class Unit:
     lasts: bool
     nests: bool = False
     nested: bool = False
+
+
+def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
+    """What the chunks declare themselves; None where one of them does not."""
+    units: list[ModelUnit] = []
+    for chunk in chunks:
+        own = chunk.units() if isinstance(chunk, MegatronModule) else None
+        if own is None:
+            return None
+        units += own
+    return units
 
 
 def find_units(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
-from megatron.core.distributed.hooks import in_backward
 from megatron.core.distributed.sharding import Cut
-from megatron.core.distributed.units import UnitModule
+from megatron.core.fully_shard.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.fully_shard.hooks import in_backward
+from megatron.core.fully_shard.shard_parameters import UNCOPIED, ShardParameters
 from megatron.core.module import ModelError
+from megatron.core.units import UnitModule
 
 DRIVER = "_fully_sharded"  # a module's only attribute of ours
 

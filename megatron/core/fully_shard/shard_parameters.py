@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.state_pieces import (
     taken,
 )
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.hooks import in_backward
 from megatron.core.distributed.sharding import Cut
+from megatron.core.fully_shard.hooks import in_backward
 from megatron.core.module import ModelError
 from megatron.core.own_parameters import OwnParameters
 

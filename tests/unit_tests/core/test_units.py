@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.units import Unit, derive_units, find_units, forward_order
 from megatron.core.module import ModelError, ModelUnit
+from megatron.core.units import Unit, derive_units, find_units, forward_order
 
 
 def linear() -> nn.Linear:

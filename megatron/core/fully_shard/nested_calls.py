@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.fully_shard.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS
-from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.units import UnitModule, matched_units
+from megatron.core.fully_shard.shard_parameters import BUILD_IT_AFTERWARDS
+from megatron.core.fully_shard.step_driver import DRIVER, StepDriver
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.own_parameters import OwnParameters
 from megatron.core.parallel_state import ParallelState
+from megatron.core.units import UnitModule, matched_units
 
 
 class InnerCalls:

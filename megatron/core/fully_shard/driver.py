@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.custom_fsdp.reshard_policy import UnitPolicy
-from megatron.core.distributed.custom_fsdp.weights_on_demand import WeightsOnDemand
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
-from megatron.core.distributed.units import Unit
+from megatron.core.fully_shard.reshard_policy import UnitPolicy
+from megatron.core.fully_shard.weights_on_demand import WeightsOnDemand
 from megatron.core.module import ModelError
+from megatron.core.units import Unit
 
 
 class ReductionsInOrder:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.distributed.ledger import PERSISTENT, TRANSIENT, Ledger
+from megatron.core.ledger import PERSISTENT, TRANSIENT, Ledger
 
 
 def test_live_and_peak_bytes():

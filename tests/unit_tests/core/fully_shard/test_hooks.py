@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.hooks import UnitHooks, in_backward, tensors_in
-from megatron.core.distributed.units import find_units
+from megatron.core.distributed.unit_events import tensors_in
+from megatron.core.fully_shard.hooks import UnitHooks, in_backward
 from megatron.core.module import ModelError
+from megatron.core.units import find_units
 
 
 class Events:

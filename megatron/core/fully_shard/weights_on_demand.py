@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline, UnitState
-from megatron.core.distributed.custom_fsdp.reshard_policy import Keep
-from megatron.core.distributed.custom_fsdp.run_order import RunOrder
-from megatron.core.distributed.units import Unit
+from megatron.core.fully_shard.reshard_policy import Keep
+from megatron.core.fully_shard.run_order import RunOrder
+from megatron.core.units import Unit
 
 
 class _For(Enum):
