@@ -45,7 +45,7 @@ class Case:
     more: tuple[str, ...]
     ga: int = 1
     words: tuple[str, ...] = ()
-    layout: Layout = dataclasses.field(default_factory=Layout)
+    layout: Layout = ONE
 
     def __str__(self):
         return " ".join([str(self.layout), *self.more, *self.words, f"GA {self.ga}"])
