@@ -12,8 +12,8 @@ import dataclasses
 
 import pytest
 import torch
-
 from megatron.core.distributed.traffic import Traffic
+
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from tests.harness.collective_watch import Watch
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
