@@ -1,4 +1,4 @@
-"""What a training step moves and holds under each sharding strategy and in pipelines, counted where collectives are called.
+"""What a training step moves and holds under each sharding strategy and in pipelines, counted at the collectives.
 
 Calls and bytes equal the plan's walk and the engine's own counters on every rank, and stay within the table of what
 others need; gathered bytes stay within the bound; bytes held between steps are those of the formulas a parameter, to

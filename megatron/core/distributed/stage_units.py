@@ -227,7 +227,10 @@ def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
             )
         )
     numbers = {number: index for index, group in enumerate(groups) for number in group}
-    return EngineUnits(tuple(units), tuple(chunk.renumbered(numbers) for chunk in found.chunks))
+    chunks = (chunk.renumbered(numbers) for chunk in found.chunks)
+    return EngineUnits(
+        tuple(units), tuple(ChunkUnits(_told_apart(one.forward), _told_apart(one.backward)) for one in chunks)
+    )
 
 
 def _declared(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> list[ModelUnit]:
@@ -269,6 +272,17 @@ def _renumbered(row: Row, numbers: Mapping[int, int]) -> Row:
     """Accesses one after the other of the same units are one."""
     others = (_distinct(numbers[unit] for unit in access if unit in numbers) for access in row)
     return tuple(access for access, _ in itertools.groupby(access for access in others if access))
+
+
+def _told_apart(row: Row) -> Row:
+    """Of merged units nobody hears where one access of a unit ends and another of it, with more units, begins."""
+    accesses: list[Access] = []
+    for access in row:
+        if accesses and (set(access) <= set(accesses[-1]) or set(access) >= set(accesses[-1])):
+            accesses[-1] = _distinct((*accesses[-1], *access))
+        else:
+            accesses.append(access)
+    return tuple(accesses)
 
 
 def _distinct(units: Iterable[int]) -> Access:

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from megatron.training.schedule_choice import asked_schedules
 
+from megatron.core.asked_schedules import asked_schedules
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.problems import ConfigurationError

@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.plan.verify import verify
 
 # Tried where there is something to choose: shares of the room that are left to gathers ahead, parts of trailing W's.
 _SHARES = (0.0, 0.25, 0.5)
-_PARTS = (1, 4, 1 << 20)
+_PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
 
 
 def add_residency(
@@ -84,14 +84,20 @@ class _Maker:
         judged = self._judged(best)
         for one in _SHARES[1:] if divides else ():
             other = self._add(plan, uses, one)
-            if (found := self._judged(other)) < judged:
-                best, judged, share = other, found, one
+            if (found := self._judged(other)) >= judged:
+                break
+            best, judged, share = other, found, one
+        unsplit = judged
         for parts in _PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
             split = split_trailing(plan, self.stages, parts)
-            if split is not plan:
-                other = self._add(split, self._uses(split), share)
-                if (found := self._judged(other)) < judged:
-                    best, judged = other, found
+            if split is plan:
+                break
+            other = self._add(split, self._uses(split), share)
+            found = self._judged(other)
+            if found >= unsplit:  # then coarser parts are no better
+                break
+            if found <= judged:
+                best, judged = other, found
         return best
 
     def _uses(self, plan: Plan) -> list[RowUses]:

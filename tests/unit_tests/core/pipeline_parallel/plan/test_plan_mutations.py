@@ -1,5 +1,6 @@
 """200 plans with one thing wrong, of all schedules: verify refuses at least 95 of 100, and the others are harmless."""
 
+import functools
 import random
 from collections import Counter
 
@@ -26,13 +27,16 @@ ASKED = (
 )
 
 
+@functools.cache
+def lowered(name):
+    plan = build_plan(name, Request(3, max(6, SCHEDULES[name].least_microbatches(3))))
+    costs = CostModel.of_ranks(plan.placement)
+    return lower(plan, costs), costs
+
+
 def planned(name, number):
     """(plan, costs, what verify needs to know) of a schedule, with one strategy and policy after the other."""
-    schedule = SCHEDULES[name]
-    m = max(6, schedule.least_microbatches(3))
-    plan = build_plan(name, Request(3, m))
-    costs = CostModel.of_ranks(plan.placement)
-    plan = lower(plan, costs)
+    plan, costs = lowered(name)
     if number % 4 == 3:
         plan = post_validation(plan, costs)
     stages = model(plan.placement, 2, tied=bool(number % 2))
