@@ -12,9 +12,9 @@ import dataclasses
 
 import pytest
 import torch
-from megatron.core.distributed.traffic import Traffic
 
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.traffic import Traffic
 from tests.harness.collective_watch import Watch
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.planned_steps import Boundary, BoundaryLog, traffic_of_plan, units_of, walk_of
@@ -45,7 +45,7 @@ class Case:
     more: tuple[str, ...]
     ga: int = 1
     words: tuple[str, ...] = ()
-    layout: Layout = ONE
+    layout: Layout = dataclasses.field(default_factory=Layout)
 
     def __str__(self):
         return " ".join([str(self.layout), *self.more, *self.words, f"GA {self.ga}"])
