@@ -205,7 +205,13 @@ def train(
     masked: bool = False,
 ) -> Trained:
     """Train on this rank, with `layout` over all ranks of `ctx`."""
-    run = Run(ctx, layout, words, global_batch=global_batch, masked=masked)
+    return train_run(Run(ctx, layout, words, global_batch=global_batch, masked=masked), steps, clip)
+
+
+def train_run(
+    run: Run, steps: int, clip: float = CLIP, *, between: Callable[[int], None] | None = None
+) -> Trained:
+    """Train from the beginning. between: called behind each step, with its number."""
     outcome = Trained([], [], [], run.main_weights(), {}, {}, {}, {})
 
     def keep_grads() -> None:
@@ -216,6 +222,8 @@ def train(
         outcome.losses.append(loss)
         outcome.norms.append(stats.norm)
         outcome.zeros.append(stats.num_zeros)
+        if between is not None:
+            between(step)
     outcome.weights, outcome.model, outcome.moments = run.main_weights(), run.model_weights(), run.moments()
     return outcome
 

@@ -8,25 +8,17 @@ have stepped.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.training.nan_policy import NanPolicy
-from megatron.training.run_clock import RunClock
-from megatron.training.step import StepRunner, StepTask
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
-from megatron.training.validated_step import ValidatedStepRunner
 from tests.harness.covering import DEEP, WORLD_SIZE, every_case, read_cases, to_cover
 from tests.harness.layouts import (
     CLIP,
     NO_DROPOUT,
     Layout,
-    Run,
     assembled,
     microbatch,
     reference_config,
@@ -34,6 +26,7 @@ from tests.harness.layouts import (
 )
 from tests.harness.ranks import run_ranks
 from tests.harness.reference_gpt import ReferenceGPT
+from tests.harness.validated_steps import train_validated
 
 STEPS = 2
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -81,34 +74,6 @@ def layout_of(case, clip) -> Layout:
     more += ["--clip-grad", str(clip)]
     looped = case.schedule in ("interleaved", "gis")
     return Layout(case.tp, case.pp, case.dp, case.sp, case.schedule, 2 if looped else 1, tuple(more))
-
-
-class NoWatchdog:
-    def phase(self, name):
-        return contextlib.nullcontext()
-
-
-def train_validated(ctx, layout, words, global_batch, steps):
-    """As `train`, by the trainer's validated steps: losses, norms, main weights, and how many were taken back."""
-    run = Run(ctx, layout, words, global_batch=global_batch)
-    common = run.config, run.ps, run.engine, run.runner, NanPolicy("skip", 100, dynamic_loss_scale=False)
-    plain = StepRunner(*common, Timers(0), NoWatchdog(), RunClock())
-    runner = ValidatedStepRunner(*common, plain, RunClock(), lambda _: None)
-    batches = StepBatches(
-        (one for step in range(1, steps + 1) for one in run.microbatches(step)),
-        reads=run.spec.reads_data(run.ps.pp_rank),
-    )
-    results = []
-    for step in range(1, steps + 1):
-        results += runner.step(batches, StepTask(step, run.num_microbatches))
-    results += runner.settle(batches)
-    sums = [result.losses["lm loss"] for result in results]
-    return (
-        [total / count for total, count in sums],
-        [result.grad_norm for result in results],
-        run.main_weights(),
-        sum(result.rolled_back for result in results),
-    )
 
 
 def run_cases(ctx, cases, clips):

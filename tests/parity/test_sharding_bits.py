@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
-from tests.harness.layouts import CLIP, Layout, assembled, train
+from tests.harness.layouts import Layout, train
 from tests.harness.ranks import run_ranks
+from tests.harness.same_bits import differing, outcome_of
 
 STEPS = 10
 ZERO3 = ("--use-custom-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
@@ -88,15 +88,6 @@ class Klass:
         return f"GA {self.ga} {' '.join(self.flags)}"
 
 
-@dataclasses.dataclass
-class Outcome:
-    """losses, norms: by step. tensors: kind -> name -> global tensor."""
-
-    losses: list[float]
-    norms: list[float]
-    tensors: dict[str, dict[str, np.ndarray]]
-
-
 def run_classes(ctx, classes):
     torch.set_num_threads(1)
     return [
@@ -113,37 +104,6 @@ def run_classes(ctx, classes):
         }
         for one in classes
     ]
-
-
-def outcome_of(ranks):
-    for rank in ranks:
-        assert rank.losses == ranks[0].losses
-        assert rank.norms == ranks[0].norms
-    kinds = ("weights", "model", "moments")
-    tensors = {kind: assembled([getattr(rank, kind) for rank in ranks]) for kind in kinds}
-    assert max(ranks[0].norms) > CLIP
-    return Outcome(ranks[0].losses, ranks[0].norms, tensors)
-
-
-def differing(one, other):
-    """What has other bits, in words; "" where nothing has."""
-    names = [
-        f"{kind} of {name}"
-        for kind, tensors in one.tensors.items()
-        for name, values in tensors.items()
-        if not np.array_equal(values, other.tensors[kind][name])
-    ]
-    if one.losses != other.losses:
-        first = next(
-            step
-            for step, pair in enumerate(zip(one.losses, other.losses, strict=True), 1)
-            if pair[0] != pair[1]
-        )
-        names.insert(0, f"losses from step {first}")
-    if names:
-        return f"{len(names)} differ: {', '.join(names[:3])}"
-    np.testing.assert_allclose(one.norms, other.norms, rtol=1e-14)
-    return ""
 
 
 def outcomes(world, classes, timeout=600):

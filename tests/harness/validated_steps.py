@@ -1,0 +1,45 @@
+"""Training by the trainer's steps that are validated afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from megatron.training.nan_policy import NanPolicy
+from megatron.training.run_clock import RunClock
+from megatron.training.step import StepRunner, StepTask
+from megatron.training.step_batches import StepBatches
+from megatron.training.timers import Timers
+from megatron.training.validated_step import ValidatedStepRunner
+from tests.harness.layouts import Layout, Pieces, Run
+from tests.harness.ranks import RankContext
+
+
+class NoWatchdog:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def train_validated(
+    ctx: RankContext, layout: Layout, words: Sequence[str], global_batch: int, steps: int
+) -> tuple[list[float], list[float], Pieces, int]:
+    """Losses, norms, main weights, and how many steps were taken back. layout: with flags of validation and clip."""
+    run = Run(ctx, layout, words, global_batch=global_batch)
+    common = run.config, run.ps, run.engine, run.runner, NanPolicy("skip", 100, dynamic_loss_scale=False)
+    plain = StepRunner(*common, Timers(0), NoWatchdog(), RunClock())
+    runner = ValidatedStepRunner(*common, plain, RunClock(), lambda _: None)
+    batches = StepBatches(
+        (one for step in range(1, steps + 1) for one in run.microbatches(step)),
+        reads=run.spec.reads_data(run.ps.pp_rank),
+    )
+    results = []
+    for step in range(1, steps + 1):
+        results += runner.step(batches, StepTask(step, run.num_microbatches))
+    results += runner.settle(batches)
+    sums = [result.losses["lm loss"] for result in results]
+    return (
+        [total / count for total, count in sums],
+        [result.grad_norm for result in results],
+        run.main_weights(),
+        sum(result.rolled_back for result in results),
+    )
