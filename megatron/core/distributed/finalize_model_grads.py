@@ -8,7 +8,7 @@ Two kinds, both rare, both found in `ParamMeta` and fixed when the engine is bui
   this rank's optimizer holds a gradient of: tensor parallel ranks at one data parallel place hold the same parts.
 - shared parameters (tied embeddings): the first and the last pipeline stage each have the gradient of their own use.
   Their buckets are their own and cut alike on both stages. Whole gradients are added before they go to data parallel
-  ranks: a sum of two has one order, so it is, bit for bit, what one process gets from adding the uses (`combine_uses`).
+  ranks: a sum of two has one order, so it is, bit for bit, what one process gets from adding the uses.
   Of gradients that are cut the parts are added, afterwards: fewer bytes, and other bits than one process.
 """
 

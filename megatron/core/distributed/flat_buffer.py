@@ -13,7 +13,7 @@ on: where a buffer is whole these are the buffer at rest, where it is cut they a
 whoever gathers or frees them gives their storage memory or takes it away.
 
 A parameter with several uses (tied embeddings) has one accumulator a use: the first is its slot in the full gradients,
-the others live outside the layout and are added to it once (`combine_uses`). Where weights are whole, frozen parameters
+the others live outside the layout, and whoever reduces adds them to it. Where weights are whole, frozen parameters
 keep a storage of their own: nothing is ever reduced or updated there.
 """
 
@@ -257,13 +257,6 @@ class FlatBuffer:
     def copy_weights_to_main(self) -> None:
         """From this rank's part of the weights at rest."""
         self._copy_main(to_weights=False)
-
-    def combine_uses(self, name: str, keys: Iterable[str] | None = None) -> None:
-        """Add the accumulators of a parameter's further uses to its first, and empty them. keys: those of them that
-        hold something; all by default."""
-        for key in self.param_meta[name].grad_keys[1:] if keys is None else keys:
-            self._grads[name].add_(self._grads[key])
-            self._grads[key].zero_()
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by what they are for (the optimizer's moments come on top)."""

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
+from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.ledger import Ledger
+from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from tests.harness.cut_models import shard_place
 from tests.harness.ranks import RanksError, run_ranks, share_ranks
@@ -234,12 +236,14 @@ def test_bf16_parts_are_added_in_fp32_and_rounded_once():
 def one_process_uses(shape, dtype, config) -> torch.Tensor:
     """What a process that holds both uses makes of them."""
     meta = {"tied": ParamMeta("tied", shape, uses=("tied", "tied" + LOOKUP))}
-    parameters = {"tied": nn.Parameter(torch.zeros(shape, dtype=dtype))}
-    buffer = alone(parameters, meta, config)
-    buffer.main_grad("tied").copy_(values("output", shape, 0))
-    buffer.main_grad("tied" + LOOKUP).copy_(values("lookup", shape, 0))
-    buffer.combine_uses("tied")
-    return buffer.main_grad("tied").clone()
+    ddp = DistributedDataParallel(
+        Weights({"tied": shape}, dtype), single_process(Device("cpu")), config, meta
+    )
+    ddp.begin_step(1)
+    contribute(ddp, "tied", values("output", shape, 0))
+    contribute(ddp, "tied" + LOOKUP, values("lookup", shape, 0))
+    ddp.finish()
+    return ddp.buffer.main_grad("tied").clone()
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (3, 5)])  # an even and an odd number of elements
