@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ from tests.harness.ranks import RankContext, run_ranks
 DP = 2
 SIZES = {
     "small": {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 4096},
+    "deep": {"layers": 24, "hidden": 384, "heads": 6, "seq": 128, "vocab": 1024},
     "tiny": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 1024},
 }
 FSDP = ("--use-custom-fsdp", "--data-parallel-sharding-strategy")
@@ -95,7 +97,7 @@ class Held:
     the moment at which the plan is fullest, and the most of each kind that the engine has held."""
 
     live: int
-    losses: tuple[float | None, ...]
+    losses: tuple[float, ...]
     planned: dict[str, int]
     counted: dict[str, int]
 
@@ -110,7 +112,8 @@ def memory_ranks(ctx: RankContext, work: Work, name: str) -> Held:
     with LivePeak(ps.device) as live:
         losses += [trainer.step() for _ in range(MEMORY_STEPS)]
     planned, counted = trainer.held() if isinstance(trainer, OurPipeline) else ({}, {})
-    return Held(live.peak_bytes - before, tuple(losses), planned, counted)
+    known = tuple(loss for loss in losses if loss is not None)  # by ranks with the last stage, or by all
+    return Held(live.peak_bytes - before, known, planned, counted)
 
 
 def run_time(work: Work, names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +135,9 @@ def run_memory(work: Work, names: Sequence[str], args: argparse.Namespace) -> di
         name: run_ranks(memory_ranks, NUM_RANKS * DP, work, name, timeout=args.timeout) for name in names
     }
     losses = {
-        name: next(list(one.losses) for one in ranks if None not in one.losses)
+        name: [
+            statistics.fmean(told) for told in zip(*(one.losses for one in ranks if one.losses), strict=True)
+        ]
         for name, ranks in held.items()
     }
     check_same_work(losses, TOLERANCES[dtype])
