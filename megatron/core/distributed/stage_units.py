@@ -127,6 +127,7 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
         outer_grad_bytes=num_bytes(present(outer)),
         outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
         backward_reads=unit.backward_reads,
+        begins_with_lookup=unit.begins_with_lookup,
     )
 
 
@@ -224,6 +225,7 @@ def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
                 modules=tuple(module for one in members for module in one.modules),
                 names=tuple(name for one in members for name in one.names),
                 backward_reads=any(one.backward_reads for one in members),
+                begins_with_lookup=all(one.begins_with_lookup for one in members),
             )
         )
     numbers = {number: index for index, group in enumerate(groups) for number in group}
