@@ -176,6 +176,10 @@ def check_table(case, seen):
         "optim_grads": (1, ga, 0),
         "optim_grads_params": (2 * ga, ga, 0),
     }[strategy]
+    if case.more == POLICIES["step"]:
+        gathers = scatters = 1
+    if case.layout.pp > 1 and UNTIED[0] not in case.words:
+        return  # both ends have stages of their own, which read one matrix, or sum up two
     for found, times, size in (
         (moved.all_gather, gathers, weights),
         (moved.reduce_scatter, scatters, grads),

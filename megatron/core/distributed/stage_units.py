@@ -118,6 +118,9 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
     at_rest = [*(bucket.weights for bucket in buckets), *own, *(bucket.main_grads for bucket in trained)]
     scattered = buffer.sharding.optimizer is Cut.FULL
     outer = (one.main_grads if scattered else one.optimizer_grads for one in trained)
+    # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
+    shared = [buffer.arenas[one.arena].layout.shared for one in trained]
+    later = buffer.sharding.main_grads is Cut.WHOLE and any(shared) and not all(shared)
     return UnitCosts(
         unit.name,
         weight_bytes=num_bytes(bucket.full_weights for bucket in buckets),
@@ -126,6 +129,8 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
         shard_bytes=num_bytes(present(at_rest)),
         outer_grad_bytes=num_bytes(present(outer)),
         outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
+        reduce_calls=len(trained) if buffer.sharding.optimizer is Cut.WHOLE else 1 + later,
+        outer_calls=1 + later if scattered else len(trained),
         backward_reads=unit.backward_reads,
         begins_with_lookup=unit.begins_with_lookup,
     )

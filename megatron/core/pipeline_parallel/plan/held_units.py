@@ -25,9 +25,9 @@ class Moved:
     calls: int = 0
     payload_bytes: int = 0
 
-    def more(self, payload_bytes: int) -> Moved:
-        """With one call more."""
-        return Moved(self.calls + 1, self.payload_bytes + payload_bytes)
+    def more(self, payload_bytes: int, calls: int = 1) -> Moved:
+        """With calls of so many bytes in all."""
+        return Moved(self.calls + calls, self.payload_bytes + payload_bytes)
 
 
 @dataclass
@@ -149,7 +149,7 @@ class HeldUnits:
             return "was summed over instances already"
         size = self.units.grad_bytes[unit]
         if self.residency.ways > 1:
-            self.moves.reductions = self.moves.reductions.more(size)
+            self.moves.reductions = self.moves.reductions.more(size, self.units.unit(unit).reduce_calls)
         self.groups[unit].append(self._fresh[unit])
         self._fresh[unit] = {}
         if self._grads_cut:
@@ -170,7 +170,8 @@ class HeldUnits:
         self._outer_summed[unit] = True
         self._wait_for(unit)
         self._start(unit, 0)
-        self.moves.outer_sums = self.moves.outer_sums.more(self.units.unit(unit).outer_grad_bytes)
+        one = self.units.unit(unit)
+        self.moves.outer_sums = self.moves.outer_sums.more(one.outer_grad_bytes, one.outer_calls)
         return ""
 
     def _start(self, unit: int, held: int) -> None:

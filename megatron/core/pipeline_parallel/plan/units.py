@@ -33,8 +33,9 @@ class UnitCosts:
     contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end
     of its REDUCE. shard_bytes: what this rank holds of all its states at rest. outer_grad_bytes,
     outer_weight_bytes: what is summed over instances, and gathered from them where they cut the optimizer.
-    backward_reads: whether B and BW read its weights. begins_with_lookup: not in the last of its several
-    accesses there, that of a lookup.
+    reduce_calls, outer_calls: collectives that a REDUCE, and a sum over instances, is made of. backward_reads:
+    whether B and BW read its weights. begins_with_lookup: not in the last of its several accesses there, that
+    of a lookup.
     """
 
     name: str
@@ -49,6 +50,8 @@ class UnitCosts:
     shard_bytes: int = 0
     outer_grad_bytes: int = 0
     outer_weight_bytes: int = 0
+    reduce_calls: int = 1
+    outer_calls: int = 1
     backward_reads: bool = True
     begins_with_lookup: bool = False
 
