@@ -253,7 +253,7 @@ class DistributedDataParallel(GradSync):
 
     @property
     def waits_for_units(self) -> bool:
-        """Whether anything is gathered or reduced unit by unit, as an operation of a plan that computations wait for."""
+        """Whether something is gathered or reduced unit by unit, for a computation to wait for."""
         cut = self.sharding.optimizer is not Cut.WHOLE
         return self.config.use_custom_fsdp or (self.config.overlap_param_gather and cut)
 
