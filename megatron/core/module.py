@@ -37,11 +37,13 @@ class ModelUnit:
     modules: in the order in which they run; the unit's parameters are all those below them. A parameter that modules
     share, or that is used where no module of the unit runs, must be read between the first module's forward and the
     end of the last one's. backward_reads: backward needs the weights too (lookup tables do not).
+    begins_with_lookup: its first use is that of a lookup table, others follow: of these alone the backward reads.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     backward_reads: bool = True
+    begins_with_lookup: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

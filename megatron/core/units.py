@@ -25,7 +25,8 @@ LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)  # plain modules whose backward 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """modules: in the order in which they run. names: of its parameters. backward_reads: backward needs the weights.
+    """modules: in the order in which they run. names: of its parameters. backward_reads: backward needs the weights;
+    begins_with_lookup: not for the first of its uses (`ModelUnit`).
     spans: a chunk of the model is one of its modules, so it is in use from the chunk's beginning to its end. lasts: it
     spans, or other units run between its modules, so that they come and go while it stays. nests: other units lie
     inside its modules. nested: it lies inside those of one that does not last. Names are unique."""
@@ -39,6 +40,7 @@ class Unit:
     lasts: bool
     nests: bool = False
     nested: bool = False
+    begins_with_lookup: bool = False
 
 
 def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
@@ -81,7 +83,18 @@ def find_units(
             lasts = spans or _encloses(chunks, declared, place)
             called[unit.name] = called.get(unit.name, 0) + 1
             name = unit.name if called[unit.name] == 1 else f"{unit.name}#{called[unit.name]}"
-            units.append(Unit(len(units), name, unit.modules, names, unit.backward_reads, spans, lasts))
+            units.append(
+                Unit(
+                    len(units),
+                    name,
+                    unit.modules,
+                    names,
+                    unit.backward_reads,
+                    spans,
+                    lasts,
+                    begins_with_lookup=unit.begins_with_lookup,
+                )
+            )
     around = {unit.index: _units_inside(unit, units) for unit in units}
     nested = {inner for unit in units if not unit.lasts for inner in around[unit.index]}
     return tuple(

@@ -70,6 +70,6 @@ def _plan_record(
         sharding=session.config.ddp.data_parallel_sharding_strategy,
         persistent_bytes_per_rank=persistent,
         post_validation=parallel.post_validation_rollback if validated else "off",
-        units_per_rank=units if engine.model.units else (),
+        units_per_rank=units if engine.model.waits_for_units else (),
         snapshot_bytes_per_rank=snapshots if validated else (),
     )

@@ -252,6 +252,12 @@ class DistributedDataParallel(GradSync):
     # ---
 
     @property
+    def waits_for_units(self) -> bool:
+        """Whether something is gathered or reduced unit by unit, for a computation to wait for."""
+        cut = self.sharding.optimizer is not Cut.WHOLE
+        return self.config.use_custom_fsdp or (self.config.overlap_param_gather and cut)
+
+    @property
     def is_stepping(self) -> bool:
         """Whether a step was begun and is not finished."""
         return self._is_stepping

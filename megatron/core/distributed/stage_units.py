@@ -1,8 +1,8 @@
 """The units of a rank's chunks as a plan knows them: which are needed together, in which order, and how large they are.
 
 A model of ours declares its units and the order of their accesses (`MegatronModule`). Of other models
---fsdp-unit-modules names units, which run in the order in which they are registered; all else of a chunk is one unit
-that is always in use.
+--fsdp-unit-modules names units, which run in the order in which they are registered; all else of a chunk is always in
+use, in units of its own, in one without the flag.
 
 [Note: merged units] Where gradients stay whole for a step (no_shard, optim), units that complete them one after the
 other are merged until they have the size of a bucket: one long collective instead of several short ones. The plan knows
@@ -25,7 +25,7 @@ from megatron.core.distributed.sharding import Cut, Sharding
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelUnit
 from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
-from megatron.core.units import Unit, UnitModule, derive_units, find_units
+from megatron.core.units import Unit, UnitModule, derive_units, find_units, matched_units
 
 Row = tuple[Access, ...]
 
@@ -132,6 +132,7 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
         reduce_calls=len(trained) if buffer.sharding.optimizer is Cut.WHOLE else 1 + later,
         outer_calls=1 + later if scattered else len(trained),
         backward_reads=unit.backward_reads,
+        begins_with_lookup=unit.begins_with_lookup,
     )
 
 
@@ -174,6 +175,7 @@ def find_units_of(
     given = _declared(chunks, unit_modules) if declared is None else declared
     units = find_units(chunks.modules, chunks.parameters, given, None)
     number_of = {id(module): unit.index for unit in units for module in unit.modules}
+    rest = _rest(chunks, unit_modules) if declared is None else set()
     owner = {name: unit.index for unit in units for name in unit.names}
     called = {
         unit.name: number_of[id(unit.modules[0])] for unit in reversed(given) if _known(unit, number_of)
@@ -186,7 +188,8 @@ def find_units_of(
         told = module.unit_accesses() if isinstance(module, MegatronModule) and own else None
         if told is None:
             needed = {here[unit.name] for unit in own} | {owner[name] for name in names}
-            forward = _as_registered(module, number_of, needed)
+            heard = {one: number for one, number in number_of.items() if one not in rest}
+            forward = _as_registered(module, heard, needed)
             found.append(ChunkUnits(forward, forward[::-1]))
         else:
             rows = (
@@ -229,6 +232,7 @@ def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
                 modules=tuple(module for one in members for module in one.modules),
                 names=tuple(name for one in members for name in one.names),
                 backward_reads=any(one.backward_reads for one in members),
+                begins_with_lookup=all(one.begins_with_lookup for one in members),
             )
         )
     numbers = {number: index for index, group in enumerate(groups) for number in group}
@@ -242,12 +246,20 @@ def _declared(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> list[M
     """What chunks say themselves, and units for those that say nothing, chunk by chunk."""
     own = [module.units() if isinstance(module, MegatronModule) else None for module in chunks.modules]
     plain = [module for module, units in zip(chunks.modules, own, strict=True) if units is None]
-    derived = derive_units(plain, unit_modules, one_rest=True) if plain else ()
+    derived = derive_units(plain, unit_modules, one_rest=not unit_modules) if plain else ()
     found: list[ModelUnit] = []
     for module, units in zip(chunks.modules, own, strict=True):
         inside = {id(one) for one in module.modules()}
         found += units if units is not None else [one for one in derived if id(one.modules[0]) in inside]
     return found
+
+
+def _rest(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> set[int]:
+    """Ids of the modules of chunks that say nothing themselves but those that `unit_modules` names: nobody knows
+    whether their forwards are called, or others read their parameters, so their units are always in use."""
+    plain = [one for one in chunks.modules if not isinstance(one, MegatronModule) or one.units() is None]
+    named = {id(one) for chunk in plain for group in matched_units(chunk, unit_modules) for one in group}
+    return {id(one) for chunk in plain for one in chunk.modules()} - named
 
 
 def _known(unit: ModelUnit, number_of: Mapping[int, int]) -> bool:

@@ -126,7 +126,8 @@ class GPTModel(MegatronModule):
             head = tuple(part for part in parts if part is not None)
         if self.pre_process and self.post_process and self.tied:
             assert self.embedding is not None
-            return ModelUnit("embedding_and_head", (self.embedding, *head)), *layers
+            both = ModelUnit("embedding_and_head", (self.embedding, *head), begins_with_lookup=True)
+            return both, *layers
         first: tuple[ModelUnit, ...] = ()
         if self.pre_process:
             assert self.embedding is not None

@@ -57,6 +57,7 @@ class _Unit:
     work: Work = _NOTHING
     extra: int = 0
     backward_reads: bool = True
+    begins_with_lookup: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,11 @@ def _stage(costs: ModelCosts, spec: StageSpec, *, both_ends_here: bool) -> _Stag
     units: list[_Unit] = []
     if both_ends:
         work = costs.embedding() + costs.head()
-        units.append(_Unit("embedding_and_head", (words + positions + norm,), work, extra=words))
+        units.append(
+            _Unit(
+                "embedding_and_head", (words + positions + norm,), work, extra=words, begins_with_lookup=True
+            )
+        )
     elif spec.embedding:
         apart = tied and not both_ends_here  # another stage has a copy of the words
         numels = (positions, words) if apart else (words + positions,)
@@ -155,6 +160,7 @@ def _joined(units: Sequence[_Unit]) -> _Unit:
         sum((unit.work for unit in units), _NOTHING),
         sum(unit.extra for unit in units),
         any(unit.backward_reads for unit in units),
+        all(unit.begins_with_lookup for unit in units),
     )
 
 
@@ -187,6 +193,7 @@ def _sized(stage: _Stage, sizes: StateBytes, unit_of_time: float) -> StageUnits:
                 outer_grad_bytes=numel // sizes.inner * sizes.outer_grad,
                 outer_weight_bytes=numel // sizes.inner * sizes.outer_weight,
                 backward_reads=unit.backward_reads,
+                begins_with_lookup=unit.begins_with_lookup,
             )
         )
     return StageUnits(tuple(units), stage.forward, stage.backward)

@@ -33,8 +33,9 @@ class UnitCosts:
     contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end
     of its REDUCE. shard_bytes: what this rank holds of all its states at rest. outer_grad_bytes,
     outer_weight_bytes: what is summed over instances, and gathered from them where they cut the optimizer.
-    reduce_calls, outer_calls: collectives that a REDUCE, and a sum over instances, is made of.
-    backward_reads: whether B and BW read its weights.
+    reduce_calls, outer_calls: collectives that a REDUCE, and a sum over instances, is made of. backward_reads:
+    whether B and BW read its weights. begins_with_lookup: not in the last of its several accesses there, that
+    of a lookup.
     """
 
     name: str
@@ -52,6 +53,7 @@ class UnitCosts:
     reduce_calls: int = 1
     outer_calls: int = 1
     backward_reads: bool = True
+    begins_with_lookup: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,22 @@ class StageUnits:
             return self.backward
         kept = (tuple(unit for unit in access if first <= unit < end) for access in self.backward)
         return tuple(access for access in kept if access)
+
+    def reads(self, op: RawOp) -> tuple[Access, ...]:
+        """By access of a computation, the units whose weights it reads."""
+        kind, accesses = op[0], self.accesses(op)
+        if kind == F or not READS_WEIGHTS[kind]:
+            return accesses if kind == F else ((),) * len(accesses)
+        last = {unit: at for at, access in enumerate(accesses) for unit in access}
+        first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
+
+        def is_read(at: int, unit: int) -> bool:
+            looks_up = self.units[unit].begins_with_lookup and first[unit] < at == last[unit]
+            return self.units[unit].backward_reads and not looks_up
+
+        return tuple(
+            tuple(unit for unit in access if is_read(at, unit)) for at, access in enumerate(accesses)
+        )
 
     def shares(self, op: RawOp) -> tuple[float, ...]:
         """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units'
@@ -171,15 +189,13 @@ class RankUnits:
         kind, stage = op[0], op[1]
         units, numbers = self.stages[stage].units, self.of[stage]
         accesses = self.stages[stage].accesses(op)
-        reads = [READS_WEIGHTS[kind] and bool(unit.weight_bytes) for unit in units]
-        if kind != F:
-            reads = [one and unit.backward_reads for one, unit in zip(reads, units, strict=True)]
+        reads = self.stages[stage].reads(op)
         adds = [WRITES_GRADS[kind] and bool(unit.grad_bytes) for unit in units]
         first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
         last = {unit: at for at, access in enumerate(accesses) for unit in access}
         uses = [
             Use(
-                tuple(numbers[unit] for unit in access if reads[unit]),
+                tuple(numbers[unit] for unit in reads[at] if units[unit].weight_bytes),
                 tuple(numbers[unit] for unit in access if adds[unit] and first[unit] == at),
                 tuple(numbers[unit] for unit in access if adds[unit] and last[unit] == at),
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
@@ -99,7 +100,10 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
         raise PlanError(
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
         )
-    most += uses.most_adding if residency.grads_cut else 0
+    if residency.grads_cut:
+        most += uses.most_adding
+        if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
+            most += MOST_UNDER_WAY * max(uses.units.grad_bytes, default=0)
     if walk.most_transient > most:
         raise PlanError(
             f"rank {rank}: gathered weights and whole gradients take {walk.most_transient} bytes at once, {most} are "

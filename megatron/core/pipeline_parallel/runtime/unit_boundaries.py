@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, PlanError, RawOp, W, op_text
+from megatron.core.pipeline_parallel.plan.ir import BW, Kind, PlanError, RawOp, W, op_text
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import DataParallelLane
 
@@ -51,7 +51,7 @@ class Crossing:
                 raise PlanError(
                     f"{op_text(one)} waits for access {one[3]} of {self}, which has {len(self._accesses)}"
                 )
-        self._reads = [op[0] == F or (op[0] in (B, BW) and unit.backward_reads) for unit in units.units]
+        self._reads = units.reads(op) or ((),)
         self._adds = op[0] in (W, BW)
         self._begun = self._done = 0  # accesses, operations
 
@@ -94,9 +94,8 @@ class Crossing:
         """The next accesses have begun, so many in all."""
         self._begun = begun
         self._operate(begun)
-        for unit in self._accesses[begun - 1]:
-            if self._reads[unit]:
-                self._lane.wait(self._op[1], unit)
+        for unit in self._reads[begun - 1]:
+            self._lane.wait(self._op[1], unit)
 
     def _operate(self, begun: int) -> None:
         while self._done < len(self._operations) and self._operations[self._done][1][3] <= begun:
@@ -105,7 +104,7 @@ class Crossing:
 
     def _came_late(self, unit: int) -> None:
         stage = self._op[1]
-        freed = self._reads[unit] and not self._lane.has_weights(stage, unit)
+        freed = any(unit in access for access in self._reads) and not self._lane.has_weights(stage, unit)
         if freed or (self._adds and self._is_reduced(unit)):
             name = self._lane.name(stage, unit)
             before = " and ".join(

@@ -132,10 +132,10 @@ class Net(nn.Module):
 def test_what_other_models_do_not_name_is_always_in_use():
     assert rows(found_in([Net()])) == [(["Net"], ["Net"])]
     found = found_in([Net()], ["Block"])
-    forward = ["Net", "Net+blocks.0", "Net+blocks.1"]
+    forward = ["embed+head+blocks.0", "embed+head+blocks.1"]
     assert rows(found) == [(forward, forward[::-1])]
-    assert found.units[0].names == ("embed.weight", "head.weight", "head.bias")
-    assert found.lasting == {0, 1, 2}
+    assert [one.names for one in found.units][::3] == [("embed.weight",), ("head.weight", "head.bias")]
+    assert found.lasting == {0, 1, 2, 3}
     found = found_in([Net()], ["Embedding", "Block", "Linear"])
     assert rows(found)[0][0] == ["embed", "blocks.0.fc", "blocks.1.fc", "head"], "no unit without parameters"
     with pytest.raises(ModelError, match=r"\['Blok'\]: no module of the model matches"):
