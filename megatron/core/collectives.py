@@ -78,8 +78,10 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             finish, self._finish = self._finish, None  # never on what has not arrived
+            began = time.monotonic()
             with _peer_loss_named(self._op, self._group, self._started, self._peer):
                 work.wait()
+            self._group.traffic.waited_s += time.monotonic() - began
             if finish is not None:
                 finish()
         self._buffers = ()

@@ -19,7 +19,8 @@ def moved(payloads: Iterable[int], times: int = 1) -> Moved:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a rank's collectives move in a step: over the inner ranks, and over the outer ones."""
+    """What a rank's collectives move in a step: over the inner ranks, and over the outer ones. waited_s: how long the
+    rank stood waiting for them."""
 
     all_gather: Moved = NOTHING
     reduce_scatter: Moved = NOTHING
@@ -27,6 +28,7 @@ class Traffic:
     outer_all_gather: Moved = NOTHING
     outer_reduce_scatter: Moved = NOTHING
     outer_all_reduce: Moved = NOTHING
+    waited_s: float = dataclasses.field(default=0.0, compare=False)
 
     def __add__(self, other: Traffic) -> Traffic:
         names = [field.name for field in dataclasses.fields(Traffic)]
@@ -39,9 +41,13 @@ class Traffic:
 
 def traffic_of(gather: TrafficCounter, reduce: TrafficCounter, outer: TrafficCounter) -> Traffic:
     """What groups of gathers and reductions over the inner ranks, and the one over the outer ranks, have moved."""
+    each = {id(one): one for one in (gather, reduce, outer)}.values()
     return Traffic(
         gather.moved("all_gather"),
         reduce.moved("reduce_scatter"),
         reduce.moved("all_reduce"),
-        *(outer.moved(collective) for collective in ("all_gather", "reduce_scatter", "all_reduce")),
+        outer.moved("all_gather"),
+        outer.moved("reduce_scatter"),
+        outer.moved("all_reduce"),
+        waited_s=sum(one.waited_s for one in each),
     )

@@ -1,4 +1,4 @@
-"""What the collectives of a group have moved: calls and payload bytes (floor 0, pure).
+"""What the collectives of a group have moved: calls and payload bytes; how long they were waited for (floor 0, pure).
 
 The payload of a collective is its full buffer: what is gathered, or reduced, counted once.
 """
@@ -26,10 +26,14 @@ NOTHING = Moved()
 
 
 class TrafficCounter:
-    """Counts since the group was made; whoever wants to know what a step has moved takes differences."""
+    """Counts since the group was made; whoever wants to know what a step has moved takes differences.
+
+    waited_s: how long the host stood in waits for collectives under way.
+    """
 
     def __init__(self) -> None:
         self._moved: dict[str, Moved] = {}
+        self.waited_s = 0.0
 
     def count(self, collective: str, payload_bytes: int) -> None:
         self._moved[collective] = self.moved(collective) + Moved(1, payload_bytes)

@@ -98,8 +98,8 @@ class TrainingLoop:
         session, config = self.session, self._config
         num_microbatches = self._batch.num_microbatches(self.state.consumed_train_samples)
         report_model(session, self._runner.spec, self.engine, num_microbatches)
-        self._residency = ResidencyReport(session, self._runner.spec, self.engine)
-        for line in self._residency.lines(self._runner.spec, num_microbatches):
+        self._residency = ResidencyReport(session, self._runner, self.engine)
+        for line in self._residency.lines(num_microbatches):
             session.print_rank_last(line)
         self.checkpoints.load()
         self._begun_at = self.state.consumed_train_samples
@@ -236,7 +236,7 @@ class TrainingLoop:
         state.consumed_train_samples += batch_size
         state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)
         bubbles = self._replanner.after_step(number, num_microbatches)
-        residency = self._residency.after_step(self._runner.spec, number, num_microbatches)
+        residency = self._residency.after_step(number, num_microbatches, self._replanner.costs)
         self._reporter.step_done(result, batch_size=batch_size, bubbles=bubbles, residency=residency)
         self._replanner.between_steps(number, num_microbatches)
         return result.flags

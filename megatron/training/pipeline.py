@@ -7,31 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.unit_events import UnitEvents
+from megatron.core.distributed.plan_inputs import measured_wire, residency_of, units_of_all_stages
+from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
-from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, StageSpec, plan_for
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
-from megatron.core.pipeline_parallel.runtime.stage import ModelStage, Run
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from megatron.core.protocols import Stage
-from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.build import Chunk, Engine
 from megatron.training.pipeline_memory import check_snapshot, settled
-from megatron.training.residency import residency_of, units_of_all_stages
 from megatron.training.run_folder import OutputPathError
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
@@ -54,30 +55,11 @@ class _Step:
     numbers: StepNumbers
 
 
-class _TimedStage(ModelStage):
-    """A stage whose backwards have a timer, under Megatron's name; the forward's is around the user's function."""
-
-    def __init__(self, run: Run, sink: WeightGradAccumulator | None, spec: StageSpec, timers: Timers) -> None:
-        super().__init__(run, sink, begins=spec.embedding, ends=spec.loss)
-        self._timers = timers
-
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        with self._timers("backward-compute", log_level=2):
-            return super().backward(microbatch, grad)
-
-    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        with self._timers("backward-compute", log_level=2):
-            return super().backward_input(microbatch, grad)
-
-    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
-        with self._timers("backward-compute", log_level=2):
-            super().backward_weight(microbatch, units)
-
-
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. recorder: of the measured timeline,
+    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. work: of all stages, what their
+    units take by formula, see `units_of_all_stages`. recorder: of the measured timeline,
     if any. profiler: of what the schedule is solved again for, if it is to be measured.
     """
 
@@ -90,6 +72,7 @@ class PipelineRunner:
         timers: Timers,
         *,
         per_token_loss: bool,
+        work: Sequence[StageUnits] | None = None,
         recorder: Recorder | None = None,
         profiler: Profiler | None = None,
     ) -> None:
@@ -108,15 +91,19 @@ class PipelineRunner:
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
         self._boundaries = UnitBoundaries()
         self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
+        self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
         residency = residency_of(engine.model, spec.placement.num_ranks)
         if residency.moves:
-            units = units_of_all_stages(engine.model, ps, spec.local_stages(ps.pp_rank), spec.costs)
+            units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
-            watch_units(engine, self._boundaries)
+            self.wire = measured_wire(engine.model)
+            watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
         stages: Mapping[int, Stage] = self._own_stages
         self._stages = stages if profiler is None else profiler.weigh(stages)
         self._executors: dict[tuple[int, Purpose], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
+        self.step_s = 0.0  # of the last training step, until its gradients were summed
+        self._began_s = 0.0
 
     def train(
         self, batches: StepBatches, *, iteration: int, num_microbatches: int, reduce_gradients: bool = True
@@ -152,6 +139,7 @@ class PipelineRunner:
         assert self._step is not None, "no step is under way"
         with self._timers("all-grads-sync", log_level=2):
             self._engine.model.finish()
+        self.step_s = time.monotonic() - self._began_s
         return self._named(self._step.numbers, True)
 
     def evaluate(
@@ -209,6 +197,7 @@ class PipelineRunner:
         key = (num_microbatches, purpose)
         if key not in self._executors:
             self._executors[key] = self._executor(num_microbatches, purpose)
+        self._began_s = time.monotonic()
         return self._executors[key].run(iteration)
 
     def _executor(self, num_microbatches: int, purpose: Purpose) -> Executor:
@@ -246,11 +235,11 @@ class PipelineRunner:
         self._own_stages[stage].forget(microbatch)
         self._step.numbers.clear()
 
-    def _stage(self, chunk: Chunk) -> _TimedStage:
-        def run(microbatch: int, hidden: Tensor | None) -> Tensor:
-            return self._forward(chunk, microbatch, hidden)
-
-        return _TimedStage(run, chunk.sink, chunk.spec, self._timers)
+    def _stage(self, chunk: Chunk) -> ModelStage:
+        """Its backwards have a timer under Megatron's name; the forward's is around the user's function."""
+        run = functools.partial(self._forward, chunk)
+        timed = functools.partial(self._timers, "backward-compute", log_level=2)
+        return ModelStage(run, chunk.sink, begins=chunk.spec.embedding, ends=chunk.spec.loss, timed=timed)
 
     def _forward(self, chunk: Chunk, microbatch: int, hidden: Tensor | None) -> Tensor:
         """One chunk's output for a microbatch; where the loss is, the number to differentiate."""
@@ -270,14 +259,6 @@ class PipelineRunner:
         loss = loss_to_differentiate(result, self._per_token_loss)
         scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
         return loss * scale if scale != 1.0 else loss
-
-
-def watch_units(engine: Engine, boundaries: UnitBoundaries) -> None:
-    """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks."""
-    UnitEvents([tuple(enumerate(units)) for units in engine.model.unit_modules()], boundaries)
-    for chunk, (one, unit_of) in enumerate(zip(engine.chunks, engine.model.unit_of_key(), strict=True)):
-        if one.sink is not None:
-            one.sink.report_units(unit_of, functools.partial(boundaries.unit_begins, chunk))
 
 
 def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
@@ -302,12 +283,13 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         forward_step,
         session.timers,
         per_token_loss=session.config.model.calculate_per_token_loss,
+        work=session.config.staged_model.work_of_units(spec),
         recorder=recorder,
-        profiler=_profiler(session),
+        profiler=_profiler(session, engine),
     )
 
 
-def _profiler(session: Session) -> Profiler | None:
+def _profiler(session: Session, engine: Engine) -> Profiler | None:
     """Of pipelines with messages: the window of the flags, and every log interval's last iteration where measuring
     makes nobody wait."""
     config, ps = session.config, session.ps
@@ -320,4 +302,5 @@ def _profiler(session: Session) -> Profiler | None:
         start=parallel.zero_bubble_pipeline_timers_start_iter,
         end=parallel.zero_bubble_pipeline_timers_end_iter,
         interval=0 if ps.device.queues_work else config.logging.log_interval,
+        transient_bytes=lambda: sum(engine.ledger.live(kind) for kind in ("gathered", "grads", "extra")),
     )

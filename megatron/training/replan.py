@@ -53,7 +53,7 @@ class Replanner:
         self._session, self._runner = session, runner
         self._engine, self._reporter, self._clock = engine, reporter, clock
         self._start, self._length = window_of(session.config.parallel, first_iteration)
-        self._costs: CostModel | None = None  # as last measured
+        self.costs: CostModel | None = None  # as last measured
         self._planned: dict[int, float] = {}  # microbatches -> bubble of the plan, by the newest costs
         self._fewest_steps = 0  # that a rank has kept, as of the last log interval
         if runner.profiler is not None:
@@ -78,7 +78,7 @@ class Replanner:
         profiler = self._runner.profiler
         if profiler is None:
             return
-        if self._costs is None:
+        if self.costs is None:
             # The window is measured by itself; its first step may have run already.
             if iteration < self._start:
                 profiler.forget(iteration)
@@ -107,16 +107,18 @@ class Replanner:
         self._runner.keep_groupings(self._runner.residencies)
         spec = self._runner.spec
         costs, changed = measured_costs(figures, spec), None
-        if self._costs is not None:
-            changed = drifted(self._costs, costs)
+        if self.costs is not None:
+            changed = drifted(self.costs, costs)
             if changed is None:
                 return
-        self._costs = costs
+        self.costs = costs
         self._planned.clear()
         before = self._planned_bubble(num_microbatches)
         most = max(num_microbatches, self._session.config.last_num_microbatches)
         splits = all(splits for _, splits in told)
-        again, kept, reasons = solve_again(spec, costs, num_microbatches, most, splits=splits)
+        again, kept, reasons = solve_again(
+            spec, costs, num_microbatches, most, splits=splits, lanes=self._runner.wire
+        )
         for line in reasons:
             self._session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
         plan, path = plan_for(again.bare, num_microbatches, Purpose.TRAIN), None
@@ -138,7 +140,8 @@ class Replanner:
         if num_microbatches not in self._planned:
             spec = self._runner.spec
             plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
-            rate = simulate(plan, self._costs or spec.costs).bubble_rate
+            lanes = None if self.costs is None else spec.with_lanes(self._runner.wire)
+            rate = simulate(plan, self.costs or spec.costs, lanes).bubble_rate
             self._planned[num_microbatches] = max(0.0, rate)  # sums of times are rounded
         return self._planned[num_microbatches]
 

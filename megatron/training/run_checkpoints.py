@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.schema import Place, Schema, array, check,
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OPTIMIZER_SCHEMA, OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA
+from megatron.core.pipeline_parallel.plan.planned_residency import kept_groupings
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.training.build import Engine
 from megatron.training.checkpointing import Checkpointer, Restored
@@ -21,7 +22,6 @@ from megatron.training.microbatches import ends_at
 from megatron.training.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.reporter import Reporter
-from megatron.training.residency import groupings_of
 from megatron.training.session import Session
 from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
 
@@ -137,7 +137,7 @@ class RunCheckpoints:
                     self._session.print_rank_0(told)
         if self._runner is not None:
             saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
-            taken, lines = groupings_of(self._runner.spec, saved)
+            taken, lines = kept_groupings(self._runner.spec, saved)
             self._runner.keep_groupings(taken)
             for line in lines:
                 self._session.print_rank_0(line)

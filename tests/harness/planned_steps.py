@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 from megatron.core.ledger import Ledger
-from megatron.core.pipeline_parallel.plan.held_units import Moved as Planned
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
@@ -17,7 +16,6 @@ from megatron.core.pipeline_parallel.plan.units import RankUnits
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import DataParallelLane
 from megatron.core.pipeline_parallel.runtime.unit_boundaries import Crossing
 from megatron.core.traffic import Traffic
-from megatron.core.traffic_counter import Moved
 from tests.harness.layouts import Run
 
 
@@ -52,11 +50,7 @@ def traffic_of_plan(run: Run) -> Traffic:
         "outer_all_gather": moves.outer_gathers,
         outer: moves.outer_sums,
     }
-    return Traffic(**{name: _moved(one) for name, one in told.items()})
-
-
-def _moved(one: Planned) -> Moved:
-    return Moved(one.calls, one.payload_bytes)
+    return Traffic(**told)
 
 
 @dataclasses.dataclass(frozen=True)

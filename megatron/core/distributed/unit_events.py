@@ -7,6 +7,7 @@ one of its modules' outputs is complete. Nothing is told of a unit's end: it is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.protocols import UnitListener
+from megatron.core.weight_grad import WeightGradAccumulator
 
 ModulesOfUnit = tuple[int, Sequence[nn.Module]]
 
@@ -51,6 +54,16 @@ class UnitEvents:
 
         self.handles.append(module.register_forward_pre_hook(begins))
         self.handles.append(module.register_forward_hook(returns))
+
+
+def watch_units(
+    model: DistributedDataParallel, sinks: Sequence[WeightGradAccumulator | None], listener: UnitListener
+) -> None:
+    """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks."""
+    UnitEvents([tuple(enumerate(units)) for units in model.unit_modules()], listener)
+    for chunk, (sink, unit_of) in enumerate(zip(sinks, model.unit_of_key(), strict=True)):
+        if sink is not None:
+            sink.report_units(unit_of, functools.partial(listener.unit_begins, chunk))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

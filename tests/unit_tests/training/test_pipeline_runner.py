@@ -86,5 +86,5 @@ def test_only_the_window_is_measured_where_measuring_waits(kind, measured):
     session = SimpleNamespace(
         config=config, ps=SimpleNamespace(pp_size=2, device=Device(kind), pp_group=group)
     )
-    profiler = _profiler(session)
+    profiler = _profiler(session, None)
     assert [number for number in range(3, 7) if profiler.watches(number)] == measured

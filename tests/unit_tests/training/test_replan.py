@@ -54,6 +54,8 @@ class World:
         self.replanner = Replanner(self.session, self, engine, self, RunClock(), first)
 
     # the runner
+    wire = None
+
     def plan_by(self, spec):
         self.spec, self.plan_changes = spec, self.plan_changes + 1
 

@@ -7,6 +7,7 @@ import dataclasses
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
+from megatron.core.models.gpt.unit_costs import StateBytes, stage_units
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.schedules import (
     SCHEDULES,
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.pipeline_parallel.plan.units import StageUnits
 
 
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
@@ -110,6 +112,12 @@ class StagedModel:
             limit_in_stages=pending,
             masked=self.masked,
         )
+
+    def work_of_units(self, spec: ScheduleSpec) -> tuple[StageUnits, ...] | None:
+        """What units of each stage take, without bytes; None where the configuration is not complete."""
+        if self.costs is None or not spec.stages:
+            return None
+        return stage_units(self.costs, spec.stages, spec.placement, StateBytes(align=1, weight=0, grad=0))
 
     def fastest(self) -> ScheduleSpec:
         """The fastest schedule for steps of the full batch.

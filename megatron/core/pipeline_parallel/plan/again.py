@@ -9,8 +9,8 @@ from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, PlanError
 from megatron.core.pipeline_parallel.plan.measured_costs import costs_of
-from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
@@ -38,20 +38,33 @@ def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:
 
 
 def solve_again(
-    spec: ScheduleSpec, costs: CostModel, num_microbatches: int, most_microbatches: int, *, splits: bool
+    spec: ScheduleSpec,
+    costs: CostModel,
+    num_microbatches: int,
+    most_microbatches: int,
+    *,
+    splits: bool,
+    lanes: LaneCosts | None = None,
 ) -> tuple[ScheduleSpec, str | None, tuple[str, ...]]:
     """What to run from now on, if it takes less by these costs than what runs, or if that holds too much, and None;
     else what runs, and why it stays. Last, the reasons of `auto`.
+
+    lanes: what operations of data parallelism take; where a plan has some, computations and these are chosen again, of
+    a fixed order these alone. Which microbatches a reduction sums up stays as it is, by the spec's groupings.
 
     most_microbatches: of a later step, when the batch is ramped up; the schedule has to fit there too. splits: whether
     the model's backwards can be split, for `auto` that runs a schedule of whole ones. Layers stay where they are. Pure:
     ranks that are given the same costs come to the same plan.
     """
-    if not spec.reads_costs:
+    if not spec.reads_costs and (lanes is None or spec.file is not None):
         fixed = f"{spec.schedule} is a fixed order" if spec.file is None else "a file says what is run"
         return spec, fixed, ()
-    before = simulate(plan_for(spec, num_microbatches, Purpose.TRAIN), costs)
-    again = dataclasses.replace(spec.under(costs), reasons=())
+    again = dataclasses.replace(spec.under(costs, lanes), reasons=())
+
+    def timed(one: ScheduleSpec, count: int) -> Simulation:
+        return simulate(plan_for(one, count, Purpose.TRAIN), costs, again.with_lanes(lanes))
+
+    before = timed(spec, num_microbatches)
     try:
         if spec.rivals:
             rivals = [
@@ -60,10 +73,7 @@ def solve_again(
                 if splits or not SCHEDULES[name].splits
             ]
             again = fastest(rivals, num_microbatches)
-        after, later = (
-            simulate(lower(plan_for(again, count, Purpose.ORDER), costs), costs)
-            for count in (num_microbatches, most_microbatches)
-        )
+        after, later = (timed(again, count) for count in (num_microbatches, most_microbatches))
     except PlanError as error:
         return spec, f"nothing fits: {error}", ()
     if _over(later, again.limits):

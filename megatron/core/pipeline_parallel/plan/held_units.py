@@ -14,20 +14,9 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.units import RankUnits, Use
+from megatron.core.traffic_counter import NOTHING, Moved
 
 MOST_UNDER_WAY = 2
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Calls of one collective, and the bytes of what they gathered or summed, padding included."""
-
-    calls: int = 0
-    payload_bytes: int = 0
-
-    def more(self, payload_bytes: int, calls: int = 1) -> Moved:
-        """With calls of so many bytes in all."""
-        return Moved(self.calls + calls, self.payload_bytes + payload_bytes)
 
 
 @dataclass
@@ -36,10 +25,10 @@ class Moves:
     gathers over instances. Gathers that open a row are counted in it, as if weights had changed since the
     last one."""
 
-    gathers: Moved = Moved()
-    reductions: Moved = Moved()
-    outer_sums: Moved = Moved()
-    outer_gathers: Moved = Moved()
+    gathers: Moved = NOTHING
+    reductions: Moved = NOTHING
+    outer_sums: Moved = NOTHING
+    outer_gathers: Moved = NOTHING
 
 
 class HeldUnits:
@@ -123,9 +112,9 @@ class HeldUnits:
         if self._weights_cut:
             self.gathered += size
         if self.residency.ways > 1:
-            moves.gathers = moves.gathers.more(size)
+            moves.gathers += Moved(1, size)
         if self.residency.outer_optimizer and self.residency.outer > 1 and not self._gathered_before[unit]:
-            moves.outer_gathers = moves.outer_gathers.more(self.units.unit(unit).outer_weight_bytes)
+            moves.outer_gathers += Moved(1, self.units.unit(unit).outer_weight_bytes)
         self._gathered_before[unit] = True
         return ""
 
@@ -149,7 +138,7 @@ class HeldUnits:
             return "was summed over instances already"
         size = self.units.grad_bytes[unit]
         if self.residency.ways > 1:
-            self.moves.reductions = self.moves.reductions.more(size, self.units.unit(unit).reduce_calls)
+            self.moves.reductions += Moved(self.units.unit(unit).reduce_calls, size)
         self.groups[unit].append(self._fresh[unit])
         self._fresh[unit] = {}
         if self._grads_cut:
@@ -171,7 +160,7 @@ class HeldUnits:
         self._wait_for(unit)
         self._start(unit, 0)
         one = self.units.unit(unit)
-        self.moves.outer_sums = self.moves.outer_sums.more(one.outer_grad_bytes, one.outer_calls)
+        self.moves.outer_sums += Moved(one.outer_calls, one.outer_grad_bytes)
         return ""
 
     def _start(self, unit: int, held: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.traffic_counter import Moved
+
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
     from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
 
@@ -191,5 +193,11 @@ class LaneCosts:
         rounds = 1 if residency.outer_optimizer else 2
         return self._ring(rounds * unit.outer_grad_bytes, residency.outer)
 
+    def of(self, moved: Moved, ways: int) -> float:
+        """What so many collectives of so many bytes take one after the other."""
+        if ways == 1:
+            return 0.0
+        return moved.calls * self.latency + moved.payload_bytes * (ways - 1) / (ways * self.bandwidth)
+
     def _ring(self, num_bytes: int, ways: int) -> float:
-        return self.latency + num_bytes * (ways - 1) / (ways * self.bandwidth) if ways > 1 else 0.0
+        return self.of(Moved(1, num_bytes), ways)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.traffic_counter import Moved
+
 
 @dataclasses.dataclass(frozen=True)
 class HeldBytes:
@@ -46,6 +49,13 @@ class StepMoves:
     lane_share: float | None = None
     exposed_share: float | None = None
     step_s: float | None = None
+
+    @classmethod
+    def of(cls, gathers: Moved, reductions: Moved, outer_gathers: Moved, outer_sums: Moved) -> StepMoves:
+        """Nothing is said of times."""
+        every = gathers + reductions + outer_gathers + outer_sums
+        calls = (gathers.calls, reductions.calls, outer_gathers.calls, outer_sums.calls)
+        return cls(*calls, payload_bytes=every.payload_bytes)
 
     @property
     def exposed_s(self) -> float | None:
@@ -106,12 +116,11 @@ class StepResidency:
         return scalars
 
 
-def residency_line(
-    schedule: str, strategy: str, policy: str, *, ways: int, outer: int, rank: int, planned: HeldBytes
-) -> str:
-    """At start-up. ways, outer: ranks that share the states, and instances of them. rank: the fullest pipeline rank."""
-    shared = f"{strategy} over {_counted(ways, 'rank')}" + (f" in {outer} instances" if outer > 1 else "")
-    return f" > residency: {schedule}, {shared}, policy {policy}; fullest is pipeline rank {rank}: {_held(planned)}"
+def residency_line(schedule: str, asked: Residency, rank: int, planned: HeldBytes) -> str:
+    """At start-up. rank: the fullest pipeline rank."""
+    outer = f" in {asked.outer} instances" if asked.outer > 1 else ""
+    shared = f"{asked.strategy} over {_counted(asked.ways, 'rank')}{outer}, policy {asked.policy}"
+    return f" > residency: {schedule}, {shared}; fullest is pipeline rank {rank}: {_held(planned)}"
 
 
 def moves_line(rank: int, planned: StepMoves) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, W
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -16,7 +17,7 @@ from megatron.core.pipeline_parallel.plan.passes.post_validation import post_val
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.plan_file import PlanFile
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
+from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
@@ -57,9 +58,9 @@ class ScheduleSpec:
     schedule has of itself. limit_in_stages: limits are so many whole stages, of whatever costs; None: they are sizes.
     file: the plan that is run instead of a generator's. rivals: (name, group size) of schedules on the same stages,
     from which `auto` has chosen this one; reasons: why, a line a candidate. stages_units, residency: what data
-    parallelism asks of the plan, by global stage and of all ranks; None: its operations are not in the plan. groupings:
-    by number of microbatches, which of them a plan has summed up together: plans of these sizes keep that, and with it
-    the run's bits.
+    parallelism asks of the plan, by global stage and of all ranks; None: its operations are not in the plan. lanes:
+    what these take in ns; None while costs are not a run's. groupings: by number of microbatches, which of them a plan
+    has summed up together: plans of these sizes keep that, and with it the run's bits.
     """
 
     schedule: str
@@ -78,6 +79,7 @@ class ScheduleSpec:
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     stages_units: tuple[StageUnits, ...] | None = None
     residency: Residency | None = None
+    lanes: LaneCosts | None = None
     groupings: tuple[tuple[int, Grouping], ...] = ()
 
     @property
@@ -106,7 +108,13 @@ class ScheduleSpec:
     @property
     def bare(self) -> ScheduleSpec:
         """Without data parallelism: what plans are saved and compared by."""
-        return dataclasses.replace(self, stages_units=None, residency=None)
+        return dataclasses.replace(self, stages_units=None, residency=None, lanes=None)
+
+    def with_lanes(self, costs: LaneCosts | None) -> Lanes | None:
+        """What this one's plans are timed by; None without operations of data parallelism, or what these take."""
+        if costs is None or self.stages_units is None or self.residency is None:
+            return None
+        return Lanes(self.stages_units, self.residency, costs)
 
     def local_stages(self, pp_rank: int) -> tuple[int, ...]:
         """Global stages of a pipeline rank, by chunk."""
@@ -139,13 +147,13 @@ class ScheduleSpec:
         mib = size / 2**20
         return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"
 
-    def under(self, costs: CostModel) -> ScheduleSpec:
+    def under(self, costs: CostModel, lanes: LaneCosts | None = None) -> ScheduleSpec:
         """The same by measured costs; limits in whole stages are those of these costs."""
         limits = self.limits
         if self.limit_in_stages is not None:
             whole = costs.whole_stage(self.placement)
             limits = (self.limit_in_stages * whole,) * self.placement.num_ranks
-        return dataclasses.replace(self, costs=costs, measured=True, limits=limits)
+        return dataclasses.replace(self, costs=costs, measured=True, limits=limits, lanes=lanes)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -166,7 +174,9 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
         grouping = dict(spec.groupings).get(num_microbatches)
         if purpose is Purpose.EVALUATE:
             grouping = None
-        return add_residency(plan, spec.stages_units, spec.residency, spec.costs, grouping=grouping)
+        return add_residency(
+            plan, spec.stages_units, spec.residency, spec.costs, spec.lanes, grouping=grouping
+        )
     if purpose is Purpose.EVALUATE:
         return lower(_forwards(spec, num_microbatches), spec.costs)
     if purpose is Purpose.TRAIN_AND_STEP:

@@ -11,6 +11,7 @@ only, `0W7[2:4]`, has the accesses that name one of these.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,23 @@ class StageUnits:
             for unit in access:
                 count[unit] += 1
         return tuple(sum(times[unit] / count[unit] for unit in access) / whole for access in accesses)
+
+
+def with_work_of(stage: StageUnits, other: StageUnits | None) -> StageUnits:
+    """The same units with times and activations of another's units of these names; where it has others, or there is
+    none, in proportion to their bytes of gradients: only shares of a stage's time are read."""
+    known = {} if other is None else {unit.name: unit for unit in other.units}
+
+    def taking(unit: UnitCosts) -> UnitCosts:
+        work = known.get(unit.name)
+        if set(known) != {one.name for one in stage.units} or work is None:
+            size = float(unit.grad_bytes)
+            return dataclasses.replace(unit, f=size, b=size, w=size)
+        return dataclasses.replace(
+            unit, f=work.f, b=work.b, w=work.w, activation=work.activation, held_after_b=work.held_after_b
+        )
+
+    return dataclasses.replace(stage, units=tuple(map(taking, stage.units)))
 
 
 def _time(unit: UnitCosts, kind: int) -> float:

@@ -35,14 +35,23 @@ class ModelStage:
     run: with the microbatch and the hidden states (None where the model begins): the hidden states to hand on, or
     where it ends the scalar to differentiate. sink: where the chunk's layers put their weight gradients; None for a
     module whose gradients autograd accumulates, which cannot split B from W. begins: the chunk embeds, and takes no
-    hidden states. ends: it computes the loss.
+    hidden states. ends: it computes the loss. timed: around each B, W and BW.
 
     Under `torch.no_grad` (evaluation) nothing is kept.
     """
 
-    def __init__(self, run: Run, sink: WeightGradAccumulator | None, *, begins: bool, ends: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        sink: WeightGradAccumulator | None,
+        *,
+        begins: bool,
+        ends: bool,
+        timed: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self._run = run
         self._sink = sink
+        self._timed = timed
         self._begins = begins
         self._ends = ends
         self._saved: dict[int, _Saved] = {}
@@ -80,7 +89,8 @@ class ModelStage:
     def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
         """W of a microbatch whose B has run, or a part of it. Communicates (tp) where inputs are held in parts."""
         assert self._sink is not None, f"W{microbatch} of a stage whose gradients autograd accumulates"
-        self._sink.flush(microbatch, units)
+        with self._timed():
+            self._sink.flush(microbatch, units)
 
     def forget(self, microbatch: int) -> None:
         """The F of a microbatch did not happen; it may run again."""
@@ -112,7 +122,7 @@ class ModelStage:
         put_under = (
             contextlib.nullcontext() if self._sink is None else self._sink.backward(microbatch, split=split)
         )
-        with put_under:
+        with self._timed(), put_under:
             if edge is not None:
                 torch.autograd.backward(edge, grad)
         if leaf is None:

@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_aga
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
@@ -15,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
-from tests.harness import launch
+from tests.harness import launch, unit_stages
 from tests.harness.measured_runs import figures_of_run
 
 MICROBATCHES, MIB = 8, float(2**20)
@@ -165,3 +166,33 @@ def test_memory_counts_as_measured_where_all_of_it_was():
     assert measured_costs(figures, spec) == unweighed
     figures[1]["activations"] = [[1, 0, 0]]
     assert measured_costs(figures, spec) == unweighed
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy", "policy", "reduction_ns"),
+    [
+        ("--pipeline-schedule zb-h1", "optim", "memory", 5e6),  # trailing W's come unit by unit
+        ("--pipeline-schedule 1f1b", "optim_grads_params", "budget", 2e6),  # room is left to gathers ahead
+        ("--pipeline-schedule zb-1p", "optim_grads_params", "step", 5e6),
+    ],
+)
+def test_gathers_and_reductions_are_moved_by_measured_costs_and_no_grouping_is(
+    flags, strategy, policy, reduction_ns
+):
+    spec = made(flags, ranks=2)
+    costs = measured(spec.placement)
+    asked = unit_stages.asked(strategy, policy, 2, budget=5 * unit_stages.W_BYTES)
+    spec = dataclasses.replace(spec, stages_units=unit_stages.model(spec.placement, 4), residency=asked)
+    before = trained(spec)
+    spec = dataclasses.replace(spec, groupings=((MICROBATCHES, before.residency.grouping),))
+    wire = LaneCosts(latency=1e5, bandwidth=unit_stages.G_BYTES / reduction_ns)
+    found, kept, _ = solve_again(spec, costs, MICROBATCHES, MICROBATCHES, splits=True, lanes=wire)
+    assert kept is None
+    after = trained(found)
+    assert after.residency == before.residency
+    times = [simulate(plan, costs, spec.with_lanes(wire)).cost for plan in (before, after)]
+    assert times[1] < times[0] * (1 - 1e-6)
+    verify(after, costs, stages=found.stages_units, residency=asked)
+    assert "would take" in solve_again(found, costs, MICROBATCHES, MICROBATCHES, splits=True, lanes=wire)[1]
+    if "zb-1p" not in flags:
+        assert "fixed order" in again(spec, costs)[1]

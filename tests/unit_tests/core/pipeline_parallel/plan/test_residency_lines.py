@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 from megatron.core.pipeline_parallel.plan import residency_lines
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves, StepResidency
 from megatron.training.metrics_file import MetricsFile, read_metrics
 
@@ -24,14 +25,12 @@ STEP = StepResidency(
 
 
 def test_start_up():
-    line = residency_lines.residency_line(
-        "zbv", "optim_grads_params", "memory", ways=2, outer=1, rank=1, planned=HELD
-    )
+    line = residency_lines.residency_line("zbv", Residency("optim_grads_params", ways=2), 1, HELD)
     assert line == (
         " > residency: zbv, optim_grads_params over 2 ranks, policy memory; "
         f"fullest is pipeline rank 1: {HELD_TEXT}"
     )
-    line = residency_lines.residency_line("1f1b", "optim", "step", ways=1, outer=4, rank=0, planned=HELD)
+    line = residency_lines.residency_line("1f1b", Residency("optim", outer=4, policy="step"), 0, HELD)
     assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
     assert residency_lines.moves_line(1, MOVES) == (
         " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 3.20%"

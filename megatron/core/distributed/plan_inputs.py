@@ -1,0 +1,115 @@
+"""What plans ask of an engine: how it cuts states, the units of all stages, and what the wire to its peers costs.
+
+[Note: the wire by itself] Two sizes of message, each gathered and each reduced a few times with nothing beside it: a
+line through two points has a latency and a bandwidth. In a step the wire is shared with computations on CPU, and with
+messages between stages where these use the same network card; how long collectives are then waited for is counted
+where they are (`TrafficCounter`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core import collectives, host_data
+from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.sharding import Cut
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts, with_work_of
+
+_REPEATS = 5
+_SMALL = 1 << 12  # elements a rank
+_LARGEST = 1 << 22
+
+
+def residency_of(model: DistributedDataParallel, pipeline_ranks: int) -> Residency:
+    """By the engine's row of the sharding table and the flags of its configuration."""
+    config, row, place = model.config, model.sharding, model.place
+    names = {Cut.WHOLE: "no_shard" if row.optimizer is Cut.WHOLE else "optim"}
+    strategy = "optim_grads_params" if row.weights is not Cut.WHOLE else "optim_grads"
+    cut = row.main_grads is not Cut.WHOLE
+    policy = config.fsdp_reshard_policy if cut else "memory"
+    budget = config.fsdp_memory_budget
+    unit_size = config.suggested_communication_unit_size
+    return Residency(
+        strategy=strategy if cut else names[Cut.WHOLE],
+        ways=place.inner_size,
+        outer=place.outer_size,
+        outer_optimizer=row.optimizer is Cut.FULL and place.outer_size > 1,
+        policy=policy,
+        budget=(budget or 0,) * pipeline_ranks if policy == "budget" else None,
+        ahead=0
+        if unit_size is None
+        else max(1, unit_size * max(one.weights.element_size() for one in model.buffer.arenas)),
+        overlap_gather=cut or config.overlap_param_gather,
+        overlap_reduce=cut or config.overlap_grad_reduce,
+    )
+
+
+def units_of_all_stages(
+    model: DistributedDataParallel, stages: Sequence[int], work: Sequence[StageUnits] | None = None
+) -> tuple[StageUnits, ...]:
+    """Of every stage of the pipeline, as its ranks have built it. stages: of this rank, by chunk. work: of all stages,
+    what units take by formula; it is divided by bytes where a stage has other units. Communicates over the world."""
+    own = {
+        str(stage): dataclasses.asdict(with_work_of(units, None if work is None else work[stage]))
+        for stage, units in zip(stages, model.stage_units(), strict=True)
+    }
+    told: dict[int, StageUnits] = {}
+    for of_rank in host_data.all_gather_json(own, model.ps.control_group):
+        for stage, content in of_rank.items():
+            units = _stage_units(content)
+            known = told.setdefault(int(stage), units)
+            assert known == units, f"stage {stage} has units {known} on one rank, {units} on another"
+    return tuple(told[stage] for stage in sorted(told))
+
+
+def _stage_units(content: dict[str, Any]) -> StageUnits:
+    return StageUnits(
+        tuple(UnitCosts(**unit) for unit in content["units"]),
+        tuple(map(tuple, content["forward"])),
+        tuple(map(tuple, content["backward"])),
+    )
+
+
+def measured_wire(model: DistributedDataParallel) -> LaneCosts:
+    """In ns, and bytes a ns, of the slowest rank of the world; see [Note: the wire by itself]. A gather and a reduction
+    of equal size count as the mean of both. Of the outer group where inner ranks are one. Communicates over the gather
+    and reduce groups, or the outer one, and over the world."""
+    ps = model.ps
+    groups = next(iter(model.buffer.by_groups(model.buffer.buckets)))[0]
+    gather, reduce = (
+        (groups.gather, groups.reduce) if groups.gather.size > 1 else (groups.outer, groups.outer)
+    )
+    largest = max(unit.weight_bytes for stage in model.stage_units() for unit in stage.units)
+    numels = (_SMALL, min(_LARGEST, max(4 * _SMALL, largest // 4 // gather.size)))
+    seconds = []
+    for numel in numels:
+        part = torch.zeros(numel, device=ps.device.torch_device)
+        whole = torch.zeros(numel * gather.size, device=ps.device.torch_device)
+        gathers = functools.partial(collectives.all_gather, whole, part, gather)
+        reduces = functools.partial(collectives.reduce_scatter, part, whole, reduce)
+        seconds.append(sum(_median_seconds(call, ps.device) for call in (gathers, reduces)) / 2)
+    told = host_data.all_gather_json(seconds, ps.control_group)
+    small_s, large_s = (max(one[at] for one in told) for at in (0, 1))
+    moved = [4 * numel * (gather.size - 1) for numel in numels]
+    a_byte = max(large_s - small_s, 1e-3 * large_s) / (moved[1] - moved[0])
+    return LaneCosts(latency=max(0.0, 1e9 * (small_s - moved[0] * a_byte)), bandwidth=1e-9 / a_byte)
+
+
+def _median_seconds(call: Callable[[], object], device: Device) -> float:
+    """The first call is not counted: connections are made."""
+    found = []
+    for _ in range(1 + _REPEATS):
+        device.synchronize()  # sync: measured before the first step
+        start = time.perf_counter()
+        call()
+        device.synchronize()  # sync: measured before the first step
+        found.append(time.perf_counter() - start)
+    return sorted(found[1:])[_REPEATS // 2]

@@ -1,0 +1,81 @@
+"""What plans of a run hold and move on their fullest rank, and which groups of microbatches a resumed run keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
+from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves
+from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.units import RankUnits
+
+_NS_PER_S = 1e9
+
+
+@functools.lru_cache(maxsize=4)
+def planned_residency(
+    spec: ScheduleSpec,
+    num_microbatches: int,
+    purpose: Purpose,
+    at_rest: tuple[int, ...],
+    costs: CostModel | None = None,
+    lanes: LaneCosts | None = None,
+) -> tuple[int, HeldBytes, StepMoves]:
+    """The fullest pipeline rank, the most that it holds of each kind, and what it moves in a step. at_rest: by pipeline
+    rank, bytes that it holds between steps. costs, lanes: as measured, in ns; without, nothing is said of times."""
+    assert spec.stages_units is not None, "a residency without units"
+    assert spec.residency is not None, "units without a residency"
+    plan, found = plan_for(spec, num_microbatches, purpose), []
+    timed = None if costs is None or lanes is None else simulate(plan, costs, spec.with_lanes(lanes))
+    for rank, row in enumerate(plan.rows):
+        units = RankUnits(rank, plan.placement, spec.stages_units)
+        walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
+        held = HeldBytes(
+            at_rest[rank],
+            walk.most.gathered,
+            max((one.gradients + one.under_way for one in walk.boundaries), default=0),
+            round(walk.most.activation) if spec.estimated else None,
+        )
+        told = StepMoves.of(
+            walk.moves.gathers, walk.moves.reductions, walk.moves.outer_gathers, walk.moves.outer_sums
+        )
+        if timed is not None:
+            told = dataclasses.replace(
+                told,
+                lane_share=timed.lane_share[rank],
+                exposed_share=timed.exposed[rank] / timed.cost,
+                step_s=timed.cost / _NS_PER_S,
+            )
+        found.append((rank, held, told))
+    return max(found, key=lambda one: one[1].total)
+
+
+def kept_groupings(
+    spec: ScheduleSpec, saved: Mapping[int, PlannedResidency]
+) -> tuple[dict[int, PlannedResidency], list[str]]:
+    """A resumed run groups microbatches as the saved one did, where it is laid out and asked for alike: those that it
+    takes, and a line for the log for each size where it does not, and its own groups are others."""
+    if spec.residency is None or spec.stages_units is None:
+        return {}, []
+    own = PlannedResidency.of(spec.residency, spec.stages_units, ())
+    alike = {size: one for size, one in saved.items() if dataclasses.replace(one, grouping=()) == own}
+    lines = []
+    for size, one in saved.items():
+        if size in alike:
+            continue
+        try:
+            planned = plan_for(spec, size, Purpose.TRAIN).residency
+        except PlanError:
+            continue  # steps of this size are not run any more
+        if planned is not None and planned.grouping != one.grouping:
+            lines.append(
+                f" > gradients of {size} microbatches are grouped otherwise than in the saved run: before each "
+                "reduction others are added up, so that sums are rounded otherwise (docs/numerics.md)"
+            )
+    return alike, lines
