@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWrit
 from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from megatron.core.protocols import Stage
 from megatron.training.build import Chunk, Engine
-from megatron.training.pipeline_memory import check_snapshot, settled
+from megatron.training.pipeline_memory import check_validated, settled
 from megatron.training.run_folder import OutputPathError
 from megatron.training.session import Session
 from megatron.training.step_batches import StepBatches
@@ -270,7 +270,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
     spec = settled(session, engine)
     if parallel.enable_optimizer_post_validation:
-        check_snapshot(session, spec, engine)
+        check_validated(session, spec, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
@@ -37,16 +37,8 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     for chunk in engine.chunks:
         if chunk.sink is not None:
             chunk.sink.keeps_gathered = spec.keeps_gathered
-    if spec.keeps_gathered:
-        tell(" > the limit has room for gathered inputs: kept for W, not gathered again")
-    elif parallel.sequence_parallel and spec.splits_backward and spec.limits is None:
-        tell(
-            " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
-        )
-    if spec.limits is not None:
-        unit = "MiB" if spec.estimated else "activations"
-        shown = ", ".join(f"{limit / 2**20 if spec.estimated else limit:.1f}" for limit in spec.limits)
-        tell(f" > limit of activations by pipeline rank: {shown} {unit}")
+    for line in limit_lines(spec, sequence_parallel=parallel.sequence_parallel):
+        tell(line)
     return spec
 
 
@@ -55,14 +47,6 @@ def asks_device(config: Config) -> bool:
     parallel, spec = config.parallel, config.schedule_spec
     by_flags = parallel.enable_zero_bubble and not parallel.zero_bubble_v_schedule
     return by_flags and spec.file is None and spec.limits is None and spec.estimated
-
-
-def device_limits(told: Sequence[tuple[int, int, int]], percentile: int, num_ranks: int) -> tuple[float, ...]:
-    """By pipeline rank, what its fullest device has left. told: of every rank, its pipeline rank, bytes in use, all."""
-    left: list[list[float]] = [[] for _ in range(num_ranks)]
-    for pp_rank, used, total in told:
-        left[pp_rank].append(percentile / 100 * total - used)
-    return tuple(max(0.0, min(of_rank)) for of_rank in left)
 
 
 def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, total: int) -> ScheduleSpec:
@@ -85,24 +69,29 @@ def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, tot
     return spec
 
 
-def check_snapshot(session: Session, spec: ScheduleSpec, engine: Engine) -> None:
-    """--post-validation-rollback snapshot: whether this machine has room for it beside the activations that the plan
-    holds, where these are known. Communicates over the world.
+def check_validated(session: Session, spec: ScheduleSpec, engine: Engine) -> None:
+    """--enable-optimizer-post-validation: whether this machine has room for what a step leaves until it is decided on,
+    beside the activations that the plan holds, where these are known. Communicates over the world.
 
     Raises ConfigurationError, on every rank alike.
     """
     ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
-    needed = engine.optimizer.snapshot_bytes()
+    copies, grads = engine.optimizer.snapshot_bytes(), engine.model.resting_grad_bytes()
+    needed = copies + grads
     if needed and spec.estimated:
         plan = plan_for(spec, session.config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
         pp_rank = session.ps.pp_rank
         needed += round(peak_activation(pp_rank, plan.rows[pp_rank], spec.costs))
-    told = session.gather([needed * ranks_here, session.device.free_bytes()])
-    for rank, (needed, free) in enumerate(told):
+    told = session.gather([needed * ranks_here, copies, grads, session.device.free_bytes()])
+    for rank, (needed, copies, grads, free) in enumerate(told):
         if free is not None and needed > free:
+            kept = [
+                f"copies of main weights and moments, to take steps back to ({copies / 2**20:.0f} MiB)"
+            ] * bool(copies)
+            kept += [f"gradients until they are decided on ({grads / 2**20:.0f} MiB)"] * bool(grads)
+            kept += ["the activations of the plan"] * spec.estimated
             message = (
-                f"rank {rank}: copies of main weights and moments, to take steps back to, "
-                f"{'and the activations of the plan ' if spec.estimated else ''}take {needed / 2**20:.0f} MiB"
+                f"rank {rank}: {', '.join(kept)} take {needed / 2**20:.0f} MiB"
                 + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
                 + f", of which {free / 2**20:.0f} MiB are free"
             )

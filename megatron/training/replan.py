@@ -11,13 +11,12 @@ from pathlib import Path
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
+from megatron.core.pipeline_parallel.plan.again import planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import drifted, measured_bubbles
+from megatron.core.pipeline_parallel.plan.measured_costs import measured_bubbles
 from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures
-from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
@@ -54,7 +53,6 @@ class Replanner:
         self._engine, self._reporter, self._clock = engine, reporter, clock
         self._start, self._length = window_of(session.config.parallel, first_iteration)
         self.costs: CostModel | None = None  # as last measured
-        self._planned: dict[int, float] = {}  # microbatches -> bubble of the plan, by the newest costs
         self._fewest_steps = 0  # that a rank has kept, as of the last log interval
         if runner.profiler is not None:
             runner.profiler.move_window(self._start, self._start + self._length)
@@ -70,7 +68,8 @@ class Replanner:
         measured = measured_bubbles([one for _, one in told if one is not None]).get(iteration)
         if measured is None:
             return None
-        return Bubbles(iteration, self._planned_bubble(num_microbatches), measured)
+        spec, wire = self._runner.spec, self._runner.wire
+        return Bubbles(iteration, planned_bubble(spec, num_microbatches, self.costs, wire), measured)
 
     def between_steps(self, iteration: int, num_microbatches: int) -> None:
         """Solve again where it is time. Communicates then over the world. Raises TrainingExit where ranks come to
@@ -105,45 +104,21 @@ class Replanner:
             profiler.move_window(self._start, self._start + self._length)
             return
         self._runner.keep_groupings(self._runner.residencies)
-        spec = self._runner.spec
-        costs, changed = measured_costs(figures, spec), None
-        if self.costs is not None:
-            changed = drifted(self.costs, costs)
-            if changed is None:
-                return
-        self.costs = costs
-        self._planned.clear()
-        before = self._planned_bubble(num_microbatches)
         most = max(num_microbatches, self._session.config.last_num_microbatches)
         splits = all(splits for _, splits in told)
-        again, kept, reasons = solve_again(
-            spec, costs, num_microbatches, most, splits=splits, lanes=self._runner.wire
-        )
-        for line in reasons:
+        sizes, wire = (num_microbatches, most), self._runner.wire
+        found = replanned(figures, self._runner.spec, self.costs, sizes, splits=splits, lanes=wire)
+        if found is None:
+            return
+        self.costs, path = found.costs, None
+        for line in found.reasons:
             self._session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
-        plan, path = plan_for(again.bare, num_microbatches, Purpose.TRAIN), None
-        if kept is None:
-            self._runner.plan_by(again)
-            self._planned.clear()
-            whole = plan_for(again, num_microbatches, Purpose.TRAIN)
-            check_same_plan(self._session.gather(plan_hash(whole)))
-            path = self._save(plan)
-        bubbles = before, self._planned_bubble(num_microbatches)
-        self._reporter.planned_again(
-            MeasuredPlan.of(
-                iteration, figures, costs, again, plan, bubbles, changed=changed, kept=kept, path=path
-            )
-        )
-
-    def _planned_bubble(self, num_microbatches: int) -> float:
-        """Of the plan of so many microbatches, by measured costs once there are any."""
-        if num_microbatches not in self._planned:
-            spec = self._runner.spec
-            plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
-            lanes = None if self.costs is None else spec.with_lanes(self._runner.wire)
-            rate = simulate(plan, self.costs or spec.costs, lanes).bubble_rate
-            self._planned[num_microbatches] = max(0.0, rate)  # sums of times are rounded
-        return self._planned[num_microbatches]
+        if found.kept is None:
+            self._runner.plan_by(found.spec)
+            plan = plan_for(found.spec, num_microbatches, Purpose.TRAIN)
+            check_same_plan(self._session.gather(plan_hash(plan)))
+            path = self._save(found.plan)
+        self._reporter.planned_again(MeasuredPlan.of(iteration, figures, found, path))
 
     def _splits(self) -> bool:
         """Whether this rank's part of the model can split its backwards."""

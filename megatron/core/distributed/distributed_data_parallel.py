@@ -214,6 +214,12 @@ class DistributedDataParallel(GradSync):
         somebody has made views of them since this was first called."""
         self._reductions.release()
 
+    def resting_grad_bytes(self) -> int:
+        """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
+        return (
+            self.buffer.persistent_bytes()["main_grads"] if self.sharding.main_grads is not Cut.WHOLE else 0
+        )
+
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
         return self._reductions.nonfinite_keys()

@@ -6,10 +6,11 @@ import types
 import pytest
 
 from megatron.core.device import Device, MemoryFigures
+from megatron.core.pipeline_parallel.plan.facts import device_limits
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline_memory import device_limits, settled
+from megatron.training.pipeline_memory import check_validated, settled
 from megatron.training.problems import ConfigurationError
 from tests.harness import launch
 
@@ -115,3 +116,32 @@ def test_the_log_says_what_limits_on_cpu_and_why_auto_chose():
     assert "limit of activations" in told
     _, told = settle("", Device("cpu"))
     assert told == ""
+
+
+@pytest.mark.parametrize(
+    ("copies", "grads", "told"),
+    [(6, 0, "copies of main weights"), (0, 5, "gradients until they are decided on"), (2, 1, None)],
+)
+def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
+    """8 MiB are free, two ranks share them; activations are not known."""
+    device = Device("cpu")
+    device.free_bytes = lambda: 8 * 2**20
+    session = types.SimpleNamespace(
+        device=device,
+        env=types.SimpleNamespace(local_world_size=2),
+        ps=types.SimpleNamespace(pp_rank=0),
+        gather=lambda value: [value],
+    )
+    held = types.SimpleNamespace(
+        optimizer=types.SimpleNamespace(snapshot_bytes=lambda: copies * 2**20),
+        model=types.SimpleNamespace(resting_grad_bytes=lambda: grads * 2**20),
+    )
+    spec = types.SimpleNamespace(estimated=False)
+    if told is None:
+        check_validated(session, spec, held)
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        check_validated(session, spec, held)
+    message = str(refused.value)
+    assert told in message
+    assert "--enable-optimizer-post-validation" in message

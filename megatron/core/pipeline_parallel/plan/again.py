@@ -3,17 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, PlanError
-from megatron.core.pipeline_parallel.plan.measured_costs import costs_of
+from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError
+from megatron.core.pipeline_parallel.plan.measured_costs import costs_of, drifted
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """What comes of figures of a run. spec: to run from now on; plan: its, without data parallelism. costs: measured.
+    changed: what has drifted most since the last time, None the first time. bubbles: of the plan before and of the one
+    from now on, by these costs. kept: why the plan before stays, None where it does not. reasons: of `auto`."""
+
+    spec: ScheduleSpec
+    plan: Plan
+    costs: CostModel
+    changed: str | None
+    bubbles: tuple[float, float]
+    kept: str | None
+    reasons: tuple[str, ...]
+
+
+def replanned(
+    figures: Sequence[Figures],
+    spec: ScheduleSpec,
+    known: CostModel | None,
+    num_microbatches: tuple[int, int],
+    *,
+    splits: bool,
+    lanes: LaneCosts | None,
+) -> Replanned | None:
+    """None where costs have not drifted. known: as last measured. num_microbatches: of a step now, and the most of a
+    later one. For the rest see `solve_again`."""
+    costs, changed = measured_costs(figures, spec), None
+    if known is not None:
+        changed = drifted(known, costs)
+        if changed is None:
+            return None
+    now, most = num_microbatches
+    again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
+    before, after = (planned_bubble(one, now, costs, lanes) for one in (spec, again))
+    plan = plan_for(again.bare, now, Purpose.TRAIN)
+    return Replanned(again, plan, costs, changed, (before, after), kept, reasons)
+
+
+@functools.lru_cache(maxsize=4)
+def planned_bubble(
+    spec: ScheduleSpec, num_microbatches: int, costs: CostModel | None, lanes: LaneCosts | None
+) -> float:
+    """Of the plan of so many microbatches. costs, lanes: as measured; without, by the spec's own."""
+    plan, wire = (
+        plan_for(spec, num_microbatches, Purpose.TRAIN),
+        None if costs is None else spec.with_lanes(lanes),
+    )
+    return max(0.0, simulate(plan, costs or spec.costs, wire).bubble_rate)  # sums of times are rounded
 
 
 def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:

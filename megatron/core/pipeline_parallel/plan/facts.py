@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
@@ -61,3 +62,27 @@ def facts_lines(spec: ScheduleSpec, num_microbatches: int | None) -> list[str]:
         costs = "by the FLOPs of the stages" if spec.estimated else "with equal stages and F = B = W"
         told.append(f"bubble {100 * bubble:.1f}% {costs}")
     return [", ".join(told), *("  auto: " + line for line in spec.reasons)]
+
+
+def limit_lines(spec: ScheduleSpec, *, sequence_parallel: bool) -> list[str]:
+    """What the log says of limits of activations, and of what they have room for."""
+    lines = []
+    if spec.keeps_gathered:
+        lines.append(" > the limit has room for gathered inputs: kept for W, not gathered again")
+    elif sequence_parallel and spec.splits_backward and spec.limits is None:
+        lines.append(
+            " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
+        )
+    if spec.limits is not None:
+        unit, size = ("MiB", 2**20) if spec.estimated else ("activations", 1)
+        shown = ", ".join(f"{limit / size:.1f}" for limit in spec.limits)
+        lines.append(f" > limit of activations by pipeline rank: {shown} {unit}")
+    return lines
+
+
+def device_limits(told: Sequence[tuple[int, int, int]], percentile: int, num_ranks: int) -> tuple[float, ...]:
+    """By pipeline rank, what its fullest device has left. told: of every rank, its pipeline rank, bytes in use, all."""
+    left: list[list[float]] = [[] for _ in range(num_ranks)]
+    for pp_rank, used, total in told:
+        left[pp_rank].append(percentile / 100 * total - used)
+    return tuple(max(0.0, min(of_rank)) for of_rank in left)

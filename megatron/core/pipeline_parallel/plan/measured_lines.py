@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
+from megatron.core.pipeline_parallel.plan.again import Replanned
+from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.measured_costs import peaks_of
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures
-from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 
 _NS_PER_MS = 1e6
 
@@ -62,36 +61,27 @@ class MeasuredPlan:
 
     @classmethod
     def of(
-        cls,
-        iteration: int,
-        figures: Sequence[Figures],
-        costs: CostModel,
-        spec: ScheduleSpec,
-        plan: Plan,
-        bubbles: tuple[float, float],
-        *,
-        changed: str | None,
-        kept: str | None,
-        path: str | None,
+        cls, iteration: int, figures: Sequence[Figures], found: Replanned, path: str | None
     ) -> MeasuredPlan:
-        """costs: of these figures. spec, plan: to run from now on. bubbles: before, and from now on."""
+        """found: of these figures."""
+        costs, spec = found.costs, found.spec
         f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
         return cls(
             iteration=iteration,
             first_iteration=min(told[0] for one in figures for told in one["steps"]),
-            changed=changed,
+            changed=found.changed,
             solved=spec.reads_costs,
-            schedule=plan.schedule,
-            hash=plan_hash(plan),
+            schedule=found.plan.schedule,
+            hash=plan_hash(found.plan),
             f_ms=f_ms,
             b_ms=b_ms,
             w_ms=w_ms,
             comm_ms=costs.comm / _NS_PER_MS,
             activation_bytes=tuple(round(size) for size in costs.activation) if spec.estimated else (),
             peak_bytes_per_rank=peaks_of(figures, spec.placement.num_ranks),
-            planned_bubble_before=bubbles[0],
-            planned_bubble=bubbles[1],
-            kept=kept,
+            planned_bubble_before=found.bubbles[0],
+            planned_bubble=found.bubbles[1],
+            kept=found.kept,
             path=path,
         )
 
