@@ -124,8 +124,7 @@ def test_the_log_says_what_limits_on_cpu_and_why_auto_chose():
 )
 def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
     """8 MiB are free, two ranks share them; activations are not known."""
-    device = Device("cpu")
-    device.free_bytes = lambda: 8 * 2**20
+    device = types.SimpleNamespace(kind="cpu", free_bytes=lambda: 8 * 2**20)
     session = types.SimpleNamespace(
         device=device,
         env=types.SimpleNamespace(local_world_size=2),
