@@ -14,9 +14,10 @@ barrier before each. A step's wall time is that of the slowest rank, its CPU tim
 over turns. bf16: ours holds bf16 weights with fp32 main weights and gradients, torch's fp32 shards and bf16 weights,
 gradients reduced in fp32. foreign: the share of the machine that other processes took meanwhile.
 
-Memory: each contestant in ranks of its own. Of each of ours and each pipeline rank, what its plan says it holds at most
-by kind, and what its engine has counted; of all, the peak of live bytes over what was alive before the contestant was
-built, in steps after the first one. `below optim`: how much lower the fullest rank's peak is than that of `ours optim`.
+Memory: each contestant in ranks of its own. Of each of ours and each rank, what its plan holds where it is fullest, by
+kind, and the most whole weights and gradients, as planned and as the engine has counted: the same to the byte. Of all,
+the peak of live bytes over what was alive before the contestant was built, in steps after the warm-up. `below optim`:
+how much lower the fullest rank's peak is than that of `ours optim`, and what plans say.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ from benchmarks.pipeline_training import (
 from megatron.core.live_peak import LivePeak
 from megatron.core.mesh import device_mesh
 from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.plan.ir import Kind, Row
+from megatron.core.pipeline_parallel.plan.residency_walk import Held as Boundary
+from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.units import RankUnits
 from tests.harness.ranks import RankContext, run_ranks
 
 DP = 2
@@ -93,13 +99,12 @@ def timed_ranks(ctx: RankContext, work: Work, names: Sequence[str], steps: int) 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """One rank's memory, in bytes. live: at most, over what was alive before. planned, counted: of ours, by kind, at
-    the moment at which the plan is fullest, and the most of each kind that the engine has held."""
+    """A rank's memory, in bytes. live: at most, over what was alive before. planned, most: `planned_and_counted`."""
 
     live: int
     losses: tuple[float, ...]
     planned: dict[str, int]
-    counted: dict[str, int]
+    most: dict[str, tuple[int, int]]
 
 
 def memory_ranks(ctx: RankContext, work: Work, name: str) -> Held:
@@ -111,9 +116,53 @@ def memory_ranks(ctx: RankContext, work: Work, name: str) -> Held:
     dist.barrier()
     with LivePeak(ps.device) as live:
         losses += [trainer.step() for _ in range(MEMORY_STEPS)]
-    planned, counted = trainer.held() if isinstance(trainer, OurPipeline) else ({}, {})
+    planned, most = planned_and_counted(trainer) if isinstance(trainer, OurPipeline) else ({}, {})
     known = tuple(loss for loss in losses if loss is not None)  # by ranks with the last stage, or by all
-    return Held(live.peak_bytes - before, known, planned, counted)
+    return Held(live.peak_bytes - before, known, planned, most)
+
+
+def planned_and_counted(ours: OurPipeline) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """Bytes of a rank: by kind where its plan holds the most, and of whole weights and gradients the most, as
+    planned and as the engine has counted. Activations are the plan's estimate; the engine knows nothing of them.
+    """
+    spec, rank = ours.runner.spec, ours.ps.pp_rank
+    assert spec.stages_units is not None, "one data parallel rank shares nothing"
+    assert spec.residency is not None, "units without a residency"
+    plan = plan_for(spec, ours.count, Purpose.TRAIN)
+    row, units = plan.rows[rank], RankUnits(rank, plan.placement, spec.stages_units)
+    walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
+    # Cut gradients have no memory at rest before their unit's first reduction.
+    shards = [size // spec.residency.ways * spec.residency.grads_cut for size in units.grad_bytes]
+    summed_at = first_reductions(row, units)
+    at_rest = ours.engine.persistent_bytes() - sum(shards)
+
+    def by_kind(moment: Boundary) -> dict[str, int]:
+        summed = sum(shards[unit] for unit, place in summed_at.items() if place <= moment.place)
+        return {
+            "at rest": at_rest + summed,
+            "gathered": moment.gathered,
+            "gradients": moment.gradients + moment.under_way,
+            "activations": round(moment.activation),
+        }
+
+    moments = [by_kind(moment) for moment in walk.boundaries]
+    ledger = ours.engine.ledger
+    counted = {
+        "gathered": ledger.peak("gathered"),
+        "gradients": ledger.peak("grads") + ledger.peak("extra"),
+    }
+    most = {kind: (max(one[kind] for one in moments), size) for kind, size in counted.items()}
+    return max(moments, key=lambda one: sum(one.values())), most
+
+
+def first_reductions(row: Row, units: RankUnits) -> dict[int, int]:
+    """Number of a rank's unit -> place of the operation that reduces it first."""
+    found: dict[int, int] = {}
+    for place, op in enumerate(row):
+        if op[0] == Kind.REDUCE:
+            for number in units.of[op[1]][op[4] : op[5]]:
+                found.setdefault(number, place)
+    return found
 
 
 def run_time(work: Work, names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -156,6 +205,12 @@ def run_memory(work: Work, names: Sequence[str], args: argparse.Namespace) -> di
         f"{told(live[base])} apart"
         for name, (found, said) in saved.items()
         if abs(found - said) > MEMORY_BAR * live[base]
+    ] + [
+        f"{dtype}: {name}, rank {rank}: at most {counted} bytes of {kind} counted, {said} planned"
+        for name, ranks in held.items()
+        for rank, one in enumerate(ranks)
+        for kind, (said, counted) in one.most.items()
+        if said != counted
     ]
     case = {
         "dtype": dtype,
@@ -179,7 +234,11 @@ def show_memory(case: dict[str, Any], held: dict[str, list[Held]]) -> None:
         print(f"  {name:12} live {told(case['live'][name])}{of_base}: {each}")
         for rank, one in enumerate(ranks):
             if one.planned:
-                print(f"    rank {rank}: planned {kinds(one.planned)}; counted {kinds(one.counted)}")
+                most = ", ".join(
+                    f"{kind} {told(said)} (counted {told(counted)})"
+                    for kind, (said, counted) in one.most.items()
+                )
+                print(f"    rank {rank}: planned {kinds(one.planned)}; at most {most}")
     for name, (found, said) in case["below_optim"].items():
         off = (found - said) / base
         print(

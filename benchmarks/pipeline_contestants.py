@@ -32,10 +32,8 @@ from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.training.arguments import parse_config
@@ -186,28 +184,6 @@ class OurPipeline:
             "planned_bubble_before": max(0.0, planned_before.bubble_rate),
             "activation_mb": [round(size / 1e6, 1) for size in costs.activation],
         }
-
-    def held(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of this rank by kind: where its plan holds the most, and the most of each kind that the engine has
-        held. Activations are the plan's estimate; the engine knows nothing of them."""
-        spec, rank = self.runner.spec, self.ps.pp_rank
-        assert spec.stages_units is not None, "one data parallel rank shares nothing"
-        assert spec.residency is not None, "units without a residency"
-        plan = plan_for(spec, self.count, Purpose.TRAIN)
-        units = RankUnits(rank, plan.placement, spec.stages_units)
-        most = walk_row(plan.rows[rank], units, spec.residency, spec.costs).peak
-        at_rest = {"at rest": self.engine.persistent_bytes()}
-        planned = {
-            "gathered": most.gathered,
-            "gradients": most.gradients + most.under_way,
-            "activations": round(most.activation),
-        }
-        ledger = self.engine.ledger
-        counted = {
-            "gathered": ledger.peak("gathered"),
-            "gradients": ledger.peak("grads") + ledger.peak("extra"),
-        }
-        return at_rest | planned, at_rest | counted
 
     def close(self) -> None:
         """Finish the timeline."""

@@ -86,28 +86,41 @@ class Stage(Protocol):
         """After the step's last operation: assert that nothing is kept for any microbatch."""
 
 
+class WeightGatherer(Protocol):
+    """The weights of an engine's units, by their numbers. What begins here runs beside computations."""
+
+    def start(self, unit: int) -> None:
+        """UNSHARD: begin to make the unit's weights whole."""
+
+    def wait(self, unit: int) -> None:
+        """Return once the unit's weights are whole."""
+
+    def free(self, unit: int) -> None:
+        """RESHARD: free what `start` gathered."""
+
+
+class GradReducer(Protocol):
+    """The gradients of an engine's units, by their numbers. What begins here runs beside computations."""
+
+    def start(self, unit: int) -> None:
+        """REDUCE: begin to sum what has been contributed to the unit's gradients since the last sum."""
+
+    def start_outer(self, unit: int) -> None:
+        """HSDP_ALL_REDUCE: begin to sum what `start` has summed over distributed optimizer instances."""
+
+
 class GradSync(Protocol):
     """A data parallel engine seen from a pipeline: what the plan's operations of data parallelism call, unit by unit.
 
-    chunk: local number of a model chunk. unit: its place in the chunk's `StageUnits.units`. What begins here runs
-    beside computations. All communicate over data parallel ranks, which make the same calls in the same order, and
-    raise PeerLostError.
+    All communicate over data parallel ranks, which make the same calls in the same order, and raise PeerLostError.
     """
 
-    def unshard(self, chunk: int, unit: int) -> None:
-        """Begin to make the unit's weights whole."""
+    gathers: WeightGatherer
+    reductions: GradReducer
 
-    def wait(self, chunk: int, unit: int) -> None:
-        """Return once the unit's weights are whole."""
-
-    def reshard(self, chunk: int, unit: int) -> None:
-        """Free what `unshard` gathered."""
-
-    def reduce(self, chunk: int, unit: int) -> None:
-        """Begin to sum what has been contributed to the unit's gradients since the last sum."""
-
-    def sum_outer(self, chunk: int, unit: int) -> None:
-        """Begin to sum what `reduce` has summed over distributed optimizer instances."""
+    def unit_number(self, chunk: int, unit: int) -> int:
+        """The engine's number of a unit. chunk: local number of a model chunk. unit: its place in the chunk's
+        `StageUnits.units`."""
 
     def finish(self) -> None:
         """After the step's last operation: whatever was not reduced is; gradients are complete, and the same on all

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
@@ -29,7 +30,6 @@ from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from megatron.core.protocols import Stage
 from megatron.training.build import Chunk, Engine
 from megatron.training.pipeline_memory import check_validated, settled

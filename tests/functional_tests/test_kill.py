@@ -26,11 +26,14 @@ FLAGS = [
 ]
 
 
-# FSDP2 x ZBV2, of which every other step is clipped, found out afterwards and taken back.
+# FSDP2 x ZBV2. Every third step is clipped for the second pipeline rank's gradients: the first one finds out afterwards
+# and takes it back.
+FAULTY_STEPS = "tests/functional_tests/trainers/faulty_steps.py"
+FAULTS = " ".join(f"{iteration}:0.5:4096" for iteration in range(2, ITERATIONS + 1, 3))
 SHARDED_PIPELINES = (
     "--num-layers 4 --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --pipeline-schedule zbv "
-    "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --padded-vocab-size 128 --clip-grad 1.3 "
-    "--enable-optimizer-post-validation --post-validation-after 0"
+    "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --padded-vocab-size 128 --clip-grad 4 "
+    f"--enable-optimizer-post-validation --post-validation-after 0 --faults {FAULTS}"
 )
 
 
@@ -39,9 +42,9 @@ def undisturbed(tmp_path_factory):
     """undisturbed(ranks, flags): what the run ends in; and how long it trains."""
 
     @functools.cache
-    def one(ranks, flags=""):
+    def one(ranks, flags="", script=launch.GPT):
         folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
-        with launch.forked([*FLAGS, *flags.split()], ranks=ranks, cwd=folder) as group:
+        with launch.forked([*FLAGS, *flags.split()], ranks=ranks, script=script, cwd=folder) as group:
             group.wait_for(r"training \.\.\.")
             start = time.monotonic()
             run = launch.ok(group.wait())
@@ -50,7 +53,7 @@ def undisturbed(tmp_path_factory):
     return one
 
 
-def killed_and_resumed(folder, undisturbed, seed, ranks=None, more=""):
+def killed_and_resumed(folder, undisturbed, seed, ranks=None, more="", script=launch.GPT):
     """One kill at a random moment; returns what was met, for the figures."""
     dice = random.Random(seed)
     ranks = ranks or dice.choice((1, 2, 2))
@@ -58,8 +61,8 @@ def killed_and_resumed(folder, undisturbed, seed, ranks=None, more=""):
     victims = () if ranks == 1 else dice.choice(((), *((rank,) for rank in range(ranks))))
     flags = [*FLAGS, *more.split(), *dice.choice(((), ("--async-save",)))]
     flags += dice.choice(((), ("--num-workers", "1")))
-    digests, losses, train_s = undisturbed(ranks, more)
-    with launch.forked(flags, ranks=ranks, cwd=folder) as group:
+    digests, losses, train_s = undisturbed(ranks, more, script)
+    with launch.forked(flags, ranks=ranks, script=script, cwd=folder) as group:
         group.wait_for(r"training \.\.\.")
         time.sleep(dice.random() * train_s)
         left = sorted((folder / "ck").glob("iter_*.tmp-*"))
@@ -67,7 +70,7 @@ def killed_and_resumed(folder, undisturbed, seed, ranks=None, more=""):
         run = group.wait(timeout_s=20)
     survivors = [status for status in run.statuses if status != -signal.SIGKILL]
     assert all(status in (0, 6) for status in survivors), run.output
-    again = launch.ok(launch.run_forked(flags, ranks=ranks, cwd=folder, timeout_s=180.0))
+    again = launch.ok(launch.run_forked(flags, ranks=ranks, script=script, cwd=folder, timeout_s=180.0))
     assert launch.digests(folder / "ck", ITERATIONS) == digests, f"seed {seed}\n{run.output}\n{again.output}"
     assert {**run.losses(), **again.losses()} == losses, f"seed {seed}"
     assert not list((folder / "ck").glob("iter_*.tmp-*"))  # the next save cleans up
@@ -105,7 +108,7 @@ def test_ten_kills_of_sharded_pipelines(tmp_path, undisturbed):
     for seed in range(200, 210):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        met.append(killed_and_resumed(folder, undisturbed, seed, 4, SHARDED_PIPELINES))
+        met.append(killed_and_resumed(folder, undisturbed, seed, 4, SHARDED_PIPELINES, FAULTY_STEPS))
         print(json.dumps(met[-1]))
     assert any(0 < kill["reached"] < ITERATIONS for kill in met)
 

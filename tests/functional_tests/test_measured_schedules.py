@@ -21,9 +21,18 @@ AGAIN = re.compile(
 BUBBLE = re.compile(r"^ pipeline bubble of iteration (\d+): planned (\S+)%, measured (\S+)%$", re.M)
 
 
-def train(folder, *flags):
+FAULTY_STEPS = "tests/functional_tests/trainers/faulty_steps.py"
+# FSDP2 x ZBV2. The first rank does not know of the second one's large gradients before it has stepped.
+SHARDED = (
+    "--num-layers 4 --untie-embeddings-and-output-weights --pipeline-schedule zbv --clip-grad 4 "
+    "--faults 4:0.5:4096 6:0.5:4096 --use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
+)
+VALIDATED = "--enable-optimizer-post-validation --post-validation-after 0"
+
+
+def train(folder, *flags, ranks=2, script=launch.GPT):
     folder.mkdir()
-    return launch.ok(launch.run_forked([*FLAGS, *flags], ranks=2, cwd=folder))
+    return launch.ok(launch.run_forked([*FLAGS, *flags], ranks=ranks, script=script, cwd=folder))
 
 
 def records(folder):
@@ -60,3 +69,15 @@ def test_solved_again_with_the_same_bits(tmp_path, schedule):
     if taken:
         saved = from_json((tmp_path / "run" / "ck" / "pipeline-plan.json").read_text())
         assert plan_hash(saved) == taken[-1]["hash"]
+
+
+def test_sharded_steps_that_are_taken_back_and_solved_again_have_the_bits_of_others(tmp_path):
+    words = [*SHARDED.split(), "--save", "ck", "--save-interval", "100"]
+    plain = train(tmp_path / "plain", *words, ranks=4, script=FAULTY_STEPS)
+    again = [*VALIDATED.split(), *TIMERS.split()]
+    run = train(tmp_path / "run", *words, *again, ranks=4, script=FAULTY_STEPS)
+    assert AGAIN.findall(run.output)[0] == ("3", "iterations 2-3")
+    assert re.findall(r" rollbacks: (\d+) \|", run.output) == ["0", "0", "0", "1", "0", "1", "0"]
+    assert run.losses() == plain.losses()
+    assert list(run.losses()) == [*range(1, 8)]
+    assert launch.digests(tmp_path / "run" / "ck", 7) == launch.digests(tmp_path / "plain" / "ck", 7)

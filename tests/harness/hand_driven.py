@@ -107,52 +107,56 @@ def run_step(
     to `finish`. With the last one, sums over instances are begun by hand too. by_unit: units are gathered for each link
     and freed behind it, else once for the step."""
     stages = engine.stage_units()
-    everything = [(chunk, unit) for chunk, stage in enumerate(stages) for unit in range(len(stage.units))]
-    place_of = {
-        id(module): (chunk, unit)
+    everything = [
+        engine.unit_number(chunk, unit)
+        for chunk, stage in enumerate(stages)
+        for unit in range(len(stage.units))
+    ]
+    number_of = {
+        module: engine.unit_number(chunk, unit)
         for chunk, units in enumerate(engine.unit_modules())
         for unit, modules in enumerate(units)
         for module in modules
     }
     engine.begin_step(len(inputs))
     if not by_unit:
-        for place in everything:
-            engine.unshard(*place)
-        for place in everything:
-            engine.wait(*place)
+        for unit in everything:
+            engine.gathers.start(unit)
+        for unit in everything:
+            engine.gathers.wait(unit)
     for microbatch, x in enumerate(inputs):
         links = [link for chain in chains for link in chain.links.values()]
         runs = []
         for link in links:
             if by_unit:
-                engine.unshard(*place_of[id(link)])
-                engine.wait(*place_of[id(link)])
+                engine.gathers.start(number_of[link])
+                engine.gathers.wait(number_of[link])
             start = x.detach().requires_grad_()
             x = link(start)
             runs.append((start, x))
             if by_unit:
-                engine.reshard(*place_of[id(link)])
+                engine.gathers.free(number_of[link])
         loss = loss_of(x.detach().requires_grad_())
         grad = 2 * x.detach()
         assert loss.isfinite()
         for link, (start, output) in zip(reversed(links), reversed(runs), strict=True):
             if by_unit:
-                engine.unshard(*place_of[id(link)])
-                engine.wait(*place_of[id(link)])
+                engine.gathers.start(number_of[link])
+                engine.gathers.wait(number_of[link])
             output.backward(grad)
             assert start.grad is not None
             grad = start.grad
             if by_unit:
-                engine.reshard(*place_of[id(link)])
+                engine.gathers.free(number_of[link])
         if microbatch in reduce_after:
-            for place in reversed(everything):
-                engine.reduce(*place)
+            for unit in reversed(everything):
+                engine.reductions.start(unit)
                 if microbatch + 1 == len(inputs):
-                    engine.sum_outer(*place)
+                    engine.reductions.start_outer(unit)
     engine.finish()
     if not by_unit:
-        for place in everything:
-            engine.reshard(*place)
+        for unit in everything:
+            engine.gathers.free(unit)
 
 
 def update(engine: DistributedDataParallel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
@@ -18,14 +20,21 @@ def units_of(forward=((0,), (1,), (2,), (3,)), backward=None, names=NAMES):
 class Log(list):
     """What happens, in order: calls of a GradSync, and what others add."""
 
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
+    @property
+    def gathers(self):
+        return SimpleNamespace(
+            start=self._teller("unshard"), wait=self._teller("wait"), free=self._teller("reshard")
+        )
 
-        def call(chunk, unit):
-            self.append(f"{name} {chunk}.{unit}")
+    @property
+    def reductions(self):
+        return SimpleNamespace(start=self._teller("reduce"), start_outer=self._teller("sum_outer"))
 
-        return call
+    def unit_number(self, chunk, unit):
+        return f"{chunk}.{unit}"
+
+    def _teller(self, what):
+        return lambda unit: self.append(f"{what} {unit}")
 
 
 class TellingStage:

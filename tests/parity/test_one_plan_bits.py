@@ -8,12 +8,15 @@ with fp32 main weights, with dropout: main weights, moments, the model's weights
 
 are each those of 1F1B, under every schedule. So are those of a plan that is made again for other costs while the run
 goes on, and of steps that are validated afterwards. A tied matrix with its ends on two ranks is summed over these
-behind its reductions, in another order than `optim`'s: its runs have bits of their own, which no schedule changes.
+behind its reductions, in another order than `optim`'s: its runs have bits of their own, which no schedule changes. With
+both ends on one rank of a V its two uses are reduced one by one in the order of their W's, which is the schedule's: its
+groups, and with them its bits, are those of the schedule, whatever else its plan says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ import torch
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from tests.harness.layouts import Layout, Run, assembled, train, train_run
 from tests.harness.planned_steps import plan_of
 from tests.harness.ranks import run_ranks
@@ -77,19 +80,33 @@ def run_classes(ctx, classes, steps):
         for schedule, name in klass.runs:
             run = Run(ctx, layout_of(schedule, flags[name]), words, global_batch=GLOBAL_BATCH, masked=True)
             if name == "ZeRO-3 budget":
-                run.runner.plan_by(with_single_groups(run.runner.spec))
-            grouping = plan_of(run).residency.grouping
-            sizes = {size for stage in grouping for unit in stage for size in unit}
-            ran.append((train_run(run, steps), sizes))
+                run.runner.plan_by(with_groups_of_memory(run.runner.spec))
+            ran.append((train_run(run, steps), group_sizes(run, by_rank=not klass.all_at_once)))
         found.append(ran)
     return found
 
 
-def with_single_groups(spec: ScheduleSpec) -> ScheduleSpec:
-    """Each microbatch is reduced by itself."""
+def with_groups_of_memory(spec: ScheduleSpec) -> ScheduleSpec:
+    """Each microbatch is reduced by itself, in the order of policy `memory`: where two stages of a rank share a
+    matrix, theirs alternate."""
     count = GLOBAL_BATCH // 2
-    ones = tuple(tuple((1,) * count for _ in stage.units) for stage in spec.stages_units or ())
-    return dataclasses.replace(spec, groupings=((count, ones),))
+    assert spec.residency is not None, "data parallelism has nothing to do"
+    memory = dataclasses.replace(spec.residency, policy="memory", budget=None)
+    planned = plan_for(dataclasses.replace(spec, residency=memory), count, Purpose.TRAIN).residency
+    return dataclasses.replace(spec, groupings=((count, planned.grouping),))
+
+
+def group_sizes(run: Run, *, by_rank: bool) -> set[int]:
+    """How many microbatches a REDUCE sums up, of each stage; by_rank: of all stages of a rank that share the unit."""
+    found: dict[tuple[int, str], tuple[int, ...]] = {}
+    placed = enumerate(run.runner.spec.placement.ranks())
+    stages = zip(placed, run.runner.spec.stages_units, plan_of(run).residency.grouping, strict=True)
+    for (stage, rank), units, groups in stages:
+        for unit, sizes in zip(units.units, groups, strict=True):
+            key = (rank if by_rank else -stage, unit.name)
+            others = found.get(key, (0,) * len(sizes))
+            found[key] = tuple(map(operator.add, others, sizes))
+    return {size for sizes in found.values() for size in sizes}
 
 
 def check(classes, steps, timeout=110):
@@ -135,7 +152,9 @@ def test_every_schedule_has_the_bits_of_its_groups(model, flags):
     if model != "tied":
         classes = [tuple(SCHEDULES)]
     else:
-        classes = [tuple(V), tuple(name for name in SCHEDULES if name not in V)]
+        # One rank's two uses of a matrix that are reduced one by one alternate as its schedule has them.
+        v = [tuple(V)] if at_once else [(name,) for name in V]
+        classes = [*v, tuple(name for name in SCHEDULES if name not in V)]
     runs = [
         tuple(
             (schedule, name) for schedule in schedules for name in flags if of_class(model, schedules, name)

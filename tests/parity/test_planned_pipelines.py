@@ -21,10 +21,10 @@ from megatron.core.pipeline_parallel.plan.passes.post_validation import post_val
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Go, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import tiny_batch, tiny_config, tiny_stage
 from tests.harness.toy_pipeline import lowered

@@ -1,6 +1,6 @@
 """The data parallel engine, for every row of the table of sharding strategies (`sharding.py`) and all chunks of a rank.
 
-It holds what gathers weights and what reduces gradients, unit by unit, and does either when it is told: by a pipeline's
+It holds what gathers weights and what reduces gradients, unit by unit. Both do so when they are told: by a pipeline's
 plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are whole:
 
     ddp.begin_step(num_microbatches)
@@ -40,7 +40,7 @@ from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.units import StageUnits
-from megatron.core.protocols import GradSync
+from megatron.core.protocols import GradListener, GradSync
 from megatron.core.traffic import Traffic, traffic_of
 
 
@@ -104,8 +104,8 @@ class DistributedDataParallel(GradSync):
             reading=reading,
             groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
         )
-        self._gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
-        self._reductions = GradReducePipeline(
+        self.gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
+        self.reductions = GradReducePipeline(
             names,
             self.buffer,
             memory,
@@ -116,8 +116,9 @@ class DistributedDataParallel(GradSync):
         )
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
         self._hooks: list[RemovableHandle] = []
-        self._reports = connect(self._chunks, self.buffer, sinks, self, scale=self._scale, hooks=self._hooks)
-        self._is_stepping = False
+        self._reports = connect(
+            self._chunks, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
+        )
         self._counted_from = self._of_step = Traffic()
         self._of_weights = (
             Traffic()
@@ -139,12 +140,16 @@ class DistributedDataParallel(GradSync):
         """The forward of the only chunk, whose weights are whole at rest, once those of the last step have come."""
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
         for unit in range(len(self.units)):
-            self._gathers.wait(unit)
+            self.gathers.wait(unit)
         return self.chunks[0](*args, **kwargs)
 
     def stage_units(self) -> tuple[StageUnits, ...]:
         """By chunk, what a plan has to know; times and activations are 0. Units with one name are one unit."""
         return self._found.stages([unit_costs(unit, self.buffer) for unit in self.units])
+
+    def unit_number(self, chunk: int, unit: int) -> int:
+        """In `units`, of a chunk's unit."""
+        return self._numbers[chunk][unit]
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
@@ -173,46 +178,24 @@ class DistributedDataParallel(GradSync):
         """
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
         self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
-        self._reductions.begin_step(
+        self.reductions.begin_step(
             reduce_gradients=reduce_gradients, accumulate=accumulate, keep=keep_gradients
         )
         self.buffer.grads_divided_by = round(1.0 / self._scale)
-        self._is_stepping, self._reduces = True, reduce_gradients
-
-    def grad_begins(self, key: str) -> bool:
-        """A contribution is about to be written; whether it overwrites. Raises ModelError where it comes too late."""
-        assert self._is_stepping, f"a gradient for {key} outside of a step: call begin_step() first"
-        return self._reductions.grad_begins(key)
-
-    def grad_ready(self, key: str, microbatch: int) -> None:
-        """A contribution is complete. That nothing more comes is for `reduce` and `finish` to say."""
-
-    def reduce(self, chunk: int, unit: int) -> None:
-        """Begin to sum over ranks what was contributed to the unit since the last time."""
-        self._assert_stepping("reduce()")
-        self._reductions.start(self._numbers[chunk][unit])
-
-    def sum_outer(self, chunk: int, unit: int) -> None:
-        """Begin to sum the unit over instances, behind its last `reduce`."""
-        self._assert_stepping("sum_outer()")
-        self._reductions.start_outer(self._numbers[chunk][unit])
 
     def finish(self) -> None:
         """After the last backward: reduce what nobody has reduced, wait for all, add what other ranks hold parts of.
 
         Raises PeerLostError.
         """
-        self._assert_stepping("finish()")
-        assert self._reduces, "finish() of a step begun without reduce_gradients"
-        self._reductions.finish()
-        self._gathers.settle()  # the optimizer is about to write what they may still send
+        self.reductions.finish()
+        self.gathers.settle()  # the optimizer is about to write what they may still send
         self._of_step = self._moved() - self._counted_from
-        self._is_stepping = False
 
     def release_gradients(self) -> None:
         """What gradients there are means nothing: cut ones have no memory until their unit's next reduction, unless
         somebody has made views of them since this was first called."""
-        self._reductions.release()
+        self.reductions.release()
 
     def resting_grad_bytes(self) -> int:
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
@@ -222,38 +205,26 @@ class DistributedDataParallel(GradSync):
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
-        return self._reductions.nonfinite_keys()
+        return self.reductions.nonfinite_keys()
 
     # Weights --------------------------------------------------------------------------------------------
 
-    def unshard(self, chunk: int, unit: int) -> None:
-        """Begin to gather the unit's weights; nothing to do where they are whole at rest."""
-        self._gathers.start(self._numbers[chunk][unit])
-
-    def wait(self, chunk: int, unit: int) -> None:
-        """Return once the unit's weights are whole."""
-        self._gathers.wait(self._numbers[chunk][unit])
-
-    def reshard(self, chunk: int, unit: int) -> None:
-        """Free the unit's whole weights; nothing to do where they are whole at rest."""
-        self._gathers.free(self._numbers[chunk][unit])
-
     def gathered(self, units: Iterable[int]) -> contextlib.AbstractContextManager[None]:
         """Weights are whole inside: for whoever reads them outside of steps. units: places in `units`."""
-        return self._gathers.gathered(units)
+        return self.gathers.gathered(units)
 
     def weights_changed(self) -> None:
         """The optimizer, a load or an initialisation has written this rank's weights at rest; in a step that is under
         way, whose forwards are done again, behind `settle_weights`."""
         before = self._moved()
-        self._gathers.weights_changed()
-        if not self._is_stepping:
+        self.gathers.weights_changed()
+        if not self.is_stepping:
             self._of_weights = self._moved() - before
 
     def settle_weights(self) -> None:
         """On return the weights at rest are up to date, and nothing reads them: before they are read or written by
         anything but the model."""
-        self._gathers.settle()
+        self.gathers.settle()
 
     # ---
 
@@ -266,12 +237,12 @@ class DistributedDataParallel(GradSync):
     @property
     def is_stepping(self) -> bool:
         """Whether a step was begun and is not finished."""
-        return self._is_stepping
+        return self.reductions.is_stepping
 
     @property
     def traffic(self) -> Traffic:
         """What the step under way has moved, or the last one: with the gathers of the weights that it began with."""
-        return self._moved() - self._counted_from if self._is_stepping else self._of_step
+        return self._moved() - self._counted_from if self.is_stepping else self._of_step
 
     def _moved(self) -> Traffic:
         """Since the groups were made."""
@@ -281,8 +252,9 @@ class DistributedDataParallel(GradSync):
         )
         return sum(counted, start=Traffic())
 
-    def _assert_stepping(self, what: str) -> None:
-        assert self._is_stepping, f"{what} outside of a step: call begin_step() first"
+    def _grad_listener(self) -> GradListener:
+        """Who hears of contributions."""
+        return self.reductions
 
     def _new_memory(self) -> TransientMemory:
         config = self.config

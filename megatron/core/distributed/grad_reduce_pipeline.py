@@ -108,6 +108,7 @@ class GradReducePipeline:
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
         self._under_way: list[_UnderWay] = []  # the oldest first
         self._reduce = True
+        self.is_stepping = False  # a step was begun and is not finished
         self._nonfinite: list[str] = []
 
     def begin_step(self, *, reduce_gradients: bool, accumulate: bool, keep: bool) -> None:
@@ -116,7 +117,7 @@ class GradReducePipeline:
         assert not self._under_way, (
             "a step begins while gradients are still being reduced: call finish() first"
         )
-        self._reduce = reduce_gradients
+        self._reduce, self.is_stepping = reduce_gradients, True
         self._nonfinite = []
         for unit in self.units:
             self._drop(unit)
@@ -133,7 +134,9 @@ class GradReducePipeline:
             unit.resting.release()
 
     def grad_begins(self, key: str) -> bool:
-        """A contribution is about to be written: its memory is there on return. Whether it overwrites."""
+        """A contribution is about to be written: its memory is there on return. Whether it overwrites. Raises
+        ModelError where it comes too late."""
+        assert self.is_stepping, f"a gradient for {key} outside of a step: call begin_step() first"
         unit = self._of_key[key]
         if key not in unit.fresh:
             return False
@@ -149,12 +152,17 @@ class GradReducePipeline:
             self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
         return True
 
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        """A contribution is complete. That nothing more comes is for `start` and `finish` to say."""
+
     def start(self, unit: int) -> None:
         """Begin to sum over ranks what was contributed to a unit since the last time: zeros, where nothing was."""
+        self._assert_stepping("start()")
         self._start(self.units[unit])
 
     def start_outer(self, unit: int) -> None:
         """Begin to sum a unit over instances, behind its last `start`."""
+        self._assert_stepping("start_outer()")
         one = self.units[unit]
         assert not one.summed_outer, f"unit {one.name!r} is summed over instances already"
         if self._reduce:
@@ -162,6 +170,8 @@ class GradReducePipeline:
 
     def finish(self) -> None:
         """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it."""
+        self._assert_stepping("finish()")
+        assert self._reduce, "finish() of a step begun without reduce_gradients"
         for unit in self._order:
             if not unit.reduced or len(unit.fresh) < len(unit.keys):
                 self._start(unit)
@@ -176,6 +186,7 @@ class GradReducePipeline:
         if self._is_cut:
             self._shared.add()
         self._partial.add()
+        self.is_stepping = False
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Of a step begun without reduction: keys under which this rank's own gradients were not finite."""
@@ -184,6 +195,9 @@ class GradReducePipeline:
         return tuple(dict.fromkeys(self._nonfinite))
 
     # ---
+
+    def _assert_stepping(self, what: str) -> None:
+        assert self.is_stepping, f"{what} outside of a step: call begin_step() first"
 
     def _start(self, unit: GradState) -> None:
         assert not unit.final, f"unit {unit.name!r} was reduced for the last time in this step"

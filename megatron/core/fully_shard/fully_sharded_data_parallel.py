@@ -48,6 +48,7 @@ from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.core.protocols import GradListener
 from megatron.core.units import UnitModule, declared_units, find_units, forward_order
 
 
@@ -112,7 +113,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             bound = self.config.suggested_communication_unit_size
             weights = WeightsOnDemand(
                 self.units,
-                self._gathers,
+                self.gathers,
                 numel,
                 bound=math.ceil(2 * sum(numel) / max(1, len(numel))) if bound is None else bound,
                 last=order[-1],
@@ -120,7 +121,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         # Where weights are gathered no rank can skip a unit, and slots taken in turns need the order of the run.
         in_order_of_run = weights is not None or self.config.fsdp_double_buffer
         reductions = ReductionsInOrder(
-            self._reductions,
+            self.reductions,
             self._reports,
             None if in_order_of_run else order,
             overlap=cut or (self.config.overlap_grad_reduce and len(self.chunks) == 1),
@@ -132,7 +133,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             unit for unit in self.units if not (unit.lasts or unit.nests) and frozen.isdisjoint(unit.names)
         )
         passed = frozenset(unit.index for unit in told)
-        return HookDriver(self.units, self._gathers, weights, reductions, passed_by_gradients=passed)
+        return HookDriver(self.units, self.gathers, weights, reductions, passed_by_gradients=passed)
 
     @property
     def _forward_order(self) -> list[int]:
@@ -158,16 +159,19 @@ class FullyShardedDataParallel(DistributedDataParallel):
         calls = None if num_microbatches is None else num_microbatches * len(self.chunks)
         self.driver.begin_step(calls, self._policies(num_microbatches or 1))
 
+    def _grad_listener(self) -> GradListener:
+        return self
+
     def grad_begins(self, key: str) -> bool:
         self.driver.grad_begins(key)
-        return super().grad_begins(key)
+        return self.reductions.grad_begins(key)
 
     def grad_ready(self, key: str, microbatch: int) -> None:
         self.driver.grad_ready(key)
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""
-        self._assert_stepping(f"microbatch {microbatch} done")
+        assert self.is_stepping, f"microbatch {microbatch} done outside of a step: call begin_step() first"
         self.driver.microbatch_done()
 
     def weights_changed(self) -> None:

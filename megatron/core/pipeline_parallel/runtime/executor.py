@@ -36,10 +36,13 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, IS_TRAN
 from megatron.core.pipeline_parallel.plan.undone import undone
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
-from megatron.core.pipeline_parallel.runtime.data_parallel_lane import DataParallelLane
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
+    Crossing,
+    DataParallelLane,
+    UnitBoundaries,
+)
 from megatron.core.pipeline_parallel.runtime.program import Computation, Step, check_row, compile_row
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import Crossing, UnitBoundaries
 from megatron.core.protocols import GradSync, Stage
 
 Handler = Callable[[RawOp], None]

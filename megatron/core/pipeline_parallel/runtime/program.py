@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.plan.kinds import (
     IS_DATA_PARALLEL,
     IS_TRANSFER,
 )
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import Crossing
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing
 from megatron.core.protocols import Stage
 
 Placed = tuple[int, RawOp]  # an operation and its place in the row

@@ -21,7 +21,7 @@ def gathers(ps):
 
 
 def states(engine):
-    return [engine._gathers.state(unit) for unit in range(len(engine.units))]
+    return [engine.gathers.state(unit) for unit in range(len(engine.units))]
 
 
 def test_a_unit_has_memory_from_its_gather_until_it_is_freed():
@@ -32,23 +32,23 @@ def test_a_unit_has_memory_from_its_gather_until_it_is_freed():
         sizes = [unit.weight_bytes for unit in stage.units]
         expected = {name: p.clone() for name, p in Model().chains()[0].named_parameters()}
         held = [ledger.live("gathered")]
-        engine.unshard(0, 1)
+        engine.gathers.start(1)
         seen = [states(engine)]
-        engine.unshard(0, 0)
-        engine.wait(0, 1)
+        engine.gathers.start(0)
+        engine.gathers.wait(1)
         held.append(ledger.live("gathered"))
         seen.append(states(engine))
         for name in ("links.1.fc.weight", "links.1.fc.bias"):  # trained and frozen
             assert torch.equal(dict(chains[0].named_parameters())[name], expected[name])
-        engine.reshard(0, 0)  # while it is under way
-        engine.reshard(0, 1)
+        engine.gathers.free(0)  # while it is under way
+        engine.gathers.free(1)
         assert engine.buffer.weight("links.1.gain").untyped_storage().nbytes() == 0
         held.append(ledger.live("gathered"))
         seen.append(states(engine))
         with engine.gathered([2, 1]):
             assert torch.equal(engine.buffer.weight("links.2.gain"), expected["links.2.gain"])
-            engine.reshard(0, 1)  # by somebody inside
-            engine.unshard(0, 1)
+            engine.gathers.free(1)  # by somebody inside
+            engine.gathers.start(1)
         held.append(ledger.live("gathered"))
         return sizes, held, seen, gathers(ctx.ps) - before
 
@@ -66,13 +66,13 @@ def test_programming_errors():
     def body(ctx):
         engine, _ = build(ctx.ps, Model(), "optim_grads_params")
         with pytest.raises(AssertionError, match="nobody has begun to gather unit 'link 0'"):
-            engine.wait(0, 0)
+            engine.gathers.wait(0)
         with pytest.raises(AssertionError, match="unit 'link 0' is not gathered"):
-            engine.reshard(0, 0)
-        engine.unshard(0, 0)
+            engine.gathers.free(0)
+        engine.gathers.start(0)
         with pytest.raises(AssertionError, match="unit 'link 0' is gathering already"):
-            engine.unshard(0, 0)
-        engine.reshard(0, 0)
+            engine.gathers.start(0)
+        engine.gathers.free(0)
 
     run_ranks(body, 2)
 
@@ -88,9 +88,9 @@ def test_weights_that_are_whole_at_rest_are_gathered_behind_a_step(overlap):
         engine.weights_changed()
         after = states(engine)
         for unit in range(3):
-            engine.unshard(0, unit)  # as plans begin: nothing more to do
-            engine.wait(0, unit)
-            engine.reshard(0, unit)
+            engine.gathers.start(unit)  # as plans begin: nothing more to do
+            engine.gathers.wait(unit)
+            engine.gathers.free(unit)
         values = engine.buffer.weight("links.0.fc.weight").flatten()
         first, last = values.min().item(), values.max().item()
         return (
@@ -118,7 +118,7 @@ def test_weights_that_changed_free_what_is_gathered_and_instances_gather_first()
             ps, Model(), "optim_grads_params", outer_dp_sharding_strategy="optim", overlap_param_gather=True
         )
         buffer, before = engine.buffer, ps.dp_outer_group.traffic.moved("all_gather")
-        engine.unshard(0, 0)
+        engine.gathers.start(0)
         for name in buffer.names:
             start, end = buffer.part(name, buffer.sharding.optimizer)
             engine.settle_weights()
@@ -144,14 +144,14 @@ def test_a_slot_in_use_is_waited_for_with_the_gather():
     def body(ctx):
         engine, _ = build(ctx.ps, Model(), "optim_grads_params", fsdp_double_buffer=True)
         for unit in range(3):
-            engine.unshard(0, unit)
+            engine.gathers.start(unit)
         seen = [states(engine)]
         with pytest.raises(
             ModelError, match=r"--fsdp-double-buffer: unit 'link 2' needs its slot .* unit 'link 0'"
         ):
-            engine.wait(0, 2)
-        engine.reshard(0, 0)
-        engine.wait(0, 2)
+            engine.gathers.wait(2)
+        engine.gathers.free(0)
+        engine.gathers.wait(2)
         seen.append(states(engine))
         value = engine.buffer.weight("links.2.gain").clone()
         slots = engine.ledger.live("slots")

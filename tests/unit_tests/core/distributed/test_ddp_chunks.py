@@ -56,7 +56,9 @@ def put(ddp, chunks, key, microbatch, rank):
     name = ddp.buffer.param_of_key(key)
     sink = chunks[int(name.split(".")[1]) // LAYERS].sink
     sink.microbatch = microbatch
-    add_gradient(sink.main_grads[key], contribution(key, microbatch, rank), overwrite=ddp.grad_begins(key))
+    add_gradient(
+        sink.main_grads[key], contribution(key, microbatch, rank), overwrite=ddp.reductions.grad_begins(key)
+    )
     sink.done(key, microbatch)
 
 

@@ -309,7 +309,7 @@ def test_tied_embeddings_of_one_rank(ends_here):
             for chunk, stage in reversed(list(enumerate(engine.stage_units()))):
                 for unit in reversed(range(len(stage.units))):
                     if stage.units[unit].name != "embedding" or chunk == 0:
-                        engine.reduce(chunk, unit)
+                        engine.reductions.start(engine.unit_number(chunk, unit))
             engine.finish()
             found[strategy] = gradient_parts(engine), [len(stage.units) for stage in engine.stage_units()]
         return found

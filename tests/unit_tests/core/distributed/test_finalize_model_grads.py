@@ -50,9 +50,9 @@ def values(name: str, shape: tuple[int, ...], rank: int) -> torch.Tensor:
 
 def contribute(ddp: DistributedDataParallel, key: str, value: torch.Tensor | float) -> None:
     """As a sink does: announce, write, report."""
-    assert ddp.grad_begins(key), f"{key} was written to before"
+    assert ddp.reductions.grad_begins(key), f"{key} was written to before"
     ddp.buffer.main_grad(key).copy_(torch.as_tensor(value))
-    ddp.grad_ready(key, 0)
+    ddp.reductions.grad_ready(key, 0)
 
 
 def tp_meta(tp: int, tp_rank: int, copies: int) -> dict[str, ParamMeta]:

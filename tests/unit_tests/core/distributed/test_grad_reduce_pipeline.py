@@ -49,12 +49,12 @@ def build(ps, strategy, names="abc", **config):
 
 
 def put(engine, key, value):
-    grad = engine.buffer.main_grad(key) if engine.grad_begins(key) else None
+    grad = engine.buffer.main_grad(key) if engine.reductions.grad_begins(key) else None
     if grad is None:
         engine.buffer.main_grad(key).add_(value)
     else:
         grad.fill_(value)
-    engine.grad_ready(key, 0)
+    engine.reductions.grad_ready(key, 0)
 
 
 def has_memory(engine, key):
@@ -85,13 +85,13 @@ def test_whole_gradients_have_memory_from_the_first_contribution_to_the_end_of_t
         put(engine, "a.w", 1.0)
         put(engine, "a.w" + LOOKUP, 10.0)
         held.append(live(engine))
-        engine.reduce(0, 1)
+        engine.reductions.start(1)
         put(engine, "a.w", 2.0)  # kept for another microbatch
-        engine.reduce(0, 0)
+        engine.reductions.start(0)
         held.append(live(engine))  # under way
         put(engine, "b.w", 5.0)  # waits for the unit's own reduction, and overwrites
         held.append(live(engine))
-        engine.reduce(0, 2)  # to which nothing has contributed
+        engine.reductions.start(2)  # to which nothing has contributed
         put(engine, "a.w", 100.0)
         engine.finish()  # reduces the rest, a without its further use
         held.append(live(engine))
@@ -120,7 +120,7 @@ def test_at_most_two_reductions_are_under_way_and_the_oldest_is_waited_for(monke
         for name in "dcba":
             put(engine, f"{name}.w", 1.0)
         for unit in (3, 2, 1, 0):
-            engine.reduce(0, unit)
+            engine.reductions.start(unit)
         engine.finish()
         return held, engine.stage_units()[0].units[1].grad_bytes, engine.ledger.transient_bytes
 
@@ -138,13 +138,13 @@ def test_what_comes_after_the_sum_of_whole_gradients_is_refused(strategy):
             put(engine, "a.w", 1.0)
             put(engine, "a.w", 2.0)
             put(engine, "a.w" + LOOKUP, 4.0)
-            engine.reduce(0, 0)
+            engine.reductions.start(0)
             with pytest.raises(
                 ModelError, match=r"'a.w' came after its unit 'a' was reduced for the last time"
             ):
                 put(engine, "a.w", 1.0)
             with pytest.raises(AssertionError, match="unit 'a' was reduced for the last time"):
-                engine.reduce(0, 0)
+                engine.reductions.start(0)
             engine.finish()
         return grads(engine), engine.traffic
 
@@ -161,12 +161,12 @@ def test_what_comes_after_a_sum_over_instances_is_refused():
         engine = build(ctx.make_ps(dp=4, instances=2), "optim_grads")
         engine.begin_step(1)
         put(engine, "a.w", 1.0 + ctx.rank)
-        engine.reduce(0, 0)
-        engine.sum_outer(0, 0)
+        engine.reductions.start(0)
+        engine.reductions.start_outer(0)
         with pytest.raises(ModelError, match=r"'a.w' came after its unit 'a' was reduced for the last time"):
             put(engine, "a.w", 1.0)
         with pytest.raises(AssertionError, match="unit 'a' is summed over instances already"):
-            engine.sum_outer(0, 0)
+            engine.reductions.start_outer(0)
         put(engine, "b.w", 1.0)
         engine.finish()
         return grads(engine), engine.traffic
@@ -186,7 +186,7 @@ def test_a_step_without_reduction_says_what_is_not_finite(strategy):
         engine.finish()
         engine.begin_step(2, reduce_gradients=False)
         put(engine, "b.w", float("nan") if ctx.rank else 1.0)
-        engine.reduce(0, 1)
+        engine.reductions.start(1)
         put(engine, "a.w" + LOOKUP, float("inf"))
         with pytest.raises(AssertionError, match="begun without reduce_gradients"):
             engine.finish()
@@ -216,7 +216,7 @@ def test_gradients_at_rest_keep_their_memory_as_long_as_they_are_asked_for():
             engine.release_gradients()
             put(engine, "a.w", 4.0)
             kept.append((engine.ledger.live("main_grads"), None))
-            engine.reduce(0, 0)
+            engine.reductions.start(0)
             kept.append((engine.ledger.live("main_grads"), None))
             engine.finish()
         return kept, grads(engine)["a.w"], engine.buffer.persistent_bytes()["main_grads"]
@@ -233,7 +233,7 @@ def test_gradients_take_slots_of_a_double_buffer_in_turns():
         engine.begin_step(1)
         for unit, name in reversed(list(enumerate("bcd"))):
             put(engine, f"{name}.w", 1.0)  # the third waits for the first one's reduction
-            engine.reduce(0, unit)
+            engine.reductions.start(unit)
         engine.finish()
         found = grads(engine)
         engine.begin_step(1)
@@ -250,7 +250,11 @@ def test_gradients_take_slots_of_a_double_buffer_in_turns():
 def test_programming_errors():
     def body(ctx):
         engine = build(ctx.ps, "optim_grads")
-        for call in (engine.finish, lambda: engine.reduce(0, 0), lambda: engine.sum_outer(0, 0)):
+        for call in (
+            engine.finish,
+            lambda: engine.reductions.start(0),
+            lambda: engine.reductions.start_outer(0),
+        ):
             with pytest.raises(AssertionError, match="outside of a step: call begin_step"):
                 call()
         with pytest.raises(AssertionError, match=r"a gradient for b.w outside of a step"):
@@ -258,7 +262,7 @@ def test_programming_errors():
         with pytest.raises(AssertionError, match="a step of 0 microbatches"):
             engine.begin_step(0)
         engine.begin_step(1)
-        engine.reduce(0, 0)
+        engine.reductions.start(0)
         with pytest.raises(AssertionError, match="a step begins while gradients are still being reduced"):
             engine.begin_step(1)
         engine.finish()

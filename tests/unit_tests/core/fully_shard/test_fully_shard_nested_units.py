@@ -92,7 +92,7 @@ def the_double_buffer_gives_nested_units_memory_of_their_own(ctx) -> None:
     wrapped = check_gradients(ctx, seeded(lambda: chain(frozen=False)), Outer, Inner, fsdp_double_buffer=True)
     nested = [unit.name for unit in wrapped.engine.units if unit.nested]
     assert nested == ["1.inner", "2.inner"]
-    slots = [wrapped.engine._gathers._memory._slot_of[unit.name] for unit in wrapped.engine.units]
+    slots = [wrapped.engine.gathers._memory._slot_of[unit.name] for unit in wrapped.engine.units]
     assert [slot is None for slot in slots] == [unit.nested for unit in wrapped.engine.units]
     assert wrapped.engine.ledger.overflows > 0
 

@@ -138,10 +138,10 @@ def gathers_of_units_that_did_not_run_end_with_the_step(ctx) -> None:
             ddp.begin_step(1)
             ddp(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
             ddp.microbatch_done(0, 0)
-            under_way = ddp._gathers.state(1) is UnitState.GATHERING
+            under_way = ddp.gathers.state(1) is UnitState.GATHERING
             assert under_way is (strategy == "optim"), "the unused block's"
             ddp.finish()
-            assert ddp._gathers.state(1) is UnitState.UNSHARDED
+            assert ddp.gathers.state(1) is UnitState.UNSHARDED
 
 
 def sizes_of_buckets_have_no_effect(ctx) -> None:

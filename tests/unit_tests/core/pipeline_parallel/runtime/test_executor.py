@@ -114,7 +114,7 @@ def one_rank(text, chunks=1, microbatches=1, **executor):
 
 
 def test_a_data_parallel_engine_is_called_for_what_the_plan_has_and_nothing_else():
-    """What it is called for: test_unit_boundaries.py."""
+    """What it is called for: test_data_parallel_lane.py."""
     one_rank("0F0 1F0 1B0 1W0 0BW0", chunks=2, grad_sync=object()).run()
 
 

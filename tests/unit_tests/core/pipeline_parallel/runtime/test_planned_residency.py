@@ -12,8 +12,8 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from tests.harness.telling_stages import Log, NoChannel, TellingStage
 from tests.harness.toy_pipeline import lowered
 

@@ -14,11 +14,11 @@ from megatron.core.pipeline_parallel.plan.measured import read_timeline
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from tests.harness.ranks import run_ranks
 from tests.harness.telling_stages import Log, NoChannel, TellingStage, units_of
 from tests.harness.toy_pipeline import ToyChunk, lowered

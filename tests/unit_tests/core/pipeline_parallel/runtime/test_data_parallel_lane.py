@@ -8,8 +8,8 @@ from megatron.core.module import ModelError
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Go, Validation
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from tests.harness.telling_stages import NAMES, Log, NoChannel, TellingStage, units_of
 
 
