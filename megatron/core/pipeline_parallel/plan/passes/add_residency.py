@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel.plan.verify import verify
 _SHARES = (0.0, 0.25, 0.5)
 _PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
 # Rows that are made until one keeps to a limit in bytes.
-_TRIES = 6
+_TRIES, _BEFORE = 8, 4
 
 Groups = list[list[dict[int, int]]]
 
@@ -143,11 +143,16 @@ def _row(
     made = _with_room(uses, residency, grouping, room, share, forward_only=plan.forward_only)
     if residency.limit is None:
         return made
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         over = _held_over(made[0], uses, residency, costs, forward_only=plan.forward_only)
         if not any(over):
             break
-        room = [one - (2 * more if more else 0.0) for one, more in zip(room, over, strict=True)]
+        for moment, more in enumerate(over):
+            if more:  # what is under way there was kept before
+                first = max(0, moment - attempt * _BEFORE)
+                room[first : moment + 1] = [
+                    min(one, room[moment]) - more * 2**attempt for one in room[first : moment + 1]
+                ]
         made = _with_room(uses, residency, grouping, room, share, forward_only=plan.forward_only)
     return made
 
