@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.plan_inputs import measured_wire, residency_of, units_of_all_stages
+from megatron.core.distributed.plan_inputs import measured_wire, units_of_all_stages
 from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.parallel_state import ParallelState
@@ -92,7 +92,7 @@ class PipelineRunner:
         self._boundaries = UnitBoundaries()
         self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
-        residency = residency_of(engine.model, spec.placement.num_ranks)
+        residency = engine.model.residency(spec.placement.num_ranks)
         if residency.moves:
             units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)

@@ -32,13 +32,14 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
+from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, residency_of, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.ledger import Ledger
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta, infer_param_meta
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.protocols import GradListener, GradSync
 from megatron.core.traffic import Traffic, traffic_of
@@ -142,6 +143,11 @@ class DistributedDataParallel(GradSync):
         for unit in range(len(self.units)):
             self.gathers.wait(unit)
         return self.chunks[0](*args, **kwargs)
+
+    def residency(self, pipeline_ranks: int) -> Residency:
+        """How it cuts states, for plans."""
+        element = max(arena.weights.element_size() for arena in self.buffer.arenas)
+        return residency_of(self.config, self.sharding, self.place, pipeline_ranks, element_bytes=element)
 
     def stage_units(self) -> tuple[StageUnits, ...]:
         """By chunk, what a plan has to know; times and activations are 0. Units with one name are one unit."""

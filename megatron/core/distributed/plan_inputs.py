@@ -19,37 +19,12 @@ import torch
 from megatron.core import collectives, host_data
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.sharding import Cut
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts, with_work_of
 
 _REPEATS = 5
 _SMALL = 1 << 12  # elements a rank
 _LARGEST = 1 << 22
-
-
-def residency_of(model: DistributedDataParallel, pipeline_ranks: int) -> Residency:
-    """By the engine's row of the sharding table and the flags of its configuration."""
-    config, row, place = model.config, model.sharding, model.place
-    names = {Cut.WHOLE: "no_shard" if row.optimizer is Cut.WHOLE else "optim"}
-    strategy = "optim_grads_params" if row.weights is not Cut.WHOLE else "optim_grads"
-    cut = row.main_grads is not Cut.WHOLE
-    policy = config.fsdp_reshard_policy if cut else "memory"
-    budget = config.fsdp_memory_budget
-    unit_size = config.suggested_communication_unit_size
-    return Residency(
-        strategy=strategy if cut else names[Cut.WHOLE],
-        ways=place.inner_size,
-        outer=place.outer_size,
-        outer_optimizer=row.optimizer is Cut.FULL and place.outer_size > 1,
-        policy=policy,
-        budget=(budget or 0,) * pipeline_ranks if policy == "budget" else None,
-        ahead=0
-        if unit_size is None
-        else max(1, unit_size * max(one.weights.element_size() for one in model.buffer.arenas)),
-        overlap_gather=cut or config.overlap_param_gather,
-        overlap_reduce=cut or config.overlap_grad_reduce,
-    )
 
 
 def units_of_all_stages(

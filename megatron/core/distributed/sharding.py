@@ -1,4 +1,5 @@
-"""What each data parallel rank holds of weights, gradients and optimizer state between steps (floor 0, pure).
+"""What each data parallel rank holds of weights, gradients and optimizer state between steps, and what plans are asked
+for by it (floor 0, pure).
 
 Ranks are inner x outer: the inner ranks share one copy of everything that is cut, the outer ones (distributed
 optimizer instances) repeat it. With one instance all data parallel ranks are inner.
@@ -10,6 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.pipeline_parallel.plan.residency import Residency
 
 
 class Cut(Enum):
@@ -105,3 +109,35 @@ class ShardPlace:
         if cut is Cut.INNER:
             return self.inner_rank
         return self.inner_rank * self.outer_size + self.outer_rank
+
+
+def residency_of(
+    config: DistributedDataParallelConfig,
+    sharding: Sharding,
+    place: ShardPlace,
+    pipeline_ranks: int,
+    *,
+    element_bytes: int,
+    limit: int | None = None,
+) -> Residency:
+    """sharding: the effective row of the table. element_bytes: of a weight. limit: bytes that a rank may hold in all;
+    what is kept is decided by it then, unless the flags name another policy."""
+    cut = sharding.main_grads is not Cut.WHOLE
+    strategy = "optim_grads_params" if sharding.weights is not Cut.WHOLE else "optim_grads"
+    if not cut:
+        strategy = "no_shard" if sharding.optimizer is Cut.WHOLE else "optim"
+    policy = "budget" if limit is not None else config.fsdp_reshard_policy if cut else "memory"
+    budget, unit_size = config.fsdp_memory_budget, config.suggested_communication_unit_size
+    by_budget = policy == "budget" and limit is None
+    return Residency(
+        strategy=strategy,
+        ways=place.inner_size,
+        outer=place.outer_size,
+        outer_optimizer=sharding.optimizer is Cut.FULL and place.outer_size > 1,
+        policy=policy,
+        budget=(budget or 0,) * pipeline_ranks if by_budget else None,
+        limit=None if limit is None else (float(limit),) * pipeline_ranks,
+        ahead=0 if unit_size is None else max(1, unit_size * element_bytes),
+        overlap_gather=cut or config.overlap_param_gather,
+        overlap_reduce=cut or config.overlap_grad_reduce,
+    )

@@ -7,7 +7,7 @@ import dataclasses
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
-from megatron.core.models.gpt.unit_costs import StateBytes, stage_units
+from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.schedules import (
     SCHEDULES,
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
-from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.plan.units import StageUnits, StateBytes
 
 
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:

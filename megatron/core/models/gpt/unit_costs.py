@@ -20,29 +20,7 @@ from megatron.core.models.gpt.parameter_count import (
 from megatron.core.models.gpt.stage_costs import ModelCosts, Work
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
-
-
-@dataclasses.dataclass(frozen=True)
-class StateBytes:
-    """How large what the engine makes of parameters is.
-
-    align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks).
-    weight, grad: bytes of an element as it is gathered, and as it is reduced. at_rest: of all states (bytes of
-    an element, ranks that it is cut over). inner: ranks that share the states. outer_grad, outer_weight: bytes of
-    an element of their parts that instances sum, and that they gather, 0 where they do not cut the optimizer.
-    bucket_size: elements to which neighbours are merged where gradients are whole at rest; None: a bucket a unit.
-    """
-
-    align: int
-    weight: int
-    grad: int
-    at_rest: tuple[tuple[int, int], ...] = ()
-    inner: int = 1
-    outer_grad: int = 0
-    outer_weight: int = 0
-    bucket_size: int | None = None
-
+from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, StateBytes, UnitCosts
 
 _NOTHING = Work()
 

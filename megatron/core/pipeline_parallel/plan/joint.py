@@ -1,5 +1,5 @@
-"""One budget: of schedules, sizes of chunks and groups, shares of activations and rows of the sharding table the plan that
-takes least, of those that hold no more than a limit in bytes.
+"""One budget: the fastest plan of those that hold no more than a limit in bytes, over schedules, chunks and groups,
+shares of activations and rows of the sharding table.
 
 [Note: shares] What a searched schedule may hold of activations and what is left to gathered weights and whole gradients
 add up to the limit. With more activations the bubble falls, and what is gathered anew rises: the step's time has one
@@ -125,5 +125,5 @@ def _too_little(spec: ScheduleSpec, parts: Sequence[tuple[int, float, float]]) -
     rank, (rest, whole, activation) = max(enumerate(parts), key=lambda one: sum(one[1]))
     return (
         f"rank {rank} holds at least {(rest + whole + activation) / 1e9:.2f} GB: {rest / 1e9:.2f} at rest, "
-        f"{whole / 1e9:.2f} of a unit that is gathered and reduced, {activation / 1e9:.2f} of one microbatch's activations"
+        f"{whole / 1e9:.2f} of a unit gathered and reduced, {activation / 1e9:.2f} of a microbatch's activations"
     )

@@ -58,6 +58,27 @@ class UnitCosts:
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """How large what the engine makes of parameters is.
+
+    align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks).
+    weight, grad: bytes of an element as it is gathered, and as it is reduced. at_rest: of all states (bytes of
+    an element, ranks that it is cut over). inner: ranks that share the states. outer_grad, outer_weight: bytes of
+    an element of their parts that instances sum, and that they gather, 0 where they do not cut the optimizer.
+    bucket_size: elements to which neighbours are merged where gradients are whole at rest; None: a bucket a unit.
+    """
+
+    align: int
+    weight: int
+    grad: int
+    at_rest: tuple[tuple[int, int], ...] = ()
+    inner: int = 1
+    outer_grad: int = 0
+    outer_weight: int = 0
+    bucket_size: int | None = None
+
+
+@dataclass(frozen=True)
 class StageUnits:
     """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that
     is the output layer too). backward: those of B, BW and W."""
