@@ -202,10 +202,10 @@ class OurPipeline:
             "gradients": most.gradients + most.under_way,
             "activations": round(most.activation),
         }
-        ledger = self.engine.ledger
+        tracker = self.engine.memory_tracker
         counted = {
-            "gathered": ledger.peak("gathered"),
-            "gradients": ledger.peak("grads") + ledger.peak("extra"),
+            "gathered": tracker.peak("gathered"),
+            "gradients": tracker.peak("grads") + tracker.peak("extra"),
         }
         return at_rest | planned, at_rest | counted
 

@@ -70,7 +70,6 @@ class ParamMeta:
     uses: the sink keys under which gradient contributions arrive. One key for most; tied embeddings have
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
     decay: weight decay applies. embedding_or_output: of words, or the output layer: `--decoupled-lr` applies.
-    layer: global layer number, or None outside the layers.
     expert: of an expert, which lies in flat buffers of its own: other ranks hold copies of it than of the rest.
     """
 
@@ -82,7 +81,6 @@ class ParamMeta:
     uses: tuple[str, ...] = ()
     decay: bool = True
     embedding_or_output: bool = False
-    layer: int | None = None
     regions: tuple[Region, ...] = ()
     shared: bool = False
     expert: bool = False

@@ -138,13 +138,13 @@ class ResidencyReport:
         if spec.residency is None or iteration % self._session.config.logging.log_interval:
             return None
         rank, planned, planned_moves = self._planned(spec, num_microbatches)
-        ledger, traffic = self._engine.ledger, self._model.traffic
+        tracker, traffic = self._engine.memory_tracker, self._model.traffic
         own = [
             self._engine.persistent_bytes(),
-            ledger.peak("gathered"),
-            ledger.peak("grads") + ledger.peak("extra"),
+            tracker.peak("gathered"),
+            tracker.peak("grads") + tracker.peak("extra"),
         ]
-        ledger.reset_peaks()
+        tracker.reset_peaks()
         inner = traffic.reduce_scatter + traffic.all_reduce
         outer = traffic.outer_reduce_scatter + traffic.outer_all_reduce
         every = inner + outer + traffic.all_gather + traffic.outer_all_gather

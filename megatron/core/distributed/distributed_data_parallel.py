@@ -34,7 +34,7 @@ from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
@@ -76,7 +76,7 @@ class DistributedDataParallel(GradSync):
         self.ps, self.config = ps, config
         self.place = place_of(ps)
         self.sharding = effective_sharding(config, self.place)
-        self.ledger = Ledger()
+        self.memory_tracker = MemoryTracker()
         if param_meta is None:
             param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
         if sinks is None:
@@ -109,7 +109,7 @@ class DistributedDataParallel(GradSync):
             names,
             self.buffer,
             memory,
-            self.ledger,
+            self.memory_tracker,
             order=self._found.backward_order,
             tp=ps.tp_group,
             embedding=ps.embedding_group,
@@ -125,7 +125,7 @@ class DistributedDataParallel(GradSync):
         held = self.buffer.persistent_bytes()
         if self.sharding.main_grads is not Cut.WHOLE:
             del held["main_grads"]  # they come and go: booked unit by unit
-        self.ledger.book({name: size for name, size in held.items() if size})
+        self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
             watch_released(self, self.buffer, self.units)
 
@@ -281,7 +281,7 @@ class DistributedDataParallel(GradSync):
     def _new_memory(self) -> TransientMemory:
         config = self.config
         if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
-            return AllocatedMemory(self.ledger)
+            return AllocatedMemory(self.memory_tracker)
         if config.fsdp_debug:
             raise ModelError(
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
@@ -291,7 +291,7 @@ class DistributedDataParallel(GradSync):
         nested = {unit.index for unit in self.units if unit.nested}
         lasting = range(len(self.units)) if all_last else self._found.lasting | nested
         slots = plan_slots(len(self.units), lasting=lasting)
-        return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in self.units})
+        return DoubleBuffer(self.memory_tracker, {unit.name: slots[unit.index] for unit in self.units})
 
 
 def place_of(ps: ParallelState) -> ShardPlace:
