@@ -100,6 +100,11 @@ class ParamMeta:
         )
 
     @property
+    def group(self) -> str:
+        """Parameters of one group are treated alike by the optimizer, and lie together (see optimizer/param_groups)."""
+        return ("decay" if self.decay else "no_decay") + ("+embedding_or_output" * self.embedding_or_output)
+
+    @property
     def grad_keys(self) -> tuple[str, ...]:
         return self.uses or (self.name,)
 

@@ -29,9 +29,10 @@ from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
+from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
+from megatron.core.distributed.parameter_views import Reading, as_they_are
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.memory_tracker import MemoryTracker

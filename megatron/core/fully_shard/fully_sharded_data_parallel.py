@@ -30,8 +30,8 @@ from megatron.core.distributed.distributed_data_parallel import (
     place_of,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import Reading, as_they_are
 from megatron.core.distributed.gradient_sources import Sinks
+from megatron.core.distributed.parameter_views import Reading, as_they_are
 from megatron.core.distributed.sharding import Cut, sharding_of
 from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits
 from megatron.core.fully_shard.driver import HookDriver, ReductionsInOrder
