@@ -24,12 +24,13 @@ $(VENV)/.dev: $(VENV)/.base
 quickstart: $(VENV)/.base
 	PYTHON=$(BIN)/python examples/quickstart/run.sh
 
+# Two parts of the suite at a time: most tests wait for other ranks or use one core.
 test: setup
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python tools/run_tests.py -m "not full"
 
-# Full grids and kill storms too; the figures in docs/ come from it.
+# Full grids and kill storms too; the figures in docs/ come from it. A call takes an hour at most; the next one goes on.
 test-all: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -p tests.harness.resumed
 
 lint: setup
 	$(BIN)/python -m ruff format --check .

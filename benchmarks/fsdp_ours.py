@@ -37,10 +37,10 @@ from megatron.core.pipeline_parallel.plan.passes.add_residency import add_reside
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.pipeline_parallel.runtime.unit_boundaries import UnitBoundaries
 from megatron.training.residency import residency_of, units_of_all_stages
 
 Config = DistributedDataParallelConfig

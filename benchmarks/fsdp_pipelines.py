@@ -146,10 +146,10 @@ def planned_and_counted(ours: OurPipeline) -> tuple[dict[str, int], dict[str, tu
         }
 
     moments = [by_kind(moment) for moment in walk.boundaries]
-    ledger = ours.engine.ledger
+    tracker = ours.engine.memory_tracker
     counted = {
-        "gathered": ledger.peak("gathered"),
-        "gradients": ledger.peak("grads") + ledger.peak("extra"),
+        "gathered": tracker.peak("gathered"),
+        "gradients": tracker.peak("grads") + tracker.peak("extra"),
     }
     most = {kind: (max(one[kind] for one in moments), size) for kind, size in counted.items()}
     return max(moments, key=lambda one: sum(one.values())), most

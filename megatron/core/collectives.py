@@ -66,10 +66,6 @@ class Pending:
         self._peer = peer
         self._started = time.monotonic()
 
-    @property
-    def holds_temporary(self) -> bool:
-        return self.temporary_bytes > 0
-
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once, or raise. gloo says so of what was waited for, and of nothing else."""
         return self._work is None or self._work.is_completed()
@@ -183,7 +179,7 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     """bucket <- its sum over the group, in place, always asynchronous. Its size is a multiple of the group's.
 
     On gloo the sum runs in rank order, in fp32 at least: see [Note: sums in rank order] in
-    distributed/distributed_data_parallel. It receives beside the bucket (`holds_temporary`), and its second half
+    distributed/distributed_data_parallel. It receives beside the bucket (`temporary_bytes`), and its second half
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     """
     parts = bucket.view(group.size, bucket.numel() // group.size)

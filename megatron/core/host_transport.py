@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import platform
 import time
@@ -204,10 +205,7 @@ def meet_on_host(group: Group, together: list[HostTransport]) -> HostTransport |
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     """Where they begin in a slot, one behind the other, and where the last one ends."""
-    places = [0]
-    for tensor in tensors:
-        places.append(places[-1] + tensor.nbytes + -tensor.nbytes % _ALIGNMENT)
-    return places
+    return [0, *itertools.accumulate(one.nbytes + -one.nbytes % _ALIGNMENT for one in tensors)]
 
 
 def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:
@@ -227,22 +225,16 @@ def _new_file(token: int) -> int:
 
 
 def _map_all(told: list[list[int]]) -> list[Tensor] | None:
-    """Every rank's memory; None where one cannot be had.
-
-    told: (process, file, token) of each rank. On another host that may be anybody's.
-    """
+    """Every rank's memory; None where one cannot be had. told: (process, file, token) of each rank, which on another
+    host may be anybody's."""
     memory: list[Tensor] = []
-    for process, file, token in told:
+    for process, file, _ in told:
         path = f"/proc/{process}/fd/{file}"
-        try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                return None
-            memory.append(torch.from_file(path, shared=True, size=NUM_BYTES, dtype=torch.uint8))
-        except (OSError, RuntimeError):  # torch's error for a file that cannot be opened is a RuntimeError
-            return None
-        if _counters(memory[-1])[_TOKEN] != token:
-            return None
-    return memory
+        with contextlib.suppress(OSError, RuntimeError):  # torch's, for a file that cannot be opened
+            if os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                memory.append(torch.from_file(path, shared=True, size=NUM_BYTES, dtype=torch.uint8))
+    tokens = [_counters(one)[_TOKEN] for one in memory]
+    return memory if tokens == [token for _, _, token in told] else None
 
 
 def _counters(memory: Tensor) -> memoryview:

@@ -70,7 +70,6 @@ class ParallelState:
     world_size: int
     grid: RankGrid
     device: Device
-    timeout: datetime.timedelta
     groups: Mapping[str, Group]
 
     def group(self, purpose: str) -> Group:
@@ -271,7 +270,7 @@ def make_state_of_parts(
         host = meet_on_host(group, transports) if purpose.on_host else None
         groups[purpose.name] = dataclasses.replace(group, observer=observer, host=host)
     place, size = own.ranks.index(rank), len(own.ranks)
-    return ParallelState(place, size, own.grid, device, timeout, MappingProxyType(groups))
+    return ParallelState(place, size, own.grid, device, MappingProxyType(groups))
 
 
 def single_process(
@@ -288,7 +287,7 @@ def single_process(
         purpose.name: Group(purpose.name, (0,), 0, _backend(purpose, device), None, device, timeout)
         for purpose in PURPOSES
     }
-    return ParallelState(0, 1, grid, device, timeout, MappingProxyType(groups))
+    return ParallelState(0, 1, grid, device, MappingProxyType(groups))
 
 
 def _backend(purpose: Purpose, device: Device) -> str:

@@ -70,7 +70,6 @@ class ParamMeta:
     uses: the sink keys under which gradient contributions arrive. One key for most; tied embeddings have
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
     decay: weight decay applies. embedding_or_output: of words, or the output layer: `--decoupled-lr` applies.
-    layer: global layer number, or None outside the layers.
     expert: of an expert, which lies in flat buffers of its own: other ranks hold copies of it than of the rest.
     """
 
@@ -82,7 +81,6 @@ class ParamMeta:
     uses: tuple[str, ...] = ()
     decay: bool = True
     embedding_or_output: bool = False
-    layer: int | None = None
     regions: tuple[Region, ...] = ()
     shared: bool = False
     expert: bool = False
@@ -100,6 +98,11 @@ class ParamMeta:
             max(part.local[dim] + part.shape[dim] for part in self.parts)
             for dim in range(len(self.global_shape))
         )
+
+    @property
+    def group(self) -> str:
+        """Parameters of one group are treated alike by the optimizer, and lie together (see optimizer/param_groups)."""
+        return ("decay" if self.decay else "no_decay") + ("+embedding_or_output" * self.embedding_or_output)
 
     @property
     def grad_keys(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.initial_weights import broadcast_weights
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
@@ -70,9 +70,9 @@ class Engine:
     scaler: GradScaler
 
     @property
-    def ledger(self) -> Ledger:
+    def memory_tracker(self) -> MemoryTracker:
         """What this rank's engine holds."""
-        return self.model.ledger
+        return self.model.memory_tracker
 
     @property
     def declares_units(self) -> bool:
@@ -82,7 +82,7 @@ class Engine:
     def persistent_bytes(self) -> int:
         """What this rank holds when a step ends: weights, gradients, optimizer state, slots of the double buffer."""
         flat = sum(self.model.buffer.persistent_bytes().values())
-        return flat + self.ledger.live("moments") + self.ledger.live("slots")
+        return flat + self.memory_tracker.live("moments") + self.memory_tracker.live("slots")
 
     def model_pieces(self) -> list[LocalPiece]:
         """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
@@ -165,8 +165,8 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
     if config.model.init_model_with_meta_device:
         _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
         model.weights_changed()
-    optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.ledger)
-    model.ledger.book({"moments": sum(optimizer.persistent_bytes().values())})
+    optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.memory_tracker)
+    model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
     model.release_gradients()
     return Engine(
         chunks=chunks,

@@ -21,13 +21,11 @@ class LaunchEnvError(ValueError):
 class LaunchEnv:
     """What the launcher (torchrun) says about this process, and the few variables that change what we do.
 
-    launched: a launcher set RANK and WORLD_SIZE; otherwise this is a world of one.
     restart_count: torchrun's in-place restarts so far (0 on the first attempt). agent_store: torchrun hosts the store
     at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does. launcher_pid: of torchrun, which lives as long as its ranks; None
     where the parent may end before them (srun, mpirun, a shell).
     """
 
-    launched: bool = False
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -52,7 +50,6 @@ class LaunchEnv:
         launched = "RANK" in source or "WORLD_SIZE" in source
         world_size = _required(source, "WORLD_SIZE") if launched else 1
         env = cls(
-            launched=launched,
             rank=_required(source, "RANK") if launched else 0,
             world_size=world_size,
             local_rank=_integer(source, "LOCAL_RANK", 0) if launched else 0,

@@ -29,7 +29,7 @@ from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
 from megatron.training.signals import SignalHandler
-from megatron.training.start_report import log_ledger, report_model
+from megatron.training.start_report import log_memory, report_model
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult, StepRunner, Steps, StepTask
 from megatron.training.step_numbers import StepNumbers
@@ -57,7 +57,7 @@ class TrainingLoop:
         self.session = session
         self.engine = engine
         self.state = TrainState.start(config)
-        self._ledger_logged = False
+        self._memory_logged = False
         self._config = config
         self._signals = signals
         self._runner = runner
@@ -228,9 +228,9 @@ class TrainingLoop:
         assert number == state.iteration + 1, f"iteration {number} after {state.iteration}"
         if ends_at(number, self._config.ddp.check_weight_hash_across_dp_replicas_interval):
             check_replicas(self.engine, session.ps, number)
-        if not self._ledger_logged:
-            self._ledger_logged = True
-            log_ledger(session, self.engine, f"after iteration {number}")
+        if not self._memory_logged:
+            self._memory_logged = True
+            log_memory(session, self.engine, f"after iteration {number}")
         batch_size = self._batch.global_batch_size(state.consumed_train_samples)
         state.iteration = number
         state.consumed_train_samples += batch_size

@@ -351,6 +351,6 @@ def plan_line(plan: PlanRecord) -> str:
     return " > plan: " + json.dumps(record, allow_nan=False)
 
 
-def ledger_lines(when: str, table: Sequence[str]) -> list[str]:
+def memory_lines(when: str, table: Sequence[str]) -> list[str]:
     """--log-fsdp-ledger: the engine's table of what it holds, indented under a heading."""
     return [f" > bytes of the sharding engine on rank 0, {when}:", *(f"   {row}" for row in table)]

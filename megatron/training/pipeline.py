@@ -302,5 +302,7 @@ def _profiler(session: Session, engine: Engine) -> Profiler | None:
         start=parallel.zero_bubble_pipeline_timers_start_iter,
         end=parallel.zero_bubble_pipeline_timers_end_iter,
         interval=0 if ps.device.queues_work else config.logging.log_interval,
-        transient_bytes=lambda: sum(engine.ledger.live(kind) for kind in ("gathered", "grads", "extra")),
+        transient_bytes=lambda: sum(
+            engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")
+        ),
     )

@@ -49,10 +49,10 @@ class ResidencyReport:
         rank, planned, planned_moves = planned_residency(
             spec, num_microbatches, self._purpose, self._at_rest, costs, self._runner.wire
         )
-        ledger = self._engine.ledger
-        gradients = ledger.peak("grads") + ledger.peak("extra")
-        held = HeldBytes(self._engine.persistent_bytes(), ledger.peak("gathered"), gradients, None)
-        ledger.reset_peaks()
+        tracker = self._engine.memory_tracker
+        gradients = tracker.peak("grads") + tracker.peak("extra")
+        held = HeldBytes(self._engine.persistent_bytes(), tracker.peak("gathered"), gradients, None)
+        tracker.reset_peaks()
         own = [dataclasses.asdict(one) for one in (held, self._moved())]
         told = session.gather([session.ps.pp_rank, *own])
         mine = [(HeldBytes(**held), StepMoves(**moves)) for of, held, moves in told if of == rank]

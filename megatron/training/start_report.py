@@ -37,13 +37,13 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
             f"WARNING: --decoupled-lr {rate} has no effect: the model marks no parameter as its word embeddings or "
             "output layer (ParamMeta.embedding_or_output)"
         )
-    log_ledger(session, engine, "before the first step")
+    log_memory(session, engine, "before the first step")
 
 
-def log_ledger(session: Session, engine: Engine, when: str) -> None:
+def log_memory(session: Session, engine: Engine, when: str) -> None:
     """--log-fsdp-ledger: what the data parallel engine of rank 0 holds."""
     if session.config.ddp.log_fsdp_ledger:
-        for line in metrics.ledger_lines(when, engine.ledger.lines()):
+        for line in metrics.memory_lines(when, engine.memory_tracker.lines()):
             session.print_rank_0(line)
 
 

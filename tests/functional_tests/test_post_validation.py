@@ -139,8 +139,8 @@ def test_the_plan_is_told_and_the_snapshot_is_counted(train):
     inverse = train(2, words)
     assert inverse.plan["post_validation"] == "inverse"
     assert inverse.plan["snapshot_bytes_per_rank"] == [0, 0]
-    assert "snapshot" not in ledger_of(inverse)
-    assert ledger_of(run)["snapshot"] == sizes[0]
+    assert "snapshot" not in tracked_of(inverse)
+    assert tracked_of(run)["snapshot"] == sizes[0]
     synchronous = train(2, SETTINGS["fp16"][1]).plan
     assert synchronous["post_validation"] == "off"
     assert "snapshot_bytes_per_rank" not in synchronous
@@ -328,7 +328,7 @@ def test_a_schedule_is_solved_again_while_a_step_is_undecided(tmp_path):
     assert bubbles[:6] == [1, 2, 3, 4, 5, 6]
 
 
-def ledger_of(run):
+def tracked_of(run):
     """Kind -> peak bytes of rank 0, after the first iteration."""
     _, told = run.output.split("bytes of the sharding engine on rank 0, after iteration 1:")
     rows = re.findall(r"^   (\w+) +[\d,]+ +([\d,]+)$", told, re.MULTILINE)

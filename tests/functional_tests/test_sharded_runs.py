@@ -200,7 +200,7 @@ def test_microbatches_may_grow_during_the_run(run, flags):
 # --- what is told
 
 
-def test_the_ledger(run):
+def test_the_memory_table(run):
     """--log-fsdp-ledger: before and after the first step the same at rest, but for gradients, which come with it;
     nothing transient is left over."""
     output = run(2, f"{LOGGED} {ZERO3} --log-fsdp-ledger").output

@@ -67,7 +67,7 @@ def sharded(ps, dtype, **config):
                 (loss_of(model, sample) / GA).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert model.engine.ledger.transient_bytes == 0, model.engine.ledger.lines()
+    assert model.engine.memory_tracker.transient_bytes == 0, model.engine.memory_tracker.lines()
     return {name: weight.double() for name, weight in model.full_state_dict().items()}
 
 def assert_close(found, expected, tolerance, what):

@@ -123,9 +123,7 @@ class Run:
         masked: bool = False,
     ) -> None:
         flags = [*MODEL, "--global-batch-size", str(global_batch), *words, *layout.flags]
-        self.config = parse_config(
-            flags, env=LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank)
-        )
+        self.config = parse_config(flags, env=LaunchEnv(world_size=ctx.world_size, rank=ctx.rank))
         instances = self.config.ddp.num_distributed_optimizer_instances
         self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
         self.spec = self.config.schedule_spec

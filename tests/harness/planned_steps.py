@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
@@ -67,8 +67,8 @@ class BoundaryLog:
     Bytes are looked at right before the next boundary: gradients get memory when the first one of an access comes.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
         self._last = ""
         self.found: list[Boundary] = []
 
@@ -79,8 +79,8 @@ class BoundaryLog:
 
     def look(self) -> None:
         if self._last:
-            grads = self._ledger.live("grads") + self._ledger.live("extra")
-            self.found.append(Boundary(self._last, self._ledger.live("gathered"), grads))
+            grads = self._tracker.live("grads") + self._tracker.live("extra")
+            self.found.append(Boundary(self._last, self._tracker.live("gathered"), grads))
         self._last = ""
 
     @contextlib.contextmanager

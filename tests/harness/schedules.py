@@ -5,9 +5,11 @@ import types
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from megatron.core.pipeline_parallel.plan.activations import peak_activation
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.text import to_torch_csv
+from megatron.core.pipeline_parallel.plan.verify import verify
 
 
 def microbatches(p):
@@ -19,6 +21,16 @@ def microbatches(p):
 GRID = [
     (p, m) for p in range(2, 34) for m in microbatches(p) if m <= 2 * p or p <= 8 or p in (13, 16, 24, 33)
 ]
+
+
+def verified_peaks(plan, costs=None) -> tuple[float, ...]:
+    """Activations by rank, in the cost model's unit, of a plan that is verified."""
+    verify(plan, costs)
+    costs = costs or CostModel.of_ranks(plan.placement)
+    return tuple(
+        peak_activation(rank, row, costs, forward_only=plan.forward_only)
+        for rank, row in enumerate(plan.rows)
+    )
 
 
 def chunk_costs(placement, f=1.0, b=1.0, w=1.0, comm=0.0, memory_after_b=1.0):

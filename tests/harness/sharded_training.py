@@ -254,7 +254,7 @@ def assert_same_weights(
 
 def assert_at_rest(model: FullyShardedModule) -> None:
     """After a step nothing transient is held."""
-    assert model.engine.ledger.transient_bytes == 0, model.engine.ledger.lines()
+    assert model.engine.memory_tracker.transient_bytes == 0, model.engine.memory_tracker.lines()
 
 
 def check_parity(

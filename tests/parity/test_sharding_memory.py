@@ -1,4 +1,4 @@
-"""Memory of fully sharded training: FSDP2's bounds, held against our ledger, and peaks of live bytes against FSDP2's.
+"""Memory of fully sharded training: FSDP2's bounds, held against what we track; peaks of live bytes against FSDP2's.
 
 Every contestant has processes of its own: two share neither heap nor what it has learned. The claim about peaks at 34
 million parameters (at most 0.9 x FSDP2's) is that of benchmarks/fsdp_vs_peers.py --memory; here the same comparison
@@ -67,7 +67,7 @@ def phases(ctx: RankContext) -> dict[str, int]:
     torch.set_num_threads(1)
     loop = ours(work_of(ctx, 1))
     model = loop.model
-    ledger, found = model.ledger, {}
+    tracker, found = model.memory_tracker, {}
     sizes = {
         unit.name: sum(4 * bucket.full_weights.numel() for bucket in model.buffer.buckets_of_unit(unit.name))
         for unit in model.units
@@ -77,14 +77,14 @@ def phases(ctx: RankContext) -> dict[str, int]:
     found["others"] = sum(sizes.values()) - sum(blocks)
     found["sharded"] = sum(sizes.values()) // 2
     found["moments"] = sum(loop.optimizer.persistent_bytes().values())
-    found["init"] = ledger.persistent_bytes + ledger.peak_transient_bytes
+    found["init"] = tracker.persistent_bytes + tracker.peak_transient_bytes
     loop.step()
     found["num_units"] = len(blocks)
 
     def peak() -> int:
-        most = sum(ledger.peak(one) for one in ("weights", "main_weights", "main_grads", "extra_grads"))
-        most += ledger.peak_transient_bytes
-        ledger.reset_peaks()
+        most = sum(tracker.peak(one) for one in ("weights", "main_weights", "main_grads", "extra_grads"))
+        most += tracker.peak_transient_bytes
+        tracker.reset_peaks()
         return most
 
     forward = loop.forward
@@ -96,7 +96,7 @@ def phases(ctx: RankContext) -> dict[str, int]:
 
     loop.forward = watched
     model.begin_step(1)
-    ledger.reset_peaks()
+    tracker.reset_peaks()
     loop.execute(1)
     model.finish()
     found["backward"] = peak()
@@ -104,7 +104,7 @@ def phases(ctx: RankContext) -> dict[str, int]:
     found["optimizer"] = peak() + found["moments"]
     model.weights_changed()
     model.begin_step(1)  # gradients mean nothing any more
-    found["zeroed"] = ledger.persistent_bytes + ledger.transient_bytes + found["moments"]
+    found["zeroed"] = tracker.persistent_bytes + tracker.transient_bytes + found["moments"]
     return found
 
 

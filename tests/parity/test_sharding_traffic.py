@@ -91,16 +91,16 @@ def watch_case(ctx, case):
     layers = max(LAYERS, 2 * layout.pp)
     words = ["--num-layers", str(layers), *NO_DROPOUT, *case.words]
     run = Run(ctx, layout, words, global_batch=case.ga * dp)
-    model, ledger = run.engine.model, run.engine.model.ledger
-    watch, log = Watch(), BoundaryLog(model.ledger)
-    assert ledger.transient_bytes == 0, ledger.lines()
+    model, tracker = run.engine.model, run.engine.model.memory_tracker
+    watch, log = Watch(), BoundaryLog(model.memory_tracker)
+    assert tracker.transient_bytes == 0, tracker.lines()
     kept = []
     with watch.installed():
         run.step(1)
         run.step(2, look=watch.reset)
-        ledger.reset_peaks()
+        tracker.reset_peaks()
         with log.installed():
-            run.step(3, look=lambda: kept.append((watch.traffic, model.traffic, ledger.peak("gathered"))))
+            run.step(3, look=lambda: kept.append((watch.traffic, model.traffic, tracker.peak("gathered"))))
         model.settle_weights()
     (watched, engine, peak), buffer = kept[0], model.buffer
     units, walk, residency = units_of(run), walk_of(run), run.runner.spec.residency
@@ -117,10 +117,10 @@ def watch_case(ctx, case):
         planned_peak=walk.most.gathered,
         held=log.found,
         planned_held=[(one.gathered, one.gradients + one.under_way) for one in walk.boundaries],
-        at_rest=sum(ledger.live(kind) for kind in ("weights", "main_weights", "main_grads")),
+        at_rest=sum(tracker.live(kind) for kind in ("weights", "main_weights", "main_grads")),
         planned_at_rest=units.shard_bytes,
-        transient=ledger.transient_bytes,
-        live={kind: ledger.live(kind) for kind in LIVE},
+        transient=tracker.transient_bytes,
+        live={kind: tracker.live(kind) for kind in LIVE},
         trained_numel=sum(buffer.weight(name).numel() for name in buffer.names),
         padded_numel=sum(bucket.bucket.numel for bucket in buffer.buckets),
         num_buckets=len(buffer.buckets),

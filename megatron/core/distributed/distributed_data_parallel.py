@@ -29,12 +29,13 @@ from megatron.core.distributed.custom_fsdp.debug import watch_released
 from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
 from megatron.core.distributed.custom_fsdp.slots import plan_slots
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer, Reading, as_they_are
+from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
+from megatron.core.distributed.parameter_views import Reading, as_they_are
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, residency_of, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.parallel_state import ParallelState
@@ -77,7 +78,7 @@ class DistributedDataParallel(GradSync):
         self.ps, self.config = ps, config
         self.place = place_of(ps)
         self.sharding = effective_sharding(config, self.place)
-        self.ledger = Ledger()
+        self.memory_tracker = MemoryTracker()
         if param_meta is None:
             param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
         if sinks is None:
@@ -110,7 +111,7 @@ class DistributedDataParallel(GradSync):
             names,
             self.buffer,
             memory,
-            self.ledger,
+            self.memory_tracker,
             order=self._found.backward_order,
             tp=ps.tp_group,
             embedding=ps.embedding_group,
@@ -127,7 +128,7 @@ class DistributedDataParallel(GradSync):
         held = self.buffer.persistent_bytes()
         if self.sharding.main_grads is not Cut.WHOLE:
             del held["main_grads"]  # they come and go: booked unit by unit
-        self.ledger.book({name: size for name, size in held.items() if size})
+        self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
             watch_released(self, self.buffer, self.units)
 
@@ -265,7 +266,7 @@ class DistributedDataParallel(GradSync):
     def _new_memory(self) -> TransientMemory:
         config = self.config
         if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
-            return AllocatedMemory(self.ledger)
+            return AllocatedMemory(self.memory_tracker)
         if config.fsdp_debug:
             raise ModelError(
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
@@ -275,7 +276,7 @@ class DistributedDataParallel(GradSync):
         nested = {unit.index for unit in self.units if unit.nested}
         lasting = range(len(self.units)) if all_last else self._found.lasting | nested
         slots = plan_slots(len(self.units), lasting=lasting)
-        return DoubleBuffer(self.ledger, {unit.name: slots[unit.index] for unit in self.units})
+        return DoubleBuffer(self.memory_tracker, {unit.name: slots[unit.index] for unit in self.units})
 
 
 def place_of(ps: ParallelState) -> ShardPlace:

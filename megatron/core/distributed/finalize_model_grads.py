@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
 from megatron.core.param_parts import RegionPart, region_parts
@@ -55,7 +55,7 @@ class PartialSums:
 
     Ranks that hold another rectangle must not be added: a region of c copies has one slot for each block of c ranks,
     a rank fills its own block's and leaves the others zero. max_packed: the packed buffer has at most so many elements
-    (and what rounds them up to the group's size); larger regions are cut. ledger: is told of the buffer.
+    (and what rounds them up to the group's size); larger regions are cut. tracker: is told of the buffer.
     Communicates over tp.
     """
 
@@ -65,13 +65,13 @@ class PartialSums:
         group: Group,
         *,
         max_packed: int = MAX_PACKED,
-        ledger: Ledger | None = None,
+        tracker: MemoryTracker | None = None,
     ) -> None:
         assert max_packed >= group.size, f"{max_packed} elements for {group.size} slots"
         self._buffer = buffer
         self._group = group
         self._max_packed = max_packed
-        self._ledger = Ledger() if ledger is None else ledger
+        self._tracker = MemoryTracker() if tracker is None else tracker
         self._packs: dict[torch.dtype, list[_Pack]] = {}
         plan = []
         for name in buffer.names:
@@ -103,7 +103,7 @@ class PartialSums:
         """Every partial region holds the sum over its copies. Raises PeerLostError."""
         for dtype, packs in self._packs.items():
             most = max(_round_up(pack.numel, self._group.size) for pack in packs)
-            with self._ledger.holding("packed", most * dtype.itemsize):
+            with self._tracker.holding("packed", most * dtype.itemsize):
                 packed = torch.empty(most, dtype=dtype, device=packs[0].items[0].grad.device)
                 for pack in packs:
                     self._add_pack(pack, packed[: _round_up(pack.numel, self._group.size)])
@@ -113,17 +113,17 @@ class PartialSums:
         flat.zero_()
         for item in pack.items:
             _part(flat, item).copy_(item.grad)
-        _sum(flat, self._group, self._ledger)
+        _sum(flat, self._group, self._tracker)
         for item in pack.items:
             item.grad.copy_(_part(flat, item))
 
 
 class SharedSums:
     """Adds the gradients of parameters that the first and the last stage share: whole ones, where they are whole at
-    rest, else what the optimizer updates. ledger: is told of what exchanges take. Communicates over embedding."""
+    rest, else what the optimizer updates. tracker: is told of what exchanges take. Communicates over embedding."""
 
-    def __init__(self, buffer: FlatBuffer, group: Group, *, ledger: Ledger | None = None) -> None:
-        self._ledger = Ledger() if ledger is None else ledger
+    def __init__(self, buffer: FlatBuffer, group: Group, *, tracker: MemoryTracker | None = None) -> None:
+        self._tracker = MemoryTracker() if tracker is None else tracker
         self._group = group
         whole = buffer.sharding.main_grads is Cut.WHOLE
         buckets = [bucket for bucket in buffer.buckets if buffer.arenas[bucket.arena].layout.shared]
@@ -142,13 +142,13 @@ class SharedSums:
     def add(self) -> None:
         """Every shared parameter's gradient holds the sum over its uses. Raises PeerLostError."""
         for grad in self._grads:
-            _sum(grad, self._group, self._ledger)
+            _sum(grad, self._group, self._tracker)
 
 
-def _sum(flat: Tensor, group: Group, ledger: Ledger) -> None:
+def _sum(flat: Tensor, group: Group, tracker: MemoryTracker) -> None:
     """flat <- its sum over the group."""
     pending = collectives.sum_gradients(flat, group)
-    with ledger.holding("exchange", pending.temporary_bytes):
+    with tracker.holding("exchange", pending.temporary_bytes):
         pending.wait()
 
 

@@ -19,10 +19,8 @@ keep a storage of their own: nothing is ever reduced or updated there.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +31,17 @@ from megatron.core.distributed.bucket_memory import (
     ArenaMaker,
     BucketMemory,
     NewFull,
-    bucket_name,
-    grad_comm_dtype,
     num_bytes,
     own_storage,
-    with_memory,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import Bucket, ParamSpec, Placement, plan_layouts
+from megatron.core.distributed.parameter_views import ParameterViews, Reading, as_they_are
+from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
-# Makes parameters' values readable inside, where they lie in memory that comes and goes.
-Reading = Callable[[Sequence[nn.Parameter]], contextlib.AbstractContextManager[None]]
-
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def as_they_are(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 class FlatBuffer:
@@ -91,8 +80,6 @@ class FlatBuffer:
         self._stages = dict(stages or {})
         self.frozen = tuple(name for name, p in parameters.items() if not p.requires_grad)
         self.names = tuple(name for name, p in parameters.items() if p.requires_grad)
-        self._device, self._new_full, self._reading = device, new_full, reading
-        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._param_of_key = {key: name for name in self.names for key in param_meta[name].grad_keys}
 
         weights_cut = sharding.weights is not Cut.WHOLE
@@ -114,20 +101,20 @@ class FlatBuffer:
         )
         self.arenas = tuple(dataclasses.replace(arena, groups=groups) for arena in maker.arenas)
         self._main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
-        self._weights: dict[str, Tensor] = {}
-        self._grads: dict[str, Tensor] = {}  # by key
-        self.extra_grads: dict[str, Tensor] = {}  # key of a further use -> its accumulator, 1-D
+        views = ParameterViews(
+            parameters, self.param_meta, config, sharding, place, device, new_full, reading
+        )
         self.buckets: tuple[BucketMemory, ...] = tuple(
-            self._build(maker, index, bucket, parameters)
+            views.bucket(maker, index, bucket)
             for index, arena in enumerate(self.arenas)
             for bucket in arena.layout.buckets
         )
         self._bucket_of = {name: memory for memory in self.buckets for name in memory.bucket.names}
-        for name, parameter in parameters.items():
+        for name in parameters:
             if name not in self._bucket_of:
-                if parameter.device != device:
-                    _repoint(parameter, torch.empty_like(parameter, device=device))
-                self._weights[name] = parameter.detach()
+                views.alone(name)
+        self._shapes, self._weights, self._grads = views.shapes, views.weights, views.grads
+        self.extra_grads = views.extra_grads  # key of a further use -> its accumulator, 1-D
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
 
@@ -190,18 +177,10 @@ class FlatBuffer:
 
     def main_grad_part(self, name: str, cut: Cut | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
-        layout, memory = self._trained_arena_of(name).layout, self._bucket_of[name]
-        assert memory.main_grads is not None
-        held = self.sharding.main_grads
-        outer, _ = layout.part_of(name, self.place, held)
-        low, high = layout.part_of(name, self.place, cut or self.sharding.optimizer)
-        start = layout.part_at_rest(name, self.place, held)[0]
-        start -= layout.rest_start(memory.bucket.index, self.place, held)
-        return (
-            memory.main_grads[start + low - outer : start + high - outer]
-            if high > low
-            else memory.main_grads[:0]
-        )
+        arena, memory, held = self._trained_arena_of(name), self._bucket_of[name], self.sharding.main_grads
+        assert memory.main_grads is not None, name
+        start = arena.layout.rest_start(memory.bucket.index, self.place, held)
+        return self._part(arena, memory.main_grads, held, name, cut or self.sharding.optimizer, start)
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
         """All gradients at rest, one allocation each: one a dtype where they are whole, one a bucket where cut."""
@@ -252,11 +231,13 @@ class FlatBuffer:
 
     def copy_main_to_weights(self) -> None:
         """Round main weights into this rank's part of the weights at rest; others' parts are for engines to gather."""
-        self._copy_main(to_weights=True)
+        for weights, main in self._main_weights():
+            weights.copy_(main)
 
     def copy_weights_to_main(self) -> None:
         """From this rank's part of the weights at rest."""
-        self._copy_main(to_weights=False)
+        for weights, main in self._main_weights():
+            main.copy_(weights)
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by what they are for (the optimizer's moments come on top)."""
@@ -270,91 +251,38 @@ class FlatBuffer:
             "extra_grads": num_bytes(extra),
         }
 
-    def _build(
-        self, maker: ArenaMaker, arena: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]
-    ) -> BucketMemory:
-        """Parameters and accumulators become views of the bucket's full tensors; weights come to rest."""
-        layout, dtype = maker.arenas[arena].layout, maker.arenas[arena].weights.dtype
-        cut, name = self.sharding.weights is not Cut.WHOLE, bucket_name(arena, bucket)
-        full = self._new_full("weights", name, bucket.numel, dtype, self._device) if cut else None
-        grads = None
-        if layout.trained and self.sharding.main_grads is not Cut.WHOLE:
-            wire = grad_comm_dtype(dtype, self.config)
-            grads = self._new_full("grads", name, bucket.numel, wire, self._device)
-        memory = maker.bucket(arena, bucket.index, full, grads)
-        values = [parameters[param] for param in bucket.names]
-        with with_memory(memory.full_weights) as whole, self._reading(values):
-            if cut:
-                whole.zero_()
-            for param in bucket.names:
-                slot = layout.by_name[param]
-                view = whole[slot.start - bucket.start : slot.end - bucket.start].view(self._shapes[param])
-                self._weights[param] = view
-                _repoint(parameters[param], view)
-            if cut:
-                start, end = layout.shard(bucket.index, self.place, self.sharding.weights)
-                memory.weights.copy_(whole[start - bucket.start : end - bucket.start])
-        if memory.full_grads is not None:
-            with with_memory(memory.full_grads) as whole:
-                for param in bucket.names:
-                    slot = layout.by_name[param]
-                    view = whole[slot.start - bucket.start : slot.end - bucket.start]
-                    self._grads[param] = view.view(self._shapes[param])
-            for param in bucket.names:
-                for key in self.param_meta[param].grad_keys[1:]:
-                    self._add_extra(key, param, name, memory.full_grads.dtype)
-        return memory
-
-    def _add_extra(self, key: str, param: str, bucket: str, dtype: torch.dtype) -> None:
-        """The accumulator of a further use."""
-        numel = math.prod(self._shapes[param])
-        if self.sharding.main_grads is Cut.WHOLE:
-            extra = torch.zeros(numel, dtype=dtype, device=self._device)
-        else:
-            extra = self._new_full("extra", bucket, numel, dtype, self._device)
-        self.extra_grads[key] = extra
-        with with_memory(extra) as whole:
-            self._grads[key] = whole.view(self._shapes[param])
-
-    def _copy_main(self, *, to_weights: bool) -> None:
+    def _main_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(weights at rest, main weights) where these have memory of their own."""
         at_once = self.place.ways(self.sharding.weights) == self.place.ways(self.sharding.optimizer)
         for index, arena in enumerate(self.arenas):
             if arena.own_main_weights is None:
                 continue
-            pairs = [(arena.weights, arena.own_main_weights)]
-            if not at_once:
-                pairs = [
-                    (memory.optimizer_weights, memory.main_weights)
-                    for memory in self.buckets
-                    if memory.arena == index
-                    and memory.optimizer_weights is not None
-                    and memory.main_weights is not None
-                ]
-            for weights, main in pairs:
-                if to_weights:
-                    weights.copy_(main)
-                else:
-                    main.copy_(weights)
+            if at_once:
+                yield arena.weights, arena.own_main_weights
+                continue
+            for memory in self.buckets:
+                if memory.arena == index:
+                    assert memory.optimizer_weights is not None, memory.name
+                    assert memory.main_weights is not None, memory.name
+                    yield memory.optimizer_weights, memory.main_weights
 
-    def _part(self, arena: Arena, flat: Tensor, flat_cut: Cut, name: str, wanted: Cut) -> Tensor:
-        """What of a parameter belongs to `wanted` in a flat buffer at rest that is cut by the coarser `flat_cut`."""
+    def _part(
+        self, arena: Arena, flat: Tensor, flat_cut: Cut, name: str, wanted: Cut, start: int = 0
+    ) -> Tensor:
+        """What of a parameter belongs to `wanted` in a flat buffer at rest that is cut by the coarser `flat_cut`.
+        start: of the buffer's elements, where `flat` begins."""
         outer, _ = arena.layout.part_of(name, self.place, flat_cut)
         low, high = arena.layout.part_of(name, self.place, wanted)
         if low == high:
             return flat[:0]
-        start = arena.layout.part_at_rest(name, self.place, flat_cut)[0] + low - outer
-        return flat[start : start + high - low]
+        first = arena.layout.part_at_rest(name, self.place, flat_cut)[0] - start + low - outer
+        return flat[first : first + high - low]
 
     def _trained_arena_of(self, name: str) -> Arena:
         arena = self.arena_of(name)
         assert arena is not None, f"{name} is frozen"
         assert arena.trained, f"{name} is frozen"
         return arena
-
-
-def group_of(meta: ParamMeta) -> str:
-    """The layout group: parameters that the optimizer treats alike (see optimizer/param_groups)."""
-    return ("decay" if meta.decay else "no_decay") + ("+embedding_or_output" * meta.embedding_or_output)
 
 
 def _check(
@@ -380,16 +308,5 @@ def _spec(name: str, parameter: nn.Parameter, meta: ParamMeta, unit: str) -> Par
     assert meta.grad_keys[0] == name, f"parameter {name}: its first use is {meta.grad_keys[0]!r}"
     trained = parameter.requires_grad
     return ParamSpec(
-        name, parameter.numel(), str(parameter.dtype), group_of(meta), unit, trained, meta.expert, meta.shared
+        name, parameter.numel(), str(parameter.dtype), meta.group, unit, trained, meta.expert, meta.shared
     )
-
-
-def _repoint(parameter: nn.Parameter, storage: Tensor) -> None:
-    """Give a parameter this storage and keep its value and its identity: others hold references to it. Writing to the
-    storage later is no modification to autograd: `.data` has a version of its own."""
-    if parameter.is_meta:  # no value, and `.data` cannot change the kind of device
-        made = nn.Parameter(storage.data, requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, made)
-        return
-    storage.copy_(parameter.detach())
-    parameter.data = storage

@@ -38,7 +38,7 @@ from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 from megatron.core.peer_loss import PeerLostError
@@ -55,7 +55,7 @@ class GradState:
     holds what the next sum is added to. reduced, summed_outer: in this step. final: see [Note: final sums].
     """
 
-    def __init__(self, name: str, buffer: FlatBuffer, ledger: Ledger) -> None:
+    def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:
         self.name = name
         self.is_cut = buffer.sharding.main_grads is not Cut.WHOLE
         buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
@@ -68,7 +68,7 @@ class GradState:
         self.keys = frozenset(key for uses in self.uses for key in uses)
         self.further = frozenset(key for uses in self.uses for key in uses[1:])
         shards = [_trained(bucket.main_grads) for bucket in buckets] if self.is_cut else []
-        self.resting = RestingGrads(name, shards, ledger)
+        self.resting = RestingGrads(name, shards, tracker)
         self.fresh = set(self.keys)
         self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
 
@@ -92,18 +92,18 @@ class GradReducePipeline:
         units: Sequence[str],
         buffer: FlatBuffer,
         memory: TransientMemory,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         *,
         order: Iterable[int],
         tp: Group,
         embedding: Group,
     ) -> None:
-        self._buffer, self._memory, self._ledger = buffer, memory, ledger
+        self._buffer, self._memory, self._tracker = buffer, memory, tracker
         self._is_cut = buffer.sharding.main_grads is not Cut.WHOLE
         self._optimizer = buffer.sharding.optimizer
-        self._partial = PartialSums(buffer, tp, ledger=ledger)
-        self._shared = SharedSums(buffer, embedding, ledger=ledger)
-        self.units = [GradState(name, buffer, ledger) for name in units]
+        self._partial = PartialSums(buffer, tp, tracker=tracker)
+        self._shared = SharedSums(buffer, embedding, tracker=tracker)
+        self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
         self._under_way: list[_UnderWay] = []  # the oldest first
@@ -268,7 +268,7 @@ class GradReducePipeline:
         while len(self._under_way) >= MAX_UNDER_WAY:
             self._wait_for_one(self._under_way[0])
         pending = [start() for start in starts]
-        self._ledger.hold("exchange", unit.name, sum(one.temporary_bytes for one in pending))
+        self._tracker.hold("exchange", unit.name, sum(one.temporary_bytes for one in pending))
         self._under_way.append(_UnderWay(unit, pending, inner))
 
     def _hold(self, unit: GradState) -> None:
@@ -295,7 +295,7 @@ class GradReducePipeline:
         except PeerLostError as error:  # which may come to light in another operation, or behind the last one
             kind = "REDUCE" if one.inner else "HSDP_ALL_REDUCE"
             raise error.at(f"{kind} of unit {one.unit.name!r}") from error
-        self._ledger.free("exchange", one.unit.name, sum(pending.temporary_bytes for pending in one.pending))
+        self._tracker.free("exchange", one.unit.name, sum(pending.temporary_bytes for pending in one.pending))
         if one.inner:
             self._drop(one.unit)
 

@@ -58,15 +58,6 @@ def connect(
     return reports
 
 
-def late_message(key: str, whose: str) -> str:
-    """What is wrong where a gradient comes after the last one that was to come. whose: "its unit 'x'"."""
-    return (
-        f"a gradient for parameter {key!r} arrived after {whose} had all its gradients of the microbatch: a "
-        "module that runs several times under reentrant activation checkpointing reports a gradient for each, with no "
-        "word which is the last; checkpoint it with use_reentrant=False, or give each use a module of its own"
-    )
-
-
 def _sink_of_each_chunk(chunks: ModelChunks, sinks: Sinks) -> tuple[WeightGradAccumulator | None, ...]:
     if sinks is None or isinstance(sinks, WeightGradAccumulator):
         return (sinks,) * len(chunks.modules)

@@ -22,7 +22,7 @@ o-th of outer_size. A buffer *at rest* is the concatenation of its buckets' part
 
 Placement "tensor_atomic" lays every parameter wholly into one of the dp_size parts instead, so that an optimizer can
 work on matrices: the largest first, each into the part that is emptiest; all parts of a bucket are as long as the
-longest needs. What that wastes is reported (`Bucket.padding`) and has no bound that is independent of the shapes.
+longest needs. What that wastes has no bound that is independent of the shapes.
 """
 
 from __future__ import annotations
@@ -86,16 +86,14 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Elements [start, end) of the flat buffer; nothing but padding from `used_end` on, and before it only where
+    """Elements [start, end) of the flat buffer; padding is behind the last parameter, and before it only where
     parameters are not split between ranks. units: those that it holds parameters of, in backward order."""
 
     index: int
     start: int
-    used_end: int
     end: int
     names: tuple[str, ...]
     units: tuple[str, ...] = ()
-    padding: int = 0
 
     @property
     def numel(self) -> int:
@@ -112,7 +110,6 @@ class FlatLayout:
     buckets: tuple[Bucket, ...]
     slots: tuple[Slot, ...]
     trained: bool = True
-    expert: bool = False
     shared: bool = False
 
     @functools.cached_property
@@ -130,10 +127,6 @@ class FlatLayout:
             else:
                 spans.append(Span(slot.group, slot.bucket, slot.start, slot.end))
         return tuple(spans)
-
-    @property
-    def padding(self) -> int:
-        return sum(bucket.padding for bucket in self.buckets)
 
     def numel_at_rest(self, place: ShardPlace, cut: Cut) -> int:
         """Elements of the buffer at rest on one rank."""
@@ -233,10 +226,8 @@ def plan_layouts(
         if by_unit:
             backward.sort(key=lambda spec: -units[spec.unit])
         buckets = _cut(backward, limit, by_unit=by_unit)
-        dtype, trained, expert, shared = kind
-        layout = layout_of_buckets(
-            dtype, dp_size, buckets, trained=trained, expert=expert, placement=placement
-        )
+        dtype, trained, _, shared = kind
+        layout = layout_of_buckets(dtype, dp_size, buckets, trained=trained, placement=placement)
         layouts.append(dataclasses.replace(layout, shared=shared))
     return tuple(layouts)
 
@@ -252,7 +243,6 @@ def layout_of_buckets(
     buckets: Iterable[Sequence[ParamSpec]],
     *,
     trained: bool = True,
-    expert: bool = False,
     placement: Placement = "flat",
 ) -> FlatLayout:
     """The layout for buckets that are already chosen (by size, or one a unit), each in backward order."""
@@ -266,13 +256,11 @@ def layout_of_buckets(
         else:
             placed, part = _atomic(members, dp_size)
         slots += [Slot(spec.name, spec.group, index, start + at, spec.numel) for at, spec in placed]
-        used_end = start + max(at + spec.numel for at, spec in placed)
         end = start + part * dp_size
-        padding = end - start - sum(spec.numel for spec in members)
         names, units = (spec.name for spec in members), dict.fromkeys(spec.unit for spec in members)
-        made.append(Bucket(index, start, used_end, end, tuple(names), tuple(units), padding))
+        made.append(Bucket(index, start, end, tuple(names), tuple(units)))
         start = end
-    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots), trained, expert)
+    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots), trained)
 
 
 def _cut(specs: Sequence[ParamSpec], limit: int, *, by_unit: bool) -> list[list[ParamSpec]]:

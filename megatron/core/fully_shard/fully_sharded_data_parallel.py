@@ -23,17 +23,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.distributed_data_parallel import (
     DistributedDataParallel,
     effective_sharding,
     place_of,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import Reading, as_they_are
 from megatron.core.distributed.gradient_sources import Sinks
+from megatron.core.distributed.parameter_views import Reading, as_they_are
 from megatron.core.distributed.sharding import Cut, sharding_of
-from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits
+from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits, unit_costs
 from megatron.core.fully_shard.driver import HookDriver, ReductionsInOrder
 from megatron.core.fully_shard.hooks import UnitHooks
 from megatron.core.fully_shard.reshard_policy import (
@@ -190,13 +189,11 @@ class FullyShardedDataParallel(DistributedDataParallel):
         reads, forward = [unit.backward_reads for unit in self.units], self._forward_order
         demands = [*forward, *(unit for unit in reversed(forward) if reads[unit])]
         gathers = Counter(unit for unit, _ in itertools.groupby(demands))
-        facts = []
-        for unit in self.units:
-            buckets = self.buffer.buckets_of_unit(unit.name)
-            weights = num_bytes(bucket.full_weights for bucket in buckets)
-            grads = num_bytes(bucket.full_grads for bucket in buckets if bucket.full_grads is not None)
-            facts.append(UnitFacts(weights, grads, gathers=1 if unit.lasts else gathers[unit.index]))
-        return facts
+        costs = [unit_costs(unit, self.buffer) for unit in self.units]
+        return [
+            UnitFacts(cost.weight_bytes, cost.grad_bytes, gathers=1 if unit.lasts else gathers[unit.index])
+            for unit, cost in zip(self.units, costs, strict=True)
+        ]
 
     def _policies(self, num_microbatches: int) -> tuple[UnitPolicy, ...]:
         """What each unit keeps in a step of so many microbatches: --fsdp-reshard-policy."""

@@ -70,11 +70,6 @@ class RunOrder:
             yield unit
 
     @property
-    def demanded(self) -> tuple[int, ...]:
-        """What this microbatch has demanded so far; of one demand after the other of a unit, one."""
-        return tuple(self._demands)
-
-    @property
     def recorded(self) -> tuple[int, ...]:
         """The order of the last microbatch that was recorded to its end; () before there is one."""
         return self._record

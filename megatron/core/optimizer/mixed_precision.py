@@ -28,7 +28,7 @@ from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.finite import all_finite
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate
@@ -89,14 +89,18 @@ class _Inverse:
 
 
 class MixedPrecisionOptimizer(Stepper):
-    """See the module. State exists from the start, so that a checkpoint can be read into it in place. ledger: is told
+    """See the module. State exists from the start, so that a checkpoint can be read into it in place. tracker: is told
     of converted gradients and snapshots. rollback_by: how `rollback` comes back; SNAPSHOT unless somebody writes
     another. Building it communicates over mp. Raises ModelError where all parameters are frozen."""
 
     def __init__(
-        self, config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState, ledger: Ledger | None = None
+        self,
+        config: OptimizerConfig,
+        buffer: FlatBuffer,
+        ps: ParallelState,
+        tracker: MemoryTracker | None = None,
     ) -> None:
-        self._ledger = Ledger() if ledger is None else ledger
+        self._tracker = MemoryTracker() if tracker is None else tracker
         self.config = config
         self.buffer = buffer
         self.ps = ps
@@ -191,7 +195,7 @@ class MixedPrecisionOptimizer(Stepper):
             self._kept = _Inverse(self.num_steps)
             return
         self._kept = _Snapshot(self.num_steps, [tensor.clone() for tensor in self._mutable()])
-        self._ledger.hold("snapshot", "", num_bytes(self._kept.tensors))
+        self._tracker.hold("snapshot", "", num_bytes(self._kept.tensors))
 
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit, and this rank's part of the model's weights, which are rounded
@@ -215,7 +219,7 @@ class MixedPrecisionOptimizer(Stepper):
         """Forget what `snapshot` kept."""
         assert self._kept is not None, "commit() without snapshot()"
         if isinstance(self._kept, _Snapshot):
-            self._ledger.free("snapshot", "", num_bytes(self._kept.tensors))
+            self._tracker.free("snapshot", "", num_bytes(self._kept.tensors))
         self._kept = None
 
     def snapshot_bytes(self) -> int:
@@ -301,7 +305,7 @@ class MixedPrecisionOptimizer(Stepper):
             with contextlib.ExitStack() as held:
                 for memory in batch:
                     size = self._cast_bytes(memory, factor)
-                    held.enter_context(self._ledger.holding("casts", size, memory.name))
+                    held.enter_context(self._tracker.holding("casts", size, memory.name))
                 yield (
                     {id(memory): self._scaled(memory, factor) for memory in batch},
                     number + 1 == len(batches),
@@ -336,7 +340,7 @@ class MixedPrecisionOptimizer(Stepper):
             return grads.mul_(factor) if self._kept is None else grads * factor
         if torch.promote_types(grads.dtype, dtype) == dtype:
             return grads.to(dtype).mul_(factor)
-        with self._ledger.holding("casts", num_bytes([grads]), memory.name):
+        with self._tracker.holding("casts", num_bytes([grads]), memory.name):
             return (grads * factor).to(dtype)
 
     def _grads_and_dtype(self, memory: BucketMemory) -> tuple[Tensor, torch.dtype]:
@@ -358,7 +362,10 @@ class MixedPrecisionOptimizer(Stepper):
 
 
 def build_optimizer(
-    config: OptimizerConfig, buffer: FlatBuffer, ps: ParallelState, ledger: Ledger | None = None
+    config: OptimizerConfig,
+    buffer: FlatBuffer,
+    ps: ParallelState,
+    tracker: MemoryTracker | None = None,
 ) -> MixedPrecisionOptimizer:
     """The optimizer of the flags over a flat buffer."""
-    return MixedPrecisionOptimizer(config, buffer, ps, ledger)
+    return MixedPrecisionOptimizer(config, buffer, ps, tracker)

@@ -15,7 +15,7 @@ from typing import TypedDict
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import BucketMemory
-from megatron.core.distributed.flat_buffer import FlatBuffer, group_of
+from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import Span
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
@@ -90,7 +90,7 @@ def build_param_groups(
     for name in buffer.names:
         meta = buffer.param_meta[name]
         decoupled = meta.embedding_or_output and config.decoupled_lr is not None
-        key = group_of(meta)
+        key = meta.group
         if key not in groups:
             groups[key] = _empty_group(config, key, decays=meta.decay, decoupled=decoupled)
     for key, parameter in parameters:

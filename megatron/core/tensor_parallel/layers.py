@@ -35,7 +35,6 @@ class _ParallelLinear(SinkModule):
         bias_regions: tuple[Region, ...],
         init_std: float,
         bias: bool,
-        layer: int | None,
         embedding_or_output: bool = False,
     ) -> None:
         self.weight = self.new_parameter(
@@ -44,7 +43,6 @@ class _ParallelLinear(SinkModule):
             regions=regions,
             init=InitKind.NORMAL,
             init_std=init_std,
-            layer=layer,
             embedding_or_output=embedding_or_output,
         )
         self.bias = None
@@ -54,7 +52,6 @@ class _ParallelLinear(SinkModule):
                 shape[:1],
                 regions=bias_regions,
                 init=InitKind.ZEROS,
-                layer=layer,
             )
         self._bias_key = self.key("bias") if bias else None
 
@@ -75,7 +72,6 @@ class ColumnParallelLinear(_ParallelLinear):
         factory: LayerFactory,
         init_std: float,
         bias: bool,
-        layer: int | None = None,
         embedding_or_output: bool = False,
         bands: Sequence[Band] | None = None,
     ) -> None:
@@ -89,7 +85,6 @@ class ColumnParallelLinear(_ParallelLinear):
             bias_regions=band_regions(shape[:1], bands, 0, self.tp),
             init_std=init_std,
             bias=bias,
-            layer=layer,
             embedding_or_output=embedding_or_output,
         )
 
@@ -121,7 +116,6 @@ class RowParallelLinear(_ParallelLinear):
         factory: LayerFactory,
         init_std: float,
         bias: bool,
-        layer: int | None = None,
     ) -> None:
         super().__init__(name, factory)
         shape = (out_features, in_features)
@@ -131,7 +125,6 @@ class RowParallelLinear(_ParallelLinear):
             bias_regions=whole_region(shape[:1], self.tp, partial=False),
             init_std=init_std,
             bias=bias,
-            layer=layer,
         )
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:

@@ -52,7 +52,6 @@ class SinkModule(nn.Module):
         regions: tuple[Region, ...] = (),
         init: InitKind,
         init_std: float = 0.0,
-        layer: int | None = None,
         **facts: Any,
     ) -> nn.Parameter:
         """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay.
@@ -67,7 +66,6 @@ class SinkModule(nn.Module):
             init_std=init_std,
             route=GradRoute.SINK,
             decay=len(shape) > 1,
-            layer=layer,
             regions=regions,
             **facts,
         )

@@ -74,7 +74,6 @@ class SelfAttention(nn.Module):
             factory=factory,
             init_std=factory.init_std,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            layer=layer,
             bands=qkv_bands(heads, groups, self.head_dim, tp),
         )
         self.q_layernorm = self.k_layernorm = None
@@ -89,14 +88,13 @@ class SelfAttention(nn.Module):
             factory=factory,
             init_std=factory.residual_std,
             bias=config.attention_output_bias,
-            layer=layer,
         )
         self.recompute_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
 
     def _head_norm(self, config: TransformerConfig, name: str, factory: LayerFactory) -> Norm:
-        return Norm(config, self.head_dim, name=name, factory=factory, layer=self.layer, over_heads=True)
+        return Norm(config, self.head_dim, name=name, factory=factory, over_heads=True)
 
     def forward(
         self,

@@ -17,7 +17,7 @@ class MLP(nn.Module):
     Each tensor parallel rank has f/tp of the width: of gate and up alike. Communicates over tp.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, *, name: str, factory: LayerFactory) -> None:
+    def __init__(self, config: TransformerConfig, *, name: str, factory: LayerFactory) -> None:
         super().__init__()
         self.activation = mlp_activation(config)
         width = config.ffn_hidden_size
@@ -29,7 +29,6 @@ class MLP(nn.Module):
             factory=factory,
             init_std=factory.init_std,
             bias=config.add_bias_linear,
-            layer=layer,
             bands=even_bands(parts * width, factory.tp, parts),
         )
         self.linear_fc2 = RowParallelLinear(
@@ -39,7 +38,6 @@ class MLP(nn.Module):
             factory=factory,
             init_std=factory.residual_std,
             bias=config.add_bias_linear,
-            layer=layer,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -115,7 +115,6 @@ class Norm(SinkModule):
         *,
         name: str,
         factory: LayerFactory,
-        layer: int | None = None,
         over_heads: bool = False,
     ) -> None:
         super().__init__(name, factory)
@@ -128,11 +127,10 @@ class Norm(SinkModule):
             (size,),
             regions=regions,
             init=InitKind.ZEROS if config.apply_layernorm_1p else InitKind.ONES,
-            layer=layer,
         )
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
-            self.bias = self.new_parameter("bias", (size,), regions=regions, init=InitKind.ZEROS, layer=layer)
+            self.bias = self.new_parameter("bias", (size,), regions=regions, init=InitKind.ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor

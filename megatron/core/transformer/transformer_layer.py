@@ -29,16 +29,12 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         size = config.hidden_size
-        self.input_layernorm = Norm(
-            config, size, name=f"{name}.input_layernorm", factory=factory, layer=layer
-        )
+        self.input_layernorm = Norm(config, size, name=f"{name}.input_layernorm", factory=factory)
         self.self_attention = SelfAttention(
             config, context, layer, name=f"{name}.self_attention", factory=factory
         )
-        self.pre_mlp_layernorm = Norm(
-            config, size, name=f"{name}.pre_mlp_layernorm", factory=factory, layer=layer
-        )
-        self.mlp = MLP(config, layer, name=f"{name}.mlp", factory=factory)
+        self.pre_mlp_layernorm = Norm(config, size, name=f"{name}.pre_mlp_layernorm", factory=factory)
+        self.mlp = MLP(config, name=f"{name}.mlp", factory=factory)
         tp_rank = factory.tp.sequence_rank
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)

@@ -85,7 +85,7 @@ def test_every_collective_matches_its_definition():
         ]
         for one in started:
             one.wait()
-        return [one.holds_temporary for one in started], [one.is_completed() for one in started]
+        return [one.temporary_bytes > 0 for one in started], [one.is_completed() for one in started]
 
     def sum_gradients(ctx):
         results = {}
@@ -169,7 +169,7 @@ def test_units_are_gathered_in_one_call_whatever_their_types(world):
         second = collectives.all_gather_units(pairs[3:], ps.dp_group)
         second.wait()  # not in the order of issue
         first.wait()
-        assert (first.holds_temporary, first.is_completed()) == (False, True), "nothing is packed"
+        assert (first.temporary_bytes, first.is_completed()) == (0, True), "nothing is packed"
         assert collectives.all_gather_units([], ps.dp_group).is_completed()
         everyone = tuple(range(world))
         assert heard == [("all_gather", "dp", everyone)] * 2
@@ -289,7 +289,7 @@ def test_the_way_of_other_backends_gives_the_same():
         pending.wait()
         lone = torch.ones(n)
         collectives.reduce_scatter(lone, full[0], device_way)
-        assert pending.holds_temporary  # of what accumulates, and of what changes its type
+        assert pending.temporary_bytes > 0  # of what accumulates, and of what changes its type
         assert torch.equal(full[1], values_of(ctx.rank, 2 * n, torch.float64))
         return gathered, alone, shards, lone
 

@@ -154,7 +154,7 @@ def test_example_scripts_are_shell(path):
 def problems_of(words, ranks):
     """What is wrong with a launch line but for files that are not here."""
     try:
-        parse_config(words, env=LaunchEnv(launched=True, world_size=ranks, local_world_size=ranks))
+        parse_config(words, env=LaunchEnv(world_size=ranks, local_world_size=ranks))
     except ConfigurationError as error:
         return [str(problem) for problem in error.problems if problem.rule not in MISSING_FILES_RULES]
     return []

@@ -131,7 +131,7 @@ def test_schedules(variables, flags):
 def test_the_trainer_accepts_them_and_takes_the_schedule(variables, asked):
     launcher, words = words_of({"CPU": "1", **variables})
     ranks = int(value(launcher, "--nproc-per-node"))
-    config = parse_config(words, env=LaunchEnv(launched=True, world_size=ranks, local_world_size=ranks))
+    config = parse_config(words, env=LaunchEnv(world_size=ranks, local_world_size=ranks))
     assert list(asked_schedules(config.parallel).values()) == ([] if asked is None else [asked])
     assert config.parallel.sequence_parallel == ("TP_SIZE" in variables)
 
@@ -148,7 +148,7 @@ def test_the_trainer_accepts_them_and_takes_the_schedule(variables, asked):
 def test_what_contradicts_itself_is_refused_by_the_trainer(variables, rule):
     words = words_of({"CPU": "1", **variables})[1]
     with pytest.raises(ConfigurationError) as refused:
-        parse_config(words, env=LaunchEnv(launched=True, world_size=2, local_world_size=2))
+        parse_config(words, env=LaunchEnv(world_size=2, local_world_size=2))
     assert [problem.rule for problem in refused.value.problems] == [rule]
 
 
@@ -173,7 +173,7 @@ def test_post_validation_is_for_pipelines_and_toys_are_long_enough_for_it():
     assert "--enable-optimizer-post-validation" not in words
     config = parse_config(
         words_of({"CPU": "1", "ENABLE_ZERO_BUBBLE": "1"})[1],
-        env=LaunchEnv(launched=True, world_size=2, local_world_size=2),
+        env=LaunchEnv(world_size=2, local_world_size=2),
     )
     assert config.parallel.enable_optimizer_post_validation
     assert config.training.train_iters > config.parallel.post_validation_after + 1

@@ -23,7 +23,7 @@ INTERLEAVED = (
 
 def config_of(words, ranks):
     words = [*SMALL, "--global-batch-size", "8", *words, "--padded-vocab-size", "384"]
-    return parse_config(words, env=LaunchEnv(launched=True, world_size=ranks, local_world_size=ranks))
+    return parse_config(words, env=LaunchEnv(world_size=ranks, local_world_size=ranks))
 
 
 def layers(model):

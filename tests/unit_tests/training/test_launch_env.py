@@ -20,12 +20,12 @@ TORCHRUN = {
 
 def test_without_a_launcher_this_is_a_world_of_one():
     env = LaunchEnv.read({})
-    assert (env.launched, env.rank, env.world_size, env.local_world_size) == (False, 0, 1, 1)
+    assert (env.rank, env.world_size, env.local_world_size) == (0, 1, 1)
 
 
 def test_torchrun():
     env = LaunchEnv.read(TORCHRUN)
-    assert (env.launched, env.rank, env.world_size) == (True, 5, 8)
+    assert (env.rank, env.world_size) == (5, 8)
     assert (env.local_rank, env.local_world_size) == (1, 4)
     assert (env.master_addr, env.master_port, env.restart_count) == ("node0", 29500, 2)
 

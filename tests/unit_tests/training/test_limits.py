@@ -17,7 +17,7 @@ WORDS = [*launch.TINY, "--train-iters", "1"]
 
 
 def needed(rank, world_size, *more, **env):
-    where = LaunchEnv(launched=True, rank=rank, world_size=world_size, local_world_size=world_size, **env)
+    where = LaunchEnv(rank=rank, world_size=world_size, local_world_size=world_size, **env)
     return limits.files_needed(parse_config([*WORDS, *more], env=where), where)
 
 

@@ -238,8 +238,8 @@ def test_plan_line_tells_units_where_weights_are_gathered():
     assert json.loads(metrics.plan_line(record).partition(" > plan: ")[2])["units_per_rank"] == [3]
 
 
-def test_ledger_is_told_with_its_time():
-    assert metrics.ledger_lines("after iteration 1", ["category live", "weights 12"]) == [
+def test_memory_is_told_with_its_time():
+    assert metrics.memory_lines("after iteration 1", ["category live", "weights 12"]) == [
         " > bytes of the sharding engine on rank 0, after iteration 1:",
         "   category live",
         "   weights 12",

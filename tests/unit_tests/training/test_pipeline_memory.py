@@ -58,7 +58,7 @@ def engine():
 
 def settle(flags, device, world_size=2, held=None):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
-    env = LaunchEnv(world_size=world_size, launched=True, rank=0)
+    env = LaunchEnv(world_size=world_size, rank=0)
     config = parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env)
     session = FakeSession(config, device)
     return settled(session, held or engine()), "\n".join(session.lines)

@@ -24,7 +24,6 @@ def free_port():
 
 def env(rank, port, **more):
     return LaunchEnv(
-        launched=True,
         rank=rank,
         world_size=2,
         local_world_size=2,

@@ -33,7 +33,7 @@ class World:
         ]
         words += f"--global-batch-size {MICROBATCHES} --log-interval {log_interval}".split()
         words += "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 6".split()
-        env = LaunchEnv(world_size=RANKS, launched=True, rank=0)
+        env = LaunchEnv(world_size=RANKS, rank=0)
         config = parse_config([*words, "--padded-vocab-size", "128", *flags.split()], env=env)
         self.spec = config.schedule_spec
         self.costs = CostModel.of_ranks(self.spec.placement, time_w=(0.3,), time_f=(1.0, 3.0, 1.0), comm=0.2)

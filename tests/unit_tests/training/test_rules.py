@@ -240,7 +240,7 @@ def test_a_users_own_data_needs_no_corpus():
 
 
 def test_the_launchers_ranks_count():
-    four = LaunchEnv(launched=True, world_size=4, local_world_size=4)
+    four = LaunchEnv(world_size=4, local_world_size=4)
     config = parse_config(SMALL, env=four)
     assert (config.world_size, config.training.global_batch_size) == (4, 8)
     assert [p.rule for p in problems_of("--global-batch-size 4", env=four)] == ["batch-divisible"]

@@ -12,7 +12,7 @@ GROUP, LAYOUT = "--microbatch-group-size-per-vp-stage", "--pipeline-model-parall
 
 
 def configure(words, world_size):
-    env = LaunchEnv(launched=True, world_size=world_size, local_world_size=world_size)
+    env = LaunchEnv(world_size=world_size, local_world_size=world_size)
     return parse_config([*SMALL, *words.split()], env=env)
 
 
@@ -161,7 +161,7 @@ def test_the_yaml_of_a_cut_reads_back(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = configure(words, 4)
     (tmp_path / "run.yaml").write_text(config.to_yaml())
-    env = LaunchEnv(launched=True, world_size=4, local_world_size=4)
+    env = LaunchEnv(world_size=4, local_world_size=4)
     assert parse_config(["--yaml-cfg", "run.yaml"], env=env).parallel == config.parallel
 
 

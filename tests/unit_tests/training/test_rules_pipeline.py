@@ -44,7 +44,7 @@ LIMIT, FILE, PAD = "--pipeline-memory-limit", "--pipeline-schedule-file", "--all
 
 
 def configure(words, world_size=2):
-    env = LaunchEnv(launched=True, world_size=world_size, local_world_size=world_size)
+    env = LaunchEnv(world_size=world_size, local_world_size=world_size)
     flags = [
         *SMALL,
         "--micro-batch-size",
@@ -329,7 +329,7 @@ def test_sizes_and_counts_in_words():
 def test_the_yaml_of_a_schedule_reads_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "p.json", "zbv")
-    env = LaunchEnv(launched=True, world_size=2, local_world_size=2)
+    env = LaunchEnv(world_size=2, local_world_size=2)
     for words in (
         f"{V} --num-layers 4 {PENDING} 2",
         "--pipeline-schedule auto",

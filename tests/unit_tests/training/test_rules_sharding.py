@@ -21,7 +21,7 @@ WIRE = "--megatron-fsdp-grad-comm-dtype"
 
 
 def configure(words, world_size=4):
-    env = LaunchEnv(launched=True, world_size=world_size, local_world_size=world_size)
+    env = LaunchEnv(world_size=world_size, local_world_size=world_size)
     return parse_config([*SMALL, *words.split()], env=env)
 
 
@@ -274,7 +274,7 @@ def test_two_spellings_of_the_double_buffer():
 def test_the_yaml_of_a_sharded_run_reads_back(words, tmp_path):
     config = configure(words)
     (tmp_path / "run.yaml").write_text(config.to_yaml())
-    env = LaunchEnv(launched=True, world_size=4, local_world_size=4)
+    env = LaunchEnv(world_size=4, local_world_size=4)
     again = parse_config(["--yaml-cfg", str(tmp_path / "run.yaml")], env=env)
     assert again.ddp == config.ddp
 

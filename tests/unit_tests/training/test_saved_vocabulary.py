@@ -23,7 +23,7 @@ def save_with(root, padded_vocab_size):
 
 
 def config_at(tp, root, *words):
-    env = LaunchEnv(launched=True, world_size=tp, local_world_size=tp)
+    env = LaunchEnv(world_size=tp, local_world_size=tp)
     return parse_config(
         [*SMALL, "--tensor-model-parallel-size", str(tp), "--load", str(root), *words], env=env
     )

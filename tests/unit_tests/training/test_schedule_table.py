@@ -35,7 +35,7 @@ def facts(schedule, batch):
     words = f"--micro-batch-size 1 --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
     words = [*sys.argv[1:], *words.split(), "--global-batch-size", str(batch)]
     try:
-        return pipeline_facts(parse_config(words, env=LaunchEnv(launched=True, world_size=2)).schedule_spec, batch)
+        return pipeline_facts(parse_config(words, env=LaunchEnv(world_size=2)).schedule_spec, batch)
     except ConfigurationError as error:
         return [str(one.message) for one in error.problems]
 

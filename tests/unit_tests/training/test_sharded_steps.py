@@ -58,7 +58,7 @@ class Trainer:
             *NO_DROPOUT,
             *words.split(),
         ]
-        env = LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank)
+        env = LaunchEnv(world_size=ctx.world_size, rank=ctx.rank)
         self.config = parse_config([*flags, "--nan-policy", policy], env=env)
         self.ps = ps or ctx.ps
         self.engine = build_engine(
@@ -210,8 +210,13 @@ def held(ctx):
     trainer = Trainer(ctx, words, num_microbatches=1, ps=ps)
     numbers = trainer.run(2)
     check_replicas(trainer.engine, ps, 2)
-    ledger = trainer.engine.ledger
-    return numbers, ledger.persistent_bytes, trainer.engine.persistent_bytes(), ledger.transient_bytes
+    tracker = trainer.engine.memory_tracker
+    return (
+        numbers,
+        tracker.persistent_bytes,
+        trainer.engine.persistent_bytes(),
+        tracker.transient_bytes,
+    )
 
 
 def test_instances_train_alike_and_are_compared():
@@ -224,31 +229,31 @@ def test_instances_train_alike_and_are_compared():
 
 
 def booked(ctx):
-    """By row, the ledger after two steps: what lasts, what is left over, peaks of what is not the units'."""
+    """By row, what is tracked after two steps: what lasts, what is left over, peaks of what is not the units'."""
     told = {}
     for row, words in {**ROWS, "optim, bf16": f"{ROWS['optim']} --bf16 --grad-reduce-in-bf16"}.items():
         trainer = Trainer(ctx, words)
         trainer.run(2)
         engine = trainer.engine
         engine.model.settle_weights()
-        ledger, buffer = engine.ledger, engine.model.buffer
+        tracker, buffer = engine.memory_tracker, engine.model.buffer
         expected = sum(buffer.persistent_bytes().values()) + sum(engine.optimizer.persistent_bytes().values())
         whole = [bucket.full_grads for bucket in buffer.buckets if bucket.trained]
         sizes = sorted(grads.numel() * grads.element_size() for grads in whole)
         own = sum(bucket.optimizer_grads.numel() for bucket in buffer.buckets if bucket.trained)
         told[row] = (
-            ledger.persistent_bytes - expected,
+            tracker.persistent_bytes - expected,
             engine.persistent_bytes() - expected,
-            ledger.transient_bytes,
-            ledger.peak("exchange"),
-            ledger.peak("casts"),
+            tracker.transient_bytes,
+            tracker.peak("exchange"),
+            tracker.peak("casts"),
             sizes,
             own,
         )
     return told
 
 
-def test_every_row_has_a_ledger(monkeypatch):
+def test_every_row_is_tracked(monkeypatch):
     """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too. Ranks send
     messages, as those of several hosts."""
     monkeypatch.setattr(host_transport, "_new_file", lambda token: -1)

@@ -94,7 +94,7 @@ class Trainer:
 
     def __init__(self, ctx, setting, after):
         torch.set_num_threads(1)
-        env = LaunchEnv(world_size=ctx.world_size, launched=True, rank=ctx.rank)
+        env = LaunchEnv(world_size=ctx.world_size, rank=ctx.rank)
         self.setting = setting
         self.config = parse_config(setting.flags(after), env=env)
         self.ps = ps = parallel_state(ctx, setting.tp, setting.pp, setting.dp)

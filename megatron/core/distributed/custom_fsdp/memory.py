@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.bucket_memory import own_storage
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 
-CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the ledger, by role
+CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the memory tracker, by role
 
 
 class TransientMemory(Protocol):
@@ -40,8 +40,8 @@ class TransientMemory(Protocol):
 class AllocatedMemory:
     """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
 
     def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return own_storage(role, unit, numel, dtype, device)
@@ -52,7 +52,7 @@ class AllocatedMemory:
             storage = tensor.untyped_storage()
             assert storage.nbytes() == 0, f"{role} of {unit}: acquired twice"
             storage.resize_(num_bytes)
-            self._ledger.hold(CATEGORY[role], unit, num_bytes)
+            self._tracker.hold(CATEGORY[role], unit, num_bytes)
 
     def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -62,7 +62,7 @@ class AllocatedMemory:
                     f"{role} of unit {unit!r} were made an array while they were gathered (Tensor.numpy), which pins "
                     "memory that is about to be freed: make it of a copy, tensor.detach().clone().numpy()"
                 )
-            self._ledger.free(CATEGORY[role], unit, storage.nbytes())
+            self._tracker.free(CATEGORY[role], unit, storage.nbytes())
             storage.resize_(0)
 
     def is_blocked(self, role: str, unit: str) -> bool:
@@ -76,10 +76,10 @@ class DoubleBuffer:
     tensors of one role lie in it one after the other.
     """
 
-    def __init__(self, ledger: Ledger, slot_of: Mapping[str, int | None]) -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: MemoryTracker, slot_of: Mapping[str, int | None]) -> None:
+        self._tracker = tracker
         self._slot_of = slot_of
-        self._beside = AllocatedMemory(ledger)
+        self._beside = AllocatedMemory(tracker)
         self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
         self._slot_bytes: dict[tuple[str, int], int] = {}
         self._used_bytes: dict[tuple[str, str], int] = {}  # (role, unit) -> bytes given out
@@ -107,7 +107,7 @@ class DoubleBuffer:
     def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
         slot = self._slot(role, unit)
         if slot is None:
-            self._ledger.overflows += 1
+            self._tracker.overflows += 1
             self._beside.acquire(role, unit, tensors)
             return
         other = self._held_by.setdefault(slot, unit)
@@ -123,7 +123,7 @@ class DoubleBuffer:
         storage = self._storages[slot]
         if storage.nbytes() == 0:
             storage.resize_(self._slot_bytes[slot])
-            self._ledger.hold("slots", f"{role} {slot[1]}", self._slot_bytes[slot])
+            self._tracker.hold("slots", f"{role} {slot[1]}", self._slot_bytes[slot])
 
     def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
         slot = self._slot(role, unit)

@@ -12,20 +12,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 
 
 class RestingGrads:
     """The gradients of one unit's buckets."""
 
-    def __init__(self, unit: str, grads: Iterable[Tensor], ledger: Ledger) -> None:
+    def __init__(self, unit: str, grads: Iterable[Tensor], tracker: MemoryTracker) -> None:
         self._unit = unit
         self._storages = [tensor.untyped_storage() for tensor in grads]
         self._bytes = [storage.nbytes() for storage in self._storages]
-        self._ledger = ledger
+        self._tracker = tracker
         self._views: list[int] | None = None  # references to each storage when the first step began
         self._held = True
-        ledger.hold("main_grads", unit, sum(self._bytes))
+        tracker.hold("main_grads", unit, sum(self._bytes))
 
     def release(self) -> None:
         """What they hold is of no more use."""
@@ -36,7 +36,7 @@ class RestingGrads:
         if self._held and not pinned and all(now <= old for now, old in zip(views, self._views, strict=True)):
             for storage in self._storages:
                 storage.resize_(0)
-            self._ledger.free("main_grads", self._unit, sum(self._bytes))
+            self._tracker.free("main_grads", self._unit, sum(self._bytes))
             self._held = False
 
     def hold(self) -> None:
@@ -45,7 +45,7 @@ class RestingGrads:
             return
         for storage, num_bytes in zip(self._storages, self._bytes, strict=True):
             storage.resize_(num_bytes)
-        self._ledger.hold("main_grads", self._unit, sum(self._bytes))
+        self._tracker.hold("main_grads", self._unit, sum(self._bytes))
         self._held = True
 
 

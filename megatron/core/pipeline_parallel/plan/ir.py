@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,10 +211,6 @@ class Plan:
     bitwise: bool = True
     forward_only: bool = False
     residency: PlannedResidency | None = None
-
-    def ops(self, rank: int) -> Iterator[Op]:
-        """Views of one rank's operations."""
-        return map(Op.of, self.rows[rank])
 
     @property
     def num_ops(self) -> int:

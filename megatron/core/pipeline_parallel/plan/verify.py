@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.activations import peak_activation as peak_activation
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -40,14 +39,6 @@ SMALL = 1 << 20  # inputs that are walked even where operations are missing, to 
 _PRODUCER = {SEND_F: F, SEND_B: B}
 
 
-@dataclass(frozen=True)
-class Verified:
-    """peak_activation: by rank, in the cost model's unit. in_order: every stage's weight gradients are."""
-
-    peak_activation: tuple[float, ...]
-    in_order: bool
-
-
 def verify(
     plan: Plan,
     costs: CostModel | None = None,
@@ -55,7 +46,7 @@ def verify(
     deadlock: bool = True,
     stages: Sequence[StageUnits] | None = None,
     residency: Residency | None = None,
-) -> Verified:
+) -> None:
     """Check that a plan computes everything exactly once, in an order that can run.
 
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
@@ -96,11 +87,8 @@ def verify(
         )
     if deadlock:
         _no_deadlock(plan, costs)
-    peaks = tuple(
+    for rank, row in enumerate(plan.rows):
         peak_activation(rank, row, costs, forward_only=plan.forward_only)
-        for rank, row in enumerate(plan.rows)
-    )
-    return Verified(peaks, not check.out_of_order)
 
 
 class _Check:

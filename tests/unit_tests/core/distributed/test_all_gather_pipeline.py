@@ -28,28 +28,28 @@ def test_a_unit_has_memory_from_its_gather_until_it_is_freed():
     def body(ctx):
         engine, chains = build(ctx.ps, Model(), "optim_grads_params")
         before = gathers(ctx.ps)
-        ledger, (stage,) = engine.ledger, engine.stage_units()
+        tracker, (stage,) = engine.memory_tracker, engine.stage_units()
         sizes = [unit.weight_bytes for unit in stage.units]
         expected = {name: p.clone() for name, p in Model().chains()[0].named_parameters()}
-        held = [ledger.live("gathered")]
+        held = [tracker.live("gathered")]
         engine.gathers.start(1)
         seen = [states(engine)]
         engine.gathers.start(0)
         engine.gathers.wait(1)
-        held.append(ledger.live("gathered"))
+        held.append(tracker.live("gathered"))
         seen.append(states(engine))
         for name in ("links.1.fc.weight", "links.1.fc.bias"):  # trained and frozen
             assert torch.equal(dict(chains[0].named_parameters())[name], expected[name])
         engine.gathers.free(0)  # while it is under way
         engine.gathers.free(1)
         assert engine.buffer.weight("links.1.gain").untyped_storage().nbytes() == 0
-        held.append(ledger.live("gathered"))
+        held.append(tracker.live("gathered"))
         seen.append(states(engine))
         with engine.gathered([2, 1]):
             assert torch.equal(engine.buffer.weight("links.2.gain"), expected["links.2.gain"])
             engine.gathers.free(1)  # by somebody inside
             engine.gathers.start(1)
-        held.append(ledger.live("gathered"))
+        held.append(tracker.live("gathered"))
         return sizes, held, seen, gathers(ctx.ps) - before
 
     for sizes, held, seen, moved in run_ranks(body, 2):
@@ -124,7 +124,7 @@ def test_weights_that_changed_free_what_is_gathered_and_instances_gather_first()
             engine.settle_weights()
             buffer.main_weight_part(name).copy_(torch.arange(start, end))
         engine.weights_changed()
-        seen, held = states(engine), engine.ledger.live("gathered")
+        seen, held = states(engine), engine.memory_tracker.live("gathered")
         with engine.gathered(range(3)):
             whole = buffer.weight("links.2.fc.weight").flatten().tolist()
         outer = ps.dp_outer_group.traffic.moved("all_gather") - before
@@ -154,7 +154,7 @@ def test_a_slot_in_use_is_waited_for_with_the_gather():
         engine.gathers.wait(2)
         seen.append(states(engine))
         value = engine.buffer.weight("links.2.gain").clone()
-        slots = engine.ledger.live("slots")
+        slots = engine.memory_tracker.live("slots")
         return seen, torch.equal(value, Model().chains()[0].links["2"].gain), slots
 
     for seen, equal, slots in run_ranks(body, 2):

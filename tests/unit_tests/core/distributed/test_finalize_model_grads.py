@@ -13,7 +13,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from tests.harness.cut_models import shard_place
@@ -165,12 +165,12 @@ def test_pieces_of_a_bounded_buffer_have_the_bits_of_one_collective(monkeypatch,
             assert buffer.main_grad("qkv").dtype == dtype
             for name, shape in shapes.items():
                 buffer.main_grad(name).copy_(values(name, shape, ctx.rank))
-            ledger = Ledger()
-            PartialSums(buffer, ps.tp_group, max_packed=limit, ledger=ledger).add()
+            tracker = MemoryTracker()
+            PartialSums(buffer, ps.tp_group, max_packed=limit, tracker=tracker).add()
             itemsize = buffer.main_grad("qkv").element_size()
-            assert ledger.peak("packed") == max(sizes) * itemsize, (limit, ledger.lines())
-            assert ledger.transient_bytes == 0
-            assert ledger.peak("exchange") == max(sizes) * itemsize * 3 // 4, (
+            assert tracker.peak("packed") == max(sizes) * itemsize, (limit, tracker.lines())
+            assert tracker.transient_bytes == 0
+            assert tracker.peak("exchange") == max(sizes) * itemsize * 3 // 4, (
                 "four ranks: in rank order, what the other three send beside the buffer"
             )
             results.append(({n: buffer.main_grad(n).clone() for n in shapes}, limit, list(sizes)))

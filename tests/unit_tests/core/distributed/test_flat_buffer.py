@@ -9,6 +9,7 @@ from torch import nn
 from megatron.core.distributed.bucket_memory import BucketMemory, own_storage
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.shard_layout import ALIGNMENT
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
 
@@ -297,8 +298,9 @@ def test_persistent_bytes_are_those_of_the_table_to_the_padding(row, dtype):
     made, before = all_ranks(row, dtype)
     for buffer, _ in made:
         total = sum(arena.layout.numel for arena in buffer.arenas)
-        padding = sum(arena.layout.padding for arena in buffer.arenas)
-        assert total - padding == sum(value.numel() for value in before.values())
+        padding = total - sum(value.numel() for value in before.values())
+        most = sum(arena.layout.dp_size * len(arena.layout.buckets) for arena in buffer.arenas)
+        assert 0 <= padding < ALIGNMENT * most
         ways = {
             what: buffer.place.ways(getattr(buffer.sharding, what))
             for what in ("weights", "main_grads", "optimizer")

@@ -68,7 +68,7 @@ def grads(engine):
 
 
 def live(engine):
-    return engine.ledger.live("grads"), engine.ledger.live("extra")
+    return engine.memory_tracker.live("grads"), engine.memory_tracker.live("extra")
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
@@ -122,7 +122,7 @@ def test_at_most_two_reductions_are_under_way_and_the_oldest_is_waited_for(monke
         for unit in (3, 2, 1, 0):
             engine.reductions.start(unit)
         engine.finish()
-        return held, engine.stage_units()[0].units[1].grad_bytes, engine.ledger.transient_bytes
+        return held, engine.stage_units()[0].units[1].grad_bytes, engine.memory_tracker.transient_bytes
 
     for held, full, left in run_ranks(body, 2):
         assert held == [4 * full, 4 * full, 3 * full, 2 * full]
@@ -212,12 +212,12 @@ def test_gradients_at_rest_keep_their_memory_as_long_as_they_are_asked_for():
             put(engine, "a.w", 3.0)
             engine.finish()
             engine.begin_step(1, keep_gradients=keep)
-            kept.append((engine.ledger.live("main_grads"), grads(engine)["a.w"] if keep else None))
+            kept.append((engine.memory_tracker.live("main_grads"), grads(engine)["a.w"] if keep else None))
             engine.release_gradients()
             put(engine, "a.w", 4.0)
-            kept.append((engine.ledger.live("main_grads"), None))
+            kept.append((engine.memory_tracker.live("main_grads"), None))
             engine.reductions.start(0)
-            kept.append((engine.ledger.live("main_grads"), None))
+            kept.append((engine.memory_tracker.live("main_grads"), None))
             engine.finish()
         return kept, grads(engine)["a.w"], engine.buffer.persistent_bytes()["main_grads"]
 
@@ -240,7 +240,7 @@ def test_gradients_take_slots_of_a_double_buffer_in_turns():
         put(engine, "d.w", 1.0)
         with pytest.raises(ModelError, match=r"--fsdp-double-buffer: unit 'b' needs its slot .* unit 'd'"):
             put(engine, "b.w", 1.0)
-        return found, engine.ledger.live("grads")
+        return found, engine.memory_tracker.live("grads")
 
     for found, held in run_ranks(body, 2):
         assert all(values in ([2.0], None) for values in found.values())

@@ -76,8 +76,8 @@ def check_gradients(ctx, model: nn.Module, *units, **config) -> FullyShardedModu
             low, high = buffer.part(name, wrapped.engine.sharding.optimizer)
             whole = reference.get_parameter(name).grad.flatten()[low:high]
             torch.testing.assert_close(buffer.main_grad_part(name), whole, rtol=0, atol=1e-12)
-    ledger = wrapped.engine.ledger
-    assert (ledger.live("gathered"), ledger.live("grads")) == (0, 0)
+    tracker = wrapped.engine.memory_tracker
+    assert (tracker.live("gathered"), tracker.live("grads")) == (0, 0)
     return wrapped
 
 
@@ -94,7 +94,7 @@ def the_double_buffer_gives_nested_units_memory_of_their_own(ctx) -> None:
     assert nested == ["1.inner", "2.inner"]
     slots = [wrapped.engine.gathers._memory._slot_of[unit.name] for unit in wrapped.engine.units]
     assert [slot is None for slot in slots] == [unit.nested for unit in wrapped.engine.units]
-    assert wrapped.engine.ledger.overflows > 0
+    assert wrapped.engine.memory_tracker.overflows > 0
 
 
 class Checkpointed(nn.Module):

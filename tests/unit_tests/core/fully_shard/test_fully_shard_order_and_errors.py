@@ -103,10 +103,10 @@ def a_small_bound_moves_the_same_and_holds_one_unit(ctx) -> None:
     assert small.traffic == plain.traffic == large.traffic
     sizes = unit_sizes(plain.model.engine)
     largest = max(sizes)
-    assert large.model.engine.ledger.peak("gathered") > 8 * largest
+    assert large.model.engine.memory_tracker.peak("gathered") > 8 * largest
     bound = 8 * 2 * sum(sizes) // len(sizes)
-    assert 8 * largest < plain.model.engine.ledger.peak("gathered") <= bound, "one ahead, and no more"
-    held = small.model.engine.ledger.peak("gathered")
+    assert 8 * largest < plain.model.engine.memory_tracker.peak("gathered") <= bound, "one ahead, and no more"
+    held = small.model.engine.memory_tracker.peak("gathered")
     assert held == largest * 8, (held, largest)
     assert_same_weights(small.weights, plain.weights, 0.0)
 
@@ -127,7 +127,7 @@ def the_double_buffer_changes_no_bit(ctx) -> None:
                 )
                 assert_same_weights(buffered.weights, plain.weights, 0.0)
                 assert buffered.traffic == plain.traffic
-                assert buffered.model.engine.ledger.live("slots") > 0
+                assert buffered.model.engine.memory_tracker.live("slots") > 0
 
 
 # In which order -----------------------------------------------------------------------------------------
@@ -195,17 +195,18 @@ def persistent_bytes_are_those_of_the_formula(ctx) -> None:
                 grad_itemsize=main or dtype.itemsize,
             )
             cut = strategy.startswith("optim_grads")
-            built = model.engine.ledger.live("main_grads")
+            built = model.engine.memory_tracker.live("main_grads")
             assert built == (0 if cut else predicted["main_grads"]), (strategy, built)
             token_loss(model, 0).backward()
             assert_at_rest(model)
             held = {
-                name: model.engine.ledger.live(name) for name in ("weights", "main_weights", "main_grads")
+                name: model.engine.memory_tracker.live(name)
+                for name in ("weights", "main_weights", "main_grads")
             }
             assert held == {name: predicted[name] for name in held}, (strategy, dtype, held, predicted)
             padding = numel - sum(parameter.numel() for parameter in seeded(net).parameters())
             assert 0 <= padding < UNITS * 128 * ctx.world_size, padding
-            assert sum(held.values()) == model.engine.ledger.persistent_bytes
+            assert sum(held.values()) == model.engine.memory_tracker.persistent_bytes
 
 
 # Errors -------------------------------------------------------------------------------------------------

@@ -165,7 +165,9 @@ def a_look_at_a_weight_costs_something_in_the_first_forward_only(ctx) -> None:
     looks = check_parity(ctx, _double(Looks), token_loss, steps=3)
     plain = train_sharded(ctx, _double(Net), token_loss, steps=3)
     assert looks.traffic == plain.traffic
-    assert looks.model.engine.ledger.peak("gathered") >= plain.model.engine.ledger.peak("gathered")
+    assert looks.model.engine.memory_tracker.peak("gathered") >= plain.model.engine.memory_tracker.peak(
+        "gathered"
+    )
 
 
 def containers_as_units_are_refused(ctx) -> None:

@@ -57,7 +57,7 @@ def gradients_are_sums_over_ranks_and_microbatches(ctx) -> None:
                 low, high = ddp.buffer.part(name, ddp.sharding.optimizer)
                 found = ddp.buffer.main_grad_part(name)
                 torch.testing.assert_close(found, whole.flatten()[low:high], rtol=0, atol=1e-12)
-        assert ddp.ledger.transient_bytes == 0
+        assert ddp.memory_tracker.transient_bytes == 0
 
 
 def valid_steps_that_no_plan_knows(ctx) -> None:
@@ -164,14 +164,14 @@ def reading_whole_weights_outside_of_the_model(ctx) -> None:
     with ddp.gathered(range(len(ddp.units))):
         for name, weight in reference.items():
             assert torch.equal(ddp.buffer.weight(name), weight), name
-    assert ddp.ledger.live("gathered") == 0
+    assert ddp.memory_tracker.live("gathered") == 0
     with ddp.gathered([1]):
-        assert ddp.ledger.live("gathered", "blocks.0") == ddp.ledger.live("gathered") > 0
+        assert ddp.memory_tracker.live("gathered", "blocks.0") == ddp.memory_tracker.live("gathered") > 0
     ddp.driver.gather_for_readers()
     token_loss(ddp, 0)  # what the model uses is its own
     ddp.driver.free_for_readers()
     ddp.weights_changed()
-    assert ddp.ledger.live("gathered") == 0
+    assert ddp.memory_tracker.live("gathered") == 0
 
 
 def steps_without_reduction_tell_what_is_not_finite(ctx) -> None:
@@ -181,7 +181,7 @@ def steps_without_reduction_tell_what_is_not_finite(ctx) -> None:
     ddp.microbatch_done(0, 0)
     assert "blocks.0.up.weight" in ddp.nonfinite_keys()
     assert "reduce_scatter" not in moved_by(ddp)
-    assert ddp.ledger.transient_bytes == 0
+    assert ddp.memory_tracker.transient_bytes == 0
     ddp.begin_step(1)
     microbatches(ddp, ctx, 1)
     ddp.finish()
@@ -199,7 +199,7 @@ def frozen_units_hold_no_more_than_the_bound(ctx) -> None:
         microbatches(ddp, ctx, 1)
         ddp.finish()
         descend(ddp)
-    assert ddp.ledger.peak("gathered") == 8 * max(unit_sizes(ddp))
+    assert ddp.memory_tracker.peak("gathered") == 8 * max(unit_sizes(ddp))
 
 
 def an_engine_that_nobody_holds_is_freed(ctx) -> None:
@@ -239,7 +239,7 @@ def a_world_of_one(ctx) -> None:
         microbatches(ddp, ctx, 2)
         ddp.finish()
         descend(ddp)
-        assert (moved_by(ddp), ddp.ledger.peak_transient_bytes) == ({}, 0)
+        assert (moved_by(ddp), ddp.memory_tracker.peak_transient_bytes) == ({}, 0)
 
 
 CHECKS = (

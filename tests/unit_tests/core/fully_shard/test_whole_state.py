@@ -62,10 +62,10 @@ def whole_state_is_that_of_the_plain_module(ctx) -> None:
 def other_ranks_take_part_and_hold_nothing_afterwards(ctx) -> None:
     """Unit by unit: no more than one is whole at a time, and memory is given back."""
     model = sharded(ctx, Net)
-    model.engine.ledger.reset_peaks()
+    model.engine.memory_tracker.reset_peaks()
     state = model.full_state_dict()
     largest = 4 * max(unit_sizes(model.engine))
-    assert model.engine.ledger.peak("gathered") == largest
+    assert model.engine.memory_tracker.peak("gathered") == largest
     assert_at_rest(model)
     plain = seeded(Net).state_dict()
     assert list(state) == list(plain)

@@ -67,7 +67,6 @@ def test_shapes_and_facts():
         assert meta[name].global_shape == tuple(parameter.shape)
         assert meta[name].decay == (parameter.dim() > 1)
         assert meta[name].embedding_or_output == (name == "embedding.word_embeddings.weight")
-        assert meta[name].layer == (int(name.split(".")[2]) if ".layers." in name else None)
         assert meta[name].route is GradRoute.SINK
         assert (meta[name].init is InitKind.NORMAL) == (parameter.dim() > 1)
     assert meta["decoder.layers.0.self_attention.linear_qkv.weight"].global_shape == (4 * 8 + 2 * 2 * 8, 32)

@@ -13,7 +13,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
-from megatron.core.ledger import Ledger
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, RollbackBy, build_optimizer
@@ -538,7 +538,7 @@ def test_main_weights_of_the_models_own_dtype():
         assert torch.equal(buffer.weight(name), reference.value(name))
 
 
-# Converted gradients, and what the ledger knows of them
+# Converted gradients, and what the memory tracker knows of them
 
 CASTS = {  # (weights, flags) -> bytes of temporaries an element: of the batch, and for a moment
     "bf16 gradients of fp32 weights": (torch.bfloat16, {"grad_reduce_in_bf16": True}, 4, 0),
@@ -549,13 +549,13 @@ CASTS = {  # (weights, flags) -> bytes of temporaries an element: of the batch, 
 
 
 def steps_of(dtype, flags, *, most: int | None, monkeypatch, snapshot: bool = False):
-    """(weights after three steps, peaks of the ledger, buffer, calls of torch's step). most: bytes of temporaries."""
+    """(weights after three steps, tracked peaks, buffer, calls of torch's step). most: bytes of temporaries."""
     if most is not None:
         monkeypatch.setattr(mixed_precision, "MAX_CAST_BYTES", most)
     config = DistributedDataParallelConfig(ddp_bucket_size=20, **flags)
     buffer, _ = make(model(dtype), ddp_config=config)
-    ledger = Ledger()
-    optimizer = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), buffer, PS, ledger)
+    tracker = MemoryTracker()
+    optimizer = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), buffer, PS, tracker)
     calls, real = [], optimizer._update._torch.step
     monkeypatch.setattr(optimizer._update._torch, "step", lambda: (calls.append(1), real())[1])
     for step in range(3):
@@ -564,11 +564,11 @@ def steps_of(dtype, flags, *, most: int | None, monkeypatch, snapshot: bool = Fa
             optimizer.snapshot()
         optimizer.step(4.0, 0.7)
         if snapshot:
-            assert ledger.live("snapshot") > 0
+            assert tracker.live("snapshot") > 0
             optimizer.commit()
-        assert ledger.transient_bytes == 0
+        assert tracker.transient_bytes == 0
     weights = {name: buffer.main_weight_part(name).clone() for name in buffer.names}
-    return weights, ledger, buffer, len(calls) // 3
+    return weights, tracker, buffer, len(calls) // 3
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
@@ -577,16 +577,16 @@ def test_gradients_are_converted_a_few_buckets_at_a_time_with_the_same_bits(case
     dtype, flags, lasting, momentary = CASTS[case]
     if snapshot and not lasting:
         lasting = 4  # scaled beside what the snapshot may have to read again
-    at_once, ledger, buffer, calls = steps_of(
+    at_once, tracker, buffer, calls = steps_of(
         dtype, flags, most=None, monkeypatch=monkeypatch, snapshot=snapshot
     )
     sizes = [bucket.bucket.numel for bucket in buffer.buckets]
     assert len(sizes) >= 3
     assert calls == 1
-    assert ledger.peak("casts") == lasting * sum(sizes) + momentary * max(sizes)
-    one_each, ledger, _, calls = steps_of(dtype, flags, most=1, monkeypatch=monkeypatch, snapshot=snapshot)
+    assert tracker.peak("casts") == lasting * sum(sizes) + momentary * max(sizes)
+    one_each, tracker, _, calls = steps_of(dtype, flags, most=1, monkeypatch=monkeypatch, snapshot=snapshot)
     assert calls == (len(sizes) if lasting else 1)
-    assert ledger.peak("casts") == (lasting + momentary) * max(sizes)
+    assert tracker.peak("casts") == (lasting + momentary) * max(sizes)
     assert all(torch.equal(at_once[name], one_each[name]) for name in at_once)
 
 
@@ -640,9 +640,9 @@ def test_the_inverse_comes_back_to_about_a_rounding_and_keeps_no_copy(dtype, nam
     flags = {"optimizer": "adam"} if name == "adam" else {"optimizer": "sgd"}
     if name == "sgd_plain":
         flags["sgd_momentum"] = 0.0
-    ledger = Ledger()
+    tracker = MemoryTracker()
     buffer, _ = make(model(dtype))
-    ours = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, **flags), buffer, PS, ledger)
+    ours = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, **flags), buffer, PS, tracker)
     ours.rollback_by = RollbackBy.INVERSE
     for step in range(num_before):
         set_grads(buffer, step)
@@ -652,7 +652,7 @@ def test_the_inverse_comes_back_to_about_a_rounding_and_keeps_no_copy(dtype, nam
     before = mutable_state(ours)
     ours.snapshot()
     assert ours.snapshot_bytes() == 0
-    assert not any("snapshot" in line for line in ledger.lines())
+    assert not any("snapshot" in line for line in tracker.lines())
     ours.step(4.0, 1.0)
     assert not same(mutable_state(ours), before)
     ours.rollback()

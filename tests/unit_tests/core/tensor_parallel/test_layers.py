@@ -16,14 +16,11 @@ def factory():
 
 def test_column_linear_meta():
     _, make = factory()
-    layer = ColumnParallelLinear(
-        6, 4, name="decoder.layers.3.x", factory=make, init_std=0.5, bias=True, layer=3
-    )
+    layer = ColumnParallelLinear(6, 4, name="decoder.layers.3.x", factory=make, init_std=0.5, bias=True)
     weight, bias = layer.meta["decoder.layers.3.x.weight"], layer.meta["decoder.layers.3.x.bias"]
     assert weight.global_shape == (4, 6)
     assert weight.decay
     assert weight.init_std == 0.5
-    assert weight.layer == bias.layer == 3
     assert not bias.decay
     assert weight.route is bias.route is GradRoute.SINK
 

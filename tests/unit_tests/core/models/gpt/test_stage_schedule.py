@@ -25,7 +25,7 @@ def spec_of(flags, ranks=2):
 
 def configure(flags, ranks=2):
     words = [*launch.TINY, *f"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size {ranks}".split()]
-    return parse_config([*words, *flags.split()], env=LaunchEnv(world_size=ranks, launched=True, rank=0))
+    return parse_config([*words, *flags.split()], env=LaunchEnv(world_size=ranks, rank=0))
 
 
 @pytest.mark.parametrize(
@@ -161,5 +161,5 @@ def test_without_a_limit_or_without_w_inputs_stay_in_parts(flags):
 
 def spec_of_tp(flags):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
-    env = LaunchEnv(world_size=4, launched=True, rank=0)
+    env = LaunchEnv(world_size=4, rank=0)
     return parse_config([*words, *flags.split()], env=env).schedule_spec

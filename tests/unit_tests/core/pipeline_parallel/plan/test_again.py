@@ -25,7 +25,7 @@ MICROBATCHES, MIB = 8, float(2**20)
 def made(flags, ranks=4):
     words = [*launch.TINY, *f"--num-layers 8 --train-iters 4 --pipeline-model-parallel-size {ranks}".split()]
     words += f"--padded-vocab-size 128 --micro-batch-size 1 --global-batch-size {MICROBATCHES}".split()
-    env = LaunchEnv(world_size=ranks, launched=True, rank=0)
+    env = LaunchEnv(world_size=ranks, rank=0)
     return parse_config([*words, *flags.split()], env=env).schedule_spec
 
 

@@ -3,7 +3,7 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, Plan, PlanError, W, parse_row
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.verify import verify
+from tests.harness.schedules import verified_peaks
 
 
 def test_rank_figures_are_divided_over_chunks():
@@ -44,11 +44,11 @@ def test_a_b_that_leaves_more_than_its_f_takes_memory():
     costs = CostModel((1,), (1,), (1,), activation=(2,), held_after_b=(5,))
     assert [costs.released(kind, 0) for kind in (B, W, BW)] == [-3, 5, 2]
     split = Plan("x", Placement("linear", 1), 2, (parse_row("0F0 0F1 0B0 0W0 0B1 0W1".split()),))
-    assert verify(split, costs).peak_activation == (7,)
+    assert verified_peaks(split, costs) == (7,)
     later = Plan("x", Placement("linear", 1), 2, (parse_row("0F0 0F1 0B0 0B1 0W0 0W1".split()),))
-    assert verify(later, costs).peak_activation == (10,)
+    assert verified_peaks(later, costs) == (10,)
     fused = Plan("x", Placement("linear", 1), 2, (parse_row("0F0 0F1 0BW0 0BW1".split()),))
-    assert verify(fused, costs).peak_activation == (4,)
+    assert verified_peaks(fused, costs) == (4,)
 
 
 def test_the_least_of_a_rank_is_one_microbatch_through_all_its_stages():
@@ -89,7 +89,7 @@ def test_peaks_follow_what_is_released():
     rows = (parse_row("0F0 0F1 0BW0 0BW1".split()), parse_row("1F0 1B0 1F1 1B1 1W0 1W1".split()))
     plan = Plan("x", Placement("linear", 2), 2, rows)
     costs = CostModel((1, 1), (1, 1), (1, 1), activation=(2, 4), held_after_b=(0, 3))
-    assert verify(plan, costs).peak_activation == (4, 7)
+    assert verified_peaks(plan, costs) == (4, 7)
 
 
 def test_forward_only_times():

@@ -10,8 +10,13 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.verify import verify
-from tests.harness.schedules import GRID, check_torch_accepts, check_torch_runs_our_transfers, chunk_costs
+from tests.harness.schedules import (
+    GRID,
+    check_torch_accepts,
+    check_torch_runs_our_transfers,
+    chunk_costs,
+    verified_peaks,
+)
 
 # (F, B, W) for which the hand orders are as good as the paper says: W fits into the time that others need.
 TIMES = ((1, 1, 1), (2, 3, 2), (3, 2, 1), (1, 2, 1), (18.5, 18.1, 9.3), (2, 2, 0))
@@ -27,7 +32,7 @@ def timed(name, p, m, f, b, w, comm=0.0, memory_after_b=1.0):
 def test_grid_verifies(name):
     for p, m in [(1, 1), (1, 5), *GRID]:
         plan = build_plan(name, Request(p, m))
-        peaks = verify(plan).peak_activation
+        peaks = verified_peaks(plan)
         assert plan.bitwise
         first = p if name == "zb-h1" else 2 * p - 1
         assert max(peaks) == peaks[0] == min(first, m), (p, m)

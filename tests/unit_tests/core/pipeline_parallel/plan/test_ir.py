@@ -97,7 +97,7 @@ def test_hash_is_of_version_placement_and_operations_only():
 
 def test_views():
     plan = tiny(F, B, W)
-    assert [str(op) for op in plan.ops(0)] == ["0F0", "0B0", "0W0"]
+    assert [str(Op.of(op)) for op in plan.rows[0]] == ["0F0", "0B0", "0W0"]
     assert plan.num_ops == 3
     assert not plan.has_transfers
     assert op_text(compute(W, 3, 2)) == "3W2"

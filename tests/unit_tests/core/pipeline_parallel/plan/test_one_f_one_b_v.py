@@ -10,14 +10,19 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.verify import verify
-from tests.harness.schedules import GRID, check_torch_accepts, check_torch_runs_our_transfers, chunk_costs
+from tests.harness.schedules import (
+    GRID,
+    check_torch_accepts,
+    check_torch_runs_our_transfers,
+    chunk_costs,
+    verified_peaks,
+)
 
 
 def test_grid_verifies_and_holds_two_thirds():
     for p, m in [(1, 1), (1, 5), *GRID]:
         plan = build_plan("1f1b-v", Request(p, m))
-        peaks = verify(plan, chunk_costs(plan.placement)).peak_activation
+        peaks = verified_peaks(plan, chunk_costs(plan.placement))
         assert plan.bitwise
         assert max(peaks) <= min(2 * p, 2 * m, (4 * p + 7) // 3), (p, m)
         assert {op[0] for row in plan.rows for op in row} == {F, BW}

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel.plan.search.problem import Problem
 from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_min, zb_1p, zbv
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.optimal_schedule import optimum
+from tests.harness.schedules import verified_peaks
 
 SEARCH = {LINEAR: zb_1p, V_SHAPED: zbv}
 EXACT = 1e-6
@@ -74,7 +74,7 @@ def compare(placement, m, costs, limits):
     """Cost of the search and of the optimum, after what holds for every case."""
     request = Request(placement.num_ranks, m, costs=costs, memory_limit=limits)
     plan = SEARCH[placement.kind](request)
-    peaks = verify(plan, costs).peak_activation
+    peaks = verified_peaks(plan, costs)
     assert all(peak <= limit * (1 + EXACT) for peak, limit in zip(peaks, limits, strict=True)), (
         peaks,
         limits,
@@ -115,7 +115,7 @@ def test_v_min_cannot_be_as_fast_as_1f1b_without_w(m):
     costs = CostModel.of_ranks(placement, time_w=(0.0,))
     plan = v_min(Request(4, m, costs=costs))
     limits = (v_block_peak(4, half=False),) * 4
-    assert max(verify(plan, costs).peak_activation) <= limits[0] == 2.0
+    assert max(verified_peaks(plan, costs)) <= limits[0] == 2.0
     simple = (m + 3) * 2.0
     assert (
         simulate(one_f_one_b(Request(4, m)), CostModel.of_ranks(Placement(LINEAR, 4), time_w=(0.0,))).cost

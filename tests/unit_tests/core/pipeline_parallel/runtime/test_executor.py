@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from tests.harness.ranks import rank_outcomes, run_ranks
+from tests.harness.schedules import verified_peaks
 from tests.harness.toy_pipeline import ToyChunk, by_stage, lowered, random_plan, run_alone, run_rank
 
 
@@ -304,7 +305,7 @@ def test_forward_only_plans_are_checked_as_such():
     assert {op[0] for row in plan.rows for op in row} == {Kind.F}
     whole = lowered(plan)
     assert {op[0] for row in whole.rows for op in row} == {Kind.F, Kind.SEND_F, Kind.RECV_F}
-    assert verify(whole).peak_activation == (0.5, 0.5)  # one chunk's, while it runs
+    assert verified_peaks(whole) == (0.5, 0.5)  # one chunk's, while it runs
     with pytest.raises(AssertionError, match="take the plan before its transfers are added"):
         forward_only(whole)
     rows = (parse_row(["0F0", "0BW0"]),)

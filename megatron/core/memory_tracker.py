@@ -1,4 +1,4 @@
-"""Every byte that the engine holds: by category and unit, now and at most.
+"""Tracks every byte that the engine holds: by category and unit, now and at most.
 
 Persistent categories are booked once, when the engine is built (`slots`: of the double buffer); transient ones when
 their memory is taken and given back:
@@ -23,7 +23,7 @@ PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments",
 TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
 
 
-class Ledger:
+class MemoryTracker:
     """Live and peak bytes. Categories are those above; a unit is any name, "" for what belongs to none."""
 
     def __init__(self) -> None:
