@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
@@ -125,7 +126,7 @@ class StagedModel:
         Without a limit every rank may hold what 1F1B holds on the first: what the F's of p microbatches leave. Raises
         StageLayersError where no schedule's stages fit the layers, PlanError where none fits the limit.
         """
-        specs, impossible = self._candidates()
+        specs, impossible = self.candidates()
         limits, in_stages = specs[0].limits, specs[0].limit_in_stages
         if limits is None:
             in_stages = self.parallel.pipeline_model_parallel_size
@@ -151,23 +152,37 @@ class StagedModel:
         except PlanError:
             return spec  # neither fits, which whoever plans will say
 
-    def _candidates(self) -> tuple[list[ScheduleSpec], list[str]]:
-        """What `fastest` chooses from, and a line for each schedule whose stages do not fit the layers."""
+    def candidates(
+        self, chunks: Sequence[int] = (), *, every_group: bool = False
+    ) -> tuple[list[ScheduleSpec], list[str]]:
+        """What can be chosen from, and a line for each schedule whose stages do not fit the layers. chunks: on each rank
+        where no flag says how many; (): as many as the schedule's row has. every_group: gis with groups of half as many
+        microbatches as ranks to as many."""
         specs: list[ScheduleSpec] = []
         errors: list[tuple[str, StageLayersError]] = []
+        ranks = self.parallel.pipeline_model_parallel_size
         for name, row in SCHEDULES.items():
-            if row.like is not None or (self.parallel.pipeline_model_parallel_size == 1 and name != "1f1b"):
+            if row.like is not None or (ranks == 1 and name != "1f1b"):
                 continue
             try:
                 one = self.spec(name)
-                if row.placement == LOOPED and one.placement.num_chunks == 1:  # no flag says how many chunks
-                    of = dataclasses.replace(self.parallel, num_virtual_stages_per_pipeline_rank=row.chunks)
-                    one = dataclasses.replace(self, parallel=of).spec(name)
+                if row.placement != LOOPED:
+                    found = [one]
+                elif one.placement.num_chunks > 1:  # flags say how many chunks
+                    found = [one]
+                else:
+                    found = [self._with_chunks(name, count) for count in chunks or (row.chunks,)]
             except StageLayersError as error:
                 errors.append((name, error))
                 continue
-            if row.placement != LINEAR or one.placement.num_chunks == 1:
-                specs.append(one)
+            if every_group and name == "gis":
+                groups = range(-(-ranks // 2), ranks + 1)
+                found = [dataclasses.replace(one, group_size=group) for one in found for group in groups]
+            specs += [one for one in found if row.placement != LINEAR or one.placement.num_chunks == 1]
         if not specs:
             raise errors[0][1]
         return specs, [f"{name}: not possible: {error}" for name, error in errors]
+
+    def _with_chunks(self, name: str, count: int) -> ScheduleSpec:
+        of = dataclasses.replace(self.parallel, num_virtual_stages_per_pipeline_rank=count)
+        return dataclasses.replace(self, parallel=of).spec(name)

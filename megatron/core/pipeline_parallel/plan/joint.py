@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
+from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
@@ -74,19 +75,100 @@ def least_bytes(spec: ScheduleSpec) -> tuple[tuple[int, float, float], ...]:
     return tuple(parts)
 
 
+def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Judged, tuple[str, ...]]:
+    """The best of the candidates, and a line for each that says why. candidates: each with units, a residency that has
+    a limit, and what the wire costs.
+
+    Gathers and reductions can only add to what computations and messages take by themselves, so that candidates come in
+    the order of that, and none is tried that could not be better. Raises PlanError where nothing keeps to the limit,
+    saying what would hold the least.
+    """
+    best: Judged | None = None
+    lines: list[str] = []
+    bounds = [_bound(one, num_microbatches) for one in candidates]
+    for bound, spec in sorted(zip(bounds, candidates, strict=True), key=lambda one: one[0]):
+        name = named(spec)
+        if best is not None and bound >= best.simulation.cost * (1 - TOLERANCE):
+            lines.append(f"{name}: takes at least {spec.told_time(bound)}")
+            continue
+        try:
+            found = judge(spec, num_microbatches)
+        except PlanError as error:
+            lines.append(f"{name}: not possible: {error}")
+            continue
+        lines.append(f"{name}: {told(found)}")
+        if best is None or found.merit < best.merit:
+            best = found
+    if best is None:
+        raise PlanError(_least(candidates))
+    return best, (f"{named(best.spec)}: chosen", *lines)
+
+
+def named(spec: ScheduleSpec) -> str:
+    """`gis, 4 chunks, groups of 4, optim_grads_params`."""
+    words = [spec.schedule]
+    if spec.row.placement != V_SHAPED and spec.placement.num_chunks > 1:
+        words.append(f"{spec.placement.num_chunks} chunks")
+    if spec.group_size is not None:
+        words.append(f"groups of {spec.group_size}")
+    return ", ".join([*words, *([spec.residency.strategy] if spec.residency is not None else [])])
+
+
+def told(one: Judged) -> str:
+    """Its time, what is exposed of it, what its fullest rank holds."""
+    found, rank = one.simulation, max(range(len(one.peaks)), key=one.peaks.__getitem__)
+    exposed = (
+        f", exposed {100 * max(found.exposed) / found.cost:.1f}%" if found.exposed and found.cost else ""
+    )
+    return (
+        f"{one.spec.told_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
+        f"{one.peaks[rank] / 1e9:.2f} GB (rank {rank})"
+    )
+
+
+def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
+    """What the candidate takes without gathers and reductions, with all the room for activations."""
+    try:
+        bare = spec.bare
+        if spec.row.searched:
+            bare = dataclasses.replace(bare, limits=_room(spec))
+        return simulate(plan_for(bare, num_microbatches, Purpose.TRAIN), spec.costs).cost
+    except PlanError:
+        return 0.0  # `judge` says why
+
+
+def _least(candidates: Sequence[ScheduleSpec]) -> str:
+    """Of the candidate whose fullest rank holds the least."""
+
+    def fullest(spec: ScheduleSpec) -> float:
+        return max(sum(parts) for parts in least_bytes(spec))
+
+    spec = min(candidates, key=fullest)
+    return f"nothing fits; the least is that of {named(spec)}: {_too_little(spec, least_bytes(spec))}"
+
+
+def _room(spec: ScheduleSpec) -> tuple[float, ...]:
+    """By rank, the most that a searched schedule may hold of activations; more than twice what 1F1B holds is of no
+    use. Raises PlanError where that is less than it needs."""
+    assert spec.residency is not None
+    assert spec.residency.limit is not None
+    parts = least_bytes(spec)
+    cap = 2 * spec.placement.num_ranks * spec.whole_stage
+    room = tuple(
+        min(cap, limit - rest - whole)
+        for limit, (rest, whole, _) in zip(spec.residency.limit, parts, strict=True)
+    )
+    if any(one < least for one, (_, _, least) in zip(room, parts, strict=True)):
+        raise PlanError(_too_little(spec, parts))
+    return room
+
+
 def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
     """spec: with units, a residency that has a limit, and lanes. Raises PlanError where nothing keeps to the limit."""
     if not spec.row.searched:
         return _judge(spec, num_microbatches)
-    assert spec.residency is not None
-    assert spec.residency.limit is not None
-    parts = least_bytes(spec)
-    most = [limit - rest - whole for limit, (rest, whole, _) in zip(spec.residency.limit, parts, strict=True)]
-    cap = 2 * spec.placement.num_ranks * spec.whole_stage
-    most = [min(one, cap) for one in most]
-    least = max(small / one if one > 0 else 2.0 for one, (_, _, small) in zip(most, parts, strict=True))
-    if least > 1.0:
-        raise PlanError(_too_little(spec, parts))
+    most = _room(spec)
+    least = max(small / one for one, (_, _, small) in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
 
     def cost(share: float) -> float:
