@@ -50,7 +50,8 @@ def verify_residency(
         assert plan.residency is not None, "looked at before the walk"
         if plan.residency.grouping != grouping:
             raise PlanError(
-                f"the plan names groups of microbatches {plan.residency.grouping!r:.200}, its reductions sum {grouping!r:.200}"
+                f"the plan names groups of microbatches {plan.residency.grouping!r:.200}, its reductions sum "
+                f"{grouping!r:.200}"
             )
     return tuple(walks)
 
@@ -118,8 +119,8 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
 
 
 def _made_for(plan: Plan, expected: PlannedResidency) -> None:
-    """The plan's own words, where it has any, agree with the units and the residency of this run. Before the walk, which
-    would find the same in the first operation."""
+    """The plan's own words, where it has any, agree with the units and the residency of this run. Looked at before the
+    walk, which would find the same in some operation."""
     found = plan.residency
     if found is None:
         raise PlanError("the plan does not say for which units and sharding its gathers and reductions are")
