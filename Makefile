@@ -28,7 +28,8 @@ quickstart: $(VENV)/.base
 test: setup
 	$(BIN)/python tools/run_tests.py -m "not full"
 
-# Full grids and kill storms too; the figures in docs/ come from it. A call takes an hour at most; the next one goes on.
+# Full grids and kill storms too; the figures in docs/ come from it. A call stops behind the first test that ends after
+# half an hour; the next one goes on.
 test-all: setup
 	$(BIN)/python -m pytest -p tests.harness.resumed
 

@@ -27,6 +27,7 @@ from benchmarks.plain_gpt import Block, set_schedule
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.plan_inputs import residency_of, units_of_all_stages
 from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
@@ -41,7 +42,6 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBound
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.training.residency import residency_of, units_of_all_stages
 
 Config = DistributedDataParallelConfig
 
@@ -91,7 +91,7 @@ class OurLoop:
         costs, boundaries = CostModel.of_ranks(plan.placement), UnitBoundaries()
         plan, units, residency = lower(plan, costs), None, residency_of(self.model, 1)
         if residency.moves:
-            units = units_of_all_stages(self.model, ps, (0,), costs)
+            units = units_of_all_stages(self.model, (0,))
             plan = add_residency(plan, units, residency, costs)
             UnitEvents([tuple(enumerate(self.model.unit_modules()[0]))], boundaries)
             self.sink.report_units(self.model.unit_of_key()[0], lambda unit: boundaries.unit_begins(0, unit))

@@ -73,7 +73,6 @@ class Work:
         """The trainer's, of a launch with these flags and more. Raises ConfigurationError."""
         samples = self.micro_batch * self.num_microbatches * self.dp
         env = LaunchEnv(
-            launched=True,
             world_size=NUM_RANKS * self.dp,
             local_world_size=NUM_RANKS * self.dp,
             rank=rank,

@@ -85,9 +85,7 @@ class Work:
             f"--micro-batch-size {self.micro_batch} --global-batch-size {samples} "
             f"--pipeline-model-parallel-size {self.ranks} --pipeline-schedule {schedule}"
         ).split()
-        env = LaunchEnv(
-            launched=True, world_size=self.ranks, local_world_size=self.ranks, rank=rank, local_rank=rank
-        )
+        env = LaunchEnv(world_size=self.ranks, local_world_size=self.ranks, rank=rank, local_rank=rank)
         return parse_config([*words, *self.flags], env=env)
 
     def batches(self) -> list[dict[str, Tensor]]:

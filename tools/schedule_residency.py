@@ -38,6 +38,11 @@ def check(args: argparse.Namespace) -> None:
     """Raises PlanError where the flags ask for what is said of one schedule's plan, beside something else."""
     given = [args.data_parallel_size, args.num_layers]
     if given == [None, None]:
+        alone = [flag for flag, (value, default) in _of_lanes(args).items() if value != default]
+        if alone:
+            raise PlanError(
+                f"{', '.join(alone)} without --data-parallel-size and --num-layers, which say who gathers what: give both"
+            )
         return
     if None in given:
         raise PlanError("gathers and reductions take both --data-parallel-size and --num-layers")
@@ -47,6 +52,17 @@ def check(args: argparse.Namespace) -> None:
             "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text or json: leave "
             "out --measured, --html, --pictures and further schedules"
         )
+
+
+def _of_lanes(args: argparse.Namespace) -> dict[str, tuple[object, object]]:
+    """Flags that only gathers and reductions have, with their defaults."""
+    return {
+        "--data-parallel-sharding-strategy": (args.data_parallel_sharding_strategy, "optim_grads_params"),
+        "--fsdp-reshard-policy": (args.fsdp_reshard_policy, "memory"),
+        "--fsdp-memory-budget": (args.fsdp_memory_budget, None),
+        "--layer-bytes": (args.layer_bytes, None),
+        "--time-gather": (args.time_gather, 0.0),
+    }
 
 
 def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:

@@ -137,6 +137,8 @@ class PipelineRunner:
     def finish_gradients(self) -> StepNumbers:
         """The backwards of the step under way are done: sum what they left. Communicates over dp_reduce."""
         assert self._step is not None, "no step is under way"
+        if self.spec.residency is not None:
+            self._engine.model.reductions.check_reduced()
         with self._timers("all-grads-sync", log_level=2):
             self._engine.model.finish()
         self.step_s = time.monotonic() - self._began_s

@@ -27,6 +27,9 @@ _OF_FSDP: tuple[str, ...] = (
 )
 
 
+_OF_LANE = ("fsdp_reshard_policy", "fsdp_memory_budget", *_OF_CUT)
+
+
 class Resolving(Protocol):
     """What `resolve` lends: values by destination name, where they come from, and what is told."""
 
@@ -136,11 +139,23 @@ def _without_effect(r: Resolving) -> None:
     names: tuple[str, ...]
     if not v["use_custom_fsdp"]:
         names, why = _OF_FSDP, "has no effect without --use-custom-fsdp"
+    elif cut and _ranks_that_share(r) == 1:
+        names, why = _OF_LANE, "has no effect: one data parallel rank has nobody to share states with"
     else:
         names = () if cut else _OF_CUT
         why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: weights and gradients stay whole"
         _warn_of(r, _BUCKETS, "has no effect with --use-custom-fsdp: each unit is a bucket")
     _warn_of(r, names, why)
+
+
+def _ranks_that_share(r: Resolving) -> int | None:
+    """Over how many ranks states are cut; None where ranks do not divide, which rules tell."""
+    try:
+        ranks = Config.from_flat(r.values).data_parallel_size
+    except RankGridError:
+        return None
+    instances = r.values[INSTANCES]
+    return ranks // instances if instances >= 1 and ranks % instances == 0 else None
 
 
 def _warn_of(r: Resolving, names: tuple[str, ...], why: str) -> None:

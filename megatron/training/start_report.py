@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from megatron.core.asked_schedules import told_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
-from megatron.core.pipeline_parallel.plan.ir import Kind, plan_hash
+from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training import metrics
 from megatron.training.build import Engine
+from megatron.training.problems import ConfigurationError, Problem
 from megatron.training.replan import check_same_plan
 from megatron.training.session import Session, say
 
@@ -18,7 +20,7 @@ COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 
 def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> None:
     """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
-    different plans."""
+    different plans, ConfigurationError where there is none for these units."""
     ps = session.ps
     count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
     if ps.dp_rank == 0:
@@ -53,7 +55,16 @@ def _plan_record(
     parallel = session.config.parallel
     validated = parallel.enable_optimizer_post_validation
     purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
-    check_same_plan(session.gather(plan_hash(plan_for(spec, num_microbatches, purpose))))
+    try:
+        whole = plan_for(spec, num_microbatches, purpose)
+    except PlanError as error:  # of a file that was made for other units
+        told = told_schedule(parallel, spec.schedule)
+        fix = "run it with the model, the ranks and the sharding that it was saved for, or leave the file out"
+        problem = Problem(
+            "pipeline-plan", ("--pipeline-schedule-file", "--pipeline-schedule"), f"{told}: {error}", fix
+        )
+        raise ConfigurationError([problem]) from None
+    check_same_plan(session.gather(plan_hash(whole)))
     plan = plan_for(spec.bare, num_microbatches, purpose)
     mine = [
         session.ps.pp_rank,

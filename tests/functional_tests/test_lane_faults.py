@@ -110,6 +110,10 @@ def test_a_peer_goes_away_in_a_rollback(tmp_path, how):
     record = launch.exit_record(tmp_path / "ck")
     assert (record["status"], record["requeue"]) == (6, True)
     assert f"rank {VICTIM}" in record["reason"]
+    told = re.findall(r"error \(peer lost, exit status 6\): (.*)", run.output)
+    named = r"VALIDATE|SEND_STATE|RECV_STATE|STEP|UNSHARD|REDUCE|[FBW]\d"
+    assert told, run.output
+    assert all(re.match(rf"rank \d: .*iteration \d+, .*({named})", line) for line in told), told
     assert "Traceback" not in run.output
     if how == "stop":
         return  # a checkpoint of a run with a fraction of a minute for its timeout is refused

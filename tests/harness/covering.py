@@ -80,8 +80,8 @@ class Case:
 
     @property
     def covers(self) -> set[Pair]:
-        """Pairs of choices, and the triple of `DEEP`."""
-        chosen = [(name, getattr(self, name)) for name in CHOICES]
+        """Pairs of choices, data parallel ranks among them, and the triple of `DEEP`."""
+        chosen = [(name, getattr(self, name)) for name in (*CHOICES, "dp")]
         deep = tuple((name, getattr(self, name)) for name in DEEP)
         return {*itertools.combinations(chosen, 2), deep}
 

@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import random
 import re
 import runpy
 import shutil
@@ -281,15 +282,21 @@ def run_forked(flags: Sequence[str], *, timeout_s: float = 60.0, **options: Any)
         return group.wait(timeout_s)
 
 
+def free_port() -> int:
+    """Below those that systems give to whoever asks for any: no socket of another suite takes it before its owner."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def _rendezvous(ranks: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",  # this machine's name need not resolve
     }
 

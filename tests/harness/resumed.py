@@ -1,7 +1,7 @@
 """A pytest plugin for suites of hours: what has passed on this very source is not run again, and a call ends in time.
 
 `python -m pytest -p tests.harness.resumed` runs what has not passed yet and stops behind the first test that ends after
-half an hour; as no test may take longer than that, a call takes an hour at most. What passed is recorded in pytest's
+half an hour: within the hour, unless one test takes longer than the other half. What passed is recorded in pytest's
 cache folder, in a file named after the commit and what differs from it. Failed tests are run again.
 """
 

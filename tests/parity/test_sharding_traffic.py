@@ -212,7 +212,7 @@ def check_peak(case, seen):
 
 
 def check_persistent(case, dp, seen):
-    """Bytes a parameter of facts 4.1; with fp32 weights main weights are these."""
+    """Bytes a parameter by strategy; with fp32 weights main weights are these."""
     inner = dp // 2 if TWO[0] in case.more else dp
     full = dp if "--outer-dp-sharding-strategy" in case.more else inner
     weights, grads, optimizer = {

@@ -26,8 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
 from megatron.core.distributed.bucket_memory import ArenaGroups
 from megatron.core.distributed.custom_fsdp.debug import watch_released
-from megatron.core.distributed.custom_fsdp.memory import AllocatedMemory, DoubleBuffer, TransientMemory
-from megatron.core.distributed.custom_fsdp.slots import plan_slots
+from megatron.core.distributed.custom_fsdp.memory import (
+    AllocatedMemory,
+    DoubleBuffer,
+    TransientMemory,
+    plan_slots,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline

@@ -42,8 +42,7 @@ from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 from megatron.core.peer_loss import PeerLostError
-
-MAX_UNDER_WAY = 2  # reductions at once
+from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 
 Calls = list[tuple[ArenaGroups, list[BucketMemory]]]
 
@@ -168,6 +167,13 @@ class GradReducePipeline:
         if self._reduce:
             self._start_outer(one, one.calls)
 
+    def check_reduced(self) -> None:
+        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin."""
+        left = [
+            unit.name for unit in self.units if unit.keys and (not unit.reduced or unit.fresh < unit.keys)
+        ]
+        assert not left, f"no operation of the plan has reduced {left}"
+
     def finish(self) -> None:
         """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it."""
         self._assert_stepping("finish()")
@@ -265,7 +271,7 @@ class GradReducePipeline:
     def _launch(
         self, unit: GradState, starts: Sequence[Callable[[], collectives.Pending]], *, inner: bool
     ) -> None:
-        while len(self._under_way) >= MAX_UNDER_WAY:
+        while len(self._under_way) >= MOST_UNDER_WAY:
             self._wait_for_one(self._under_way[0])
         pending = [start() for start in starts]
         self._tracker.hold("exchange", unit.name, sum(one.temporary_bytes for one in pending))

@@ -18,6 +18,8 @@ import dataclasses
 from collections.abc import Sequence
 from enum import Enum
 
+from megatron.core.pipeline_parallel.plan.residency import POLICIES
+
 
 class ReshardPlanError(ValueError):
     """--fsdp-reshard-policy and --fsdp-memory-budget do not go together, or not with the strategy."""
@@ -54,9 +56,6 @@ class UnitPolicy:
 
     keep: Keep = Keep.NOTHING
     reduce_late: bool = False
-
-
-POLICIES = ("memory", "backward", "step", "budget")
 
 
 def check_policy(policy: str, budget_bytes: int | None, *, weights_cut: bool, grads_cut: bool) -> None:

@@ -29,7 +29,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def configure(words, ranks=1):
-    env = LaunchEnv(launched=ranks > 1, world_size=ranks, local_world_size=ranks)
+    env = LaunchEnv(world_size=ranks, local_world_size=ranks)
     return parse_config([*SMALL, "--global-batch-size", "8", *words.split()], env=env)
 
 

@@ -1,4 +1,4 @@
-"""Links, pipes, devices and other people's names where a file of ours is looked for (issue E, line 9)."""
+"""Links, pipes, devices and other people's names where a file of ours is looked for."""
 
 import os
 import stat

@@ -12,14 +12,9 @@ from megatron.core.peer_loss import PeerLostError
 from megatron.training import rendezvous
 from megatron.training.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.rendezvous import hosts_store, open_store
+from tests.harness.launch import free_port
 
 SOON = datetime.timedelta(seconds=0.2)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def env(rank, port, **more):

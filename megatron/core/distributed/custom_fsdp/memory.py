@@ -8,7 +8,7 @@ freed memory; `debug.py` finds those.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -70,7 +70,8 @@ class AllocatedMemory:
 
 
 class DoubleBuffer:
-    """Two lasting slots a role, shared by all units but those that overflow (`slots.plan_slots`).
+    """Two lasting slots a role, shared by all units but those that overflow. Units take them in turns in the order of
+    the forward, whatever their sizes, so that neighbours never share one: while one is used, the next is on its way.
 
     slot_of: unit -> slot, None for a unit with memory of its own. A slot is as large as its largest unit; a unit's
     tensors of one role lie in it one after the other.
@@ -139,3 +140,16 @@ class DoubleBuffer:
     def _slot(self, role: str, unit: str) -> tuple[str, int] | None:
         slot = self._slot_of[unit] if role in ("weights", "grads") else None
         return None if slot is None else (role, slot)
+
+
+def plan_slots(num_units: int, *, lasting: Collection[int] = ()) -> tuple[int | None, ...]:
+    """The slot of each unit, in the order of the forward: 0 or 1, None where it has memory of its own.
+
+    lasting: units that stay while others come and go (gathered from first to last use, or kept by a policy), or that
+    run inside others, cannot take turns and get memory of their own; the others take turns as if these were not there.
+    """
+    assert all(0 <= unit < num_units for unit in lasting), (lasting, num_units)
+    slot_of: list[int | None] = [None] * num_units
+    for turn, unit in enumerate(unit for unit in range(num_units) if unit not in lasting):
+        slot_of[unit] = turn % 2
+    return tuple(slot_of)

@@ -105,8 +105,8 @@ class StepResidency:
             known = {
                 "gathers": moves.gathers,
                 "reductions": moves.reductions,
-                "outer-gathers": moves.outer_gathers,
-                "outer-sums": moves.outer_sums,
+                "hsdp-all-gathers": moves.outer_gathers,
+                "hsdp-all-reduces": moves.outer_sums,
                 "moved-bytes": moves.payload_bytes,
                 "lane-share": moves.lane_share,
                 "exposed-share": moves.exposed_share,
@@ -136,9 +136,9 @@ def _held(held: HeldBytes) -> str:
 def _moves(moves: StepMoves) -> str:
     words = [_counted(moves.gathers, "gather"), _counted(moves.reductions, "reduction")]
     if moves.outer_gathers:
-        words.append(_counted(moves.outer_gathers, "outer gather"))
+        words.append(_counted(moves.outer_gathers, "HSDP all-gather"))
     if moves.outer_sums:
-        words.append(_counted(moves.outer_sums, "outer sum"))
+        words.append(_counted(moves.outer_sums, "HSDP all-reduce"))
     words.append(_bytes(moves.payload_bytes))
     if moves.lane_share is not None:
         words.append(f"lane busy {100 * moves.lane_share:.2f}%")

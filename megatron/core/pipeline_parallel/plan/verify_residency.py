@@ -32,6 +32,8 @@ def verify_residency(
     costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the
     plan was made for if that is something else.
     """
+    if residency.moves:
+        _made_for(plan, PlannedResidency.of(residency, stages, ()))
     walks = []
     of_ranks = [RankUnits(rank, plan.placement, stages) for rank in range(len(plan.rows))]
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
@@ -45,7 +47,12 @@ def verify_residency(
         walks.append(walk)
     if residency.moves:
         grouping = grouping_of(plan.placement, of_ranks, [walk.groups for walk in walks])
-        _made_for(plan, PlannedResidency.of(residency, stages, grouping))
+        assert plan.residency is not None, "looked at before the walk"
+        if plan.residency.grouping != grouping:
+            raise PlanError(
+                f"the plan names groups of microbatches {plan.residency.grouping!r:.200}, its reductions sum "
+                f"{grouping!r:.200}"
+            )
     return tuple(walks)
 
 
@@ -112,7 +119,8 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
 
 
 def _made_for(plan: Plan, expected: PlannedResidency) -> None:
-    """The plan's own words, where it has any, agree with the units and the residency of this run."""
+    """The plan's own words, where it has any, agree with the units and the residency of this run. Looked at before the
+    walk, which would find the same in some operation."""
     found = plan.residency
     if found is None:
         raise PlanError("the plan does not say for which units and sharding its gathers and reductions are")
@@ -122,7 +130,6 @@ def _made_for(plan: Plan, expected: PlannedResidency) -> None:
         ("ranks", (found.ways, found.outer), (expected.ways, expected.outer)),
         ("optimizer over instances", found.outer_optimizer, expected.outer_optimizer),
         ("policy", found.policy, expected.policy),
-        ("groups of microbatches", found.grouping, expected.grouping),
     ):
         if mine != theirs:
             raise PlanError(f"the plan was made for {what} {mine!r:.200}, here are {theirs!r:.200}")

@@ -98,7 +98,7 @@ def layers(n: int, numel: int = 1000) -> list[UnitFacts]:
 
 
 def test_extension_formulas():
-    """Facts 4.3: k units of U elements, GA microbatches."""
+    """By hand: k units of U elements, GA microbatches."""
     facts, ga, k = layers(10), 4, 3
 
     def saved(chosen):

@@ -40,7 +40,7 @@ def test_start_up():
 def test_instances_are_told_where_there_are_any():
     moves = StepMoves(6, 6, 3, 1, 1024)
     assert residency_lines.moves_line(0, moves).endswith(
-        ": 6 gathers, 6 reductions, 3 outer gathers, 1 outer sum, 1.00 KiB"
+        ": 6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1.00 KiB"
     )
 
 
@@ -72,8 +72,8 @@ def test_the_record_has_the_same(tmp_path):
         "planned-gradients-bytes": MIB / 2,
         "planned-gathers": 24,
         "planned-reductions": 1,
-        "planned-outer-gathers": 0,
-        "planned-outer-sums": 0,
+        "planned-hsdp-all-gathers": 0,
+        "planned-hsdp-all-reduces": 0,
         "planned-moved-bytes": 45 * MIB,
         "planned-lane-share": 0.61,
         "planned-exposed-share": 0.032,
@@ -83,8 +83,8 @@ def test_the_record_has_the_same(tmp_path):
         "measured-gradients-bytes": MIB / 2,
         "measured-gathers": 23,
         "measured-reductions": 1,
-        "measured-outer-gathers": 0,
-        "measured-outer-sums": 0,
+        "measured-hsdp-all-gathers": 0,
+        "measured-hsdp-all-reduces": 0,
         "measured-moved-bytes": 45 * MIB,
         "measured-lane-share": 0.61,
         "measured-exposed-share": 0.05,
