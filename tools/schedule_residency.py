@@ -41,7 +41,7 @@ def check(args: argparse.Namespace) -> None:
         alone = [flag for flag, (value, default) in _of_lanes(args).items() if value != default]
         if alone:
             raise PlanError(
-                f"{', '.join(alone)} without --data-parallel-size and --num-layers, which say who gathers what: give both"
+                f"{', '.join(alone)} without --data-parallel-size and --num-layers, of ranks that share: give both"
             )
         return
     if None in given:
