@@ -17,6 +17,11 @@ def bytes_of(word: str) -> int:
     return int(digits) * _SUFFIXES.get(word[-1].upper(), 1)
 
 
+def bytes_or_auto(word: str) -> int | str:
+    """`auto` as it is, else `bytes_of`."""
+    return word if word == "auto" else bytes_of(word)
+
+
 def count_or_auto(word: str) -> int | None:
     """`auto` -> None, else a whole number. Raises ValueError."""
     if word == "auto":
@@ -93,6 +98,31 @@ class ModelParallelConfig:
         parse=bytes_of,
         ours=True,
         bounds=BYTES,
+    )
+    rank_memory_limit: int | Literal["auto"] | None = arg(
+        None,
+        "what a rank may hold in all, as in 75G: schedule, chunks, groups, sharding and what stays gathered are chosen "
+        "together by it, but for what other flags name; auto: the machine's memory over its ranks",
+        unit="bytes",
+        parse=bytes_or_auto,
+        ours=True,
+        bounds=BYTES,
+    )
+    achieved_tflops: float | None = arg(
+        None,
+        "what a rank computes, for plans before anything is measured",
+        unit="TFLOP/s",
+        derived="with --rank-memory-limit: 450 on GPUs, 0.05 on CPU",
+        ours=True,
+        bounds=Bounds(1e-6, 1e6),
+    )
+    dp_bandwidth_gb_per_s: float | None = arg(
+        None,
+        "what a rank moves to its data parallel peers, for plans before anything is measured",
+        unit="GB/s",
+        derived="with --rank-memory-limit: 45 on GPUs, 1 on CPU",
+        ours=True,
+        bounds=Bounds(1e-6, 1e6),
     )
     enable_zero_bubble: bool = arg(
         False, "split backwards into B and W and fill bubbles with W: schedule zb-1p, or as the limit says"

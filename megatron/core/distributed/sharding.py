@@ -49,11 +49,12 @@ STRATEGIES: Mapping[str, Sharding] = MappingProxyType(
 
 
 def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
-    """The row of --data-parallel-sharding-strategy. outer: --outer-dp-sharding-strategy.
+    """The row of --data-parallel-sharding-strategy; of auto, while nothing is chosen, the one that cuts everything.
+    outer: --outer-dp-sharding-strategy.
 
     Raises ValueError where the two do not go together.
     """
-    row = STRATEGIES[strategy]
+    row = STRATEGIES["optim_grads_params" if strategy == "auto" else strategy]
     if outer == "no_shard":
         return row
     if strategy != "optim_grads_params":

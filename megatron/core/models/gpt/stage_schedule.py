@@ -12,8 +12,10 @@ from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.plan_file import load_plan
+from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.schedules import (
     AUTO,
     MOST_FORWARDS,
@@ -22,6 +24,8 @@ from megatron.core.pipeline_parallel.plan.schedules import (
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.plan.units import StageUnits, StateBytes
+
+_CHUNKS = (2, 4, 8)  # a rank, that are tried under one limit
 
 
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
@@ -37,7 +41,8 @@ class StagedModel:
     """What flags say of a model's stages and steps.
 
     costs: None where the configuration is not complete, which rules tell. num_microbatches: of a step of the full
-    batch, of global_batch_size samples. masked: batches have masks, which all stages need.
+    batch, of global_batch_size samples. masked: batches have masks, which all stages need. budget: by
+    which all is chosen together, None without.
     """
 
     parallel: ModelParallelConfig
@@ -46,6 +51,7 @@ class StagedModel:
     num_microbatches: int
     global_batch_size: int | None
     masked: bool
+    budget: RankBudget | None = None
 
     def asked(self) -> ScheduleSpec:
         """What every rank of the pipeline does in a step.
@@ -58,6 +64,8 @@ class StagedModel:
             validates = parallel.enable_optimizer_post_validation
             file = load_plan(parallel.pipeline_schedule_file, ranks, post_validation=validates)
             return dataclasses.replace(self.spec(file.plan.schedule, file.plan.placement), file=file)
+        if self.budget is not None and self.costs is not None:
+            return self.within(self.budget, self.costs)
         named = None if parallel.pipeline_schedule == AUTO else self.spec(parallel.pipeline_schedule)
         if (fault := self.size_fault(ranks if named is None else named.placement.num_stages)) is not None:
             raise PlanError(fault)
@@ -137,6 +145,32 @@ class StagedModel:
         rivals = tuple((one.schedule, one.group_size) for one in alike)
         return dataclasses.replace(best, rivals=rivals, reasons=(*best.reasons, *impossible))
 
+    def within(self, budget: RankBudget, costs: ModelCosts) -> ScheduleSpec:
+        """What takes least under one limit of all that a rank holds, of what flags leave open.
+
+        Raises StageLayersError where no schedule's stages fit the layers, PlanError where nothing fits the limit.
+        """
+        named = self.parallel.pipeline_schedule
+        if named in SCHEDULES:
+            specs, impossible = [self.spec(named)], []
+        else:
+            specs, impossible = self.candidates(_CHUNKS, every_group=True)
+        lanes = budget.lanes(costs.layer().f)
+        every = [
+            dataclasses.replace(
+                spec,
+                costs=costs.of_stages(spec.stages),
+                estimated=True,
+                stages_units=stage_units(costs, spec.stages, spec.placement, sizes),
+                residency=asked,
+                lanes=lanes,
+            )
+            for spec in specs
+            for asked, sizes in budget.rows
+        ]
+        best, reasons = joint(every, self.num_microbatches)
+        return dataclasses.replace(best.spec, reasons=(*reasons, *impossible))
+
     def with_gathered_inputs(self, spec: ScheduleSpec) -> ScheduleSpec:
         """With what sequence parallel has gathered kept from F to W, where all ranks have memory for that and the step
         takes no longer; else as it is."""
@@ -166,9 +200,7 @@ class StagedModel:
                 continue
             try:
                 one = self.spec(name)
-                if row.placement != LOOPED:
-                    found = [one]
-                elif one.placement.num_chunks > 1:  # flags say how many chunks
+                if row.placement != LOOPED or one.placement.num_chunks > 1:
                     found = [one]
                 else:
                     found = [self._with_chunks(name, count) for count in chunks or (row.chunks,)]
