@@ -227,6 +227,8 @@ NO_EFFECT = [
      "microbatches in bf16, not in fp32", None),
     ("--fsdp-unit-modules Block", f"--fsdp-unit-modules has no effect without {FSDP}", None),
     ("--fsdp-reshard-policy step", f"--fsdp-reshard-policy has no effect without {FSDP}", None),
+    (f"{FSDP} --fsdp-reshard-policy step {INSTANCES} 4",
+     "--fsdp-reshard-policy has no effect: one data parallel rank has nobody to share states with", None),
     (f"{FSDP} {STRATEGY} optim --suggested-communication-unit-size 9",
      f"--suggested-communication-unit-size has no effect with {STRATEGY} optim: weights and gradients stay whole",
      None),
