@@ -144,6 +144,7 @@ def _without_effect(r: Resolving) -> None:
     else:
         names = () if cut else _OF_CUT
         why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: weights and gradients stay whole"
+    if v["use_custom_fsdp"]:
         _warn_of(r, _BUCKETS, "has no effect with --use-custom-fsdp: each unit is a bucket")
     _warn_of(r, names, why)
 
