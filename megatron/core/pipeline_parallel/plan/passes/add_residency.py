@@ -11,18 +11,19 @@ its reduction right behind the last of them.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
 from megatron.core.pipeline_parallel.plan.passes.trailing_w import split_trailing
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
+from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of, walk_row
 from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
@@ -31,6 +32,10 @@ from megatron.core.pipeline_parallel.plan.verify import verify
 # Tried where there is something to choose: shares of the room that are left to gathers ahead, parts of trailing W's.
 _SHARES = (0.0, 0.25, 0.5)
 _PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
+# Rows that are made until one keeps to a limit in bytes.
+_TRIES, _BEFORE = 8, 4
+
+Groups = list[list[dict[int, int]]]
 
 
 def add_residency(
@@ -128,11 +133,59 @@ def _row(
     costs: CostModel,
     grouping: Grouping | None,
     share: float,
-) -> tuple[Row, list[list[dict[int, int]]]]:
-    """One rank's row, and its groups as in `RowWalk`. share: of the room that nothing is kept in."""
-    lanes = LaneRow(uses, residency)
+) -> tuple[Row, Groups]:
+    """One rank's row, and its groups as in `RowWalk`. share: of the room that nothing is kept in.
+
+    Where the row of a limit in bytes holds too much at a moment it is made again with less room there: how many
+    reductions are under way beside what is kept is known once the row is written.
+    """
     room = room_to_keep(uses, residency, costs, forward_only=plan.forward_only)
-    kept = kept_gaps(uses, residency, [one * (1 - share) for one in room], grouping)
+    made = _with_room(uses, residency, grouping, room, share, forward_only=plan.forward_only)
+    if residency.limit is None:
+        return made
+    for attempt in range(_TRIES):
+        over = _held_over(made[0], uses, residency, costs, forward_only=plan.forward_only)
+        if not any(over):
+            break
+        for moment, more in enumerate(over):
+            if more:  # what is under way there was kept before
+                first = max(0, moment - attempt * _BEFORE)
+                room[first : moment + 1] = [
+                    min(one, room[moment]) - more * 2**attempt for one in room[first : moment + 1]
+                ]
+        made = _with_room(uses, residency, grouping, room, share, forward_only=plan.forward_only)
+    return made
+
+
+def _held_over(
+    row: Row, uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool
+) -> list[float]:
+    """By moment, what a row holds beyond the limit."""
+    assert residency.limit is not None, residency
+    free = residency.limit[uses.units.rank] - uses.units.shard_bytes
+    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only, boundaries=True)
+    over = [0.0] * uses.num_moments
+    places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
+    for held in walk.boundaries:
+        computation = min(bisect_left(places, held.place), len(places) - 1)
+        moment = uses.computations[computation][1] + max(0, held.access)
+        over[moment] = max(over[moment], held.total - free)
+    return over
+
+
+def _with_room(
+    uses: RowUses,
+    residency: Residency,
+    grouping: Grouping | None,
+    room: Sequence[float],
+    share: float,
+    *,
+    forward_only: bool,
+) -> tuple[Row, Groups]:
+    """room: by moment, bytes of weights and gradients that may be kept; where it is less than nothing, gathers
+    ahead have less than their bound."""
+    lanes = LaneRow(uses, residency)
+    kept = kept_gaps(uses, residency, [max(0.0, one) * (1 - share) for one in room], grouping)
     gathered = stays(uses.reads, kept, weights=True)
     if residency.weights_cut:
         if residency.policy == "backward":
@@ -146,12 +199,12 @@ def _row(
         for stay, moment in zip(gathered, moments, strict=True):
             lanes.gather(stay, moment)
             lanes.free(stay)
-    elif residency.gathers_once and not plan.forward_only:
+    elif residency.gathers_once and not forward_only:
         for stay in gathered:
             lanes.gather(stay, 0)
     reduced = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
     lanes.reduce(reduced)
-    groups: list[list[dict[int, int]]] = [[] for _ in uses.adds]
+    groups: Groups = [[] for _ in uses.adds]
     for stay in reduced:
         groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
     return lanes.write(), groups

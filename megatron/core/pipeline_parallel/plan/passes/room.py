@@ -17,7 +17,8 @@ def room_to_keep(uses: RowUses, residency: Residency, costs: CostModel, *, forwa
     """By moment, bytes of weights and gradients that may be kept over gaps.
 
     Of a limit in bytes what is left beside states at rest, activations, gathers ahead and the gradients that
-    are just being added to and reduced: C(t) of docs/design/007-one-plan.md.
+    are just being added to and reduced: C(t) of docs/design/007-one-plan.md. Less than nothing where gathers
+    ahead have to go without.
     """
     count = uses.num_moments
     if residency.policy != "budget":
@@ -32,7 +33,7 @@ def room_to_keep(uses: RowUses, residency: Residency, costs: CostModel, *, forwa
     ends = [first for _, first in uses.computations[1:]] + [count]
     held = activations(uses.row, costs, forward_only=forward_only)
     for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
-        room[first:end] = [max(0.0, min(room[first], free - used))] * (end - first)
+        room[first:end] = [min(room[first], free - used)] * (end - first)
     return room
 
 
