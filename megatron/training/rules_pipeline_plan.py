@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters
+from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
@@ -17,7 +18,6 @@ RULES = RuleTable()
 rule = RULES.rule
 
 _COUNTS = {2: "two", 3: "three"}
-_WEIGHT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def _default(name: str) -> object:
@@ -66,7 +66,7 @@ def _validated_memory(s: Situation) -> str | None:
     )
     place = ShardPlace(inner_size=config.data_parallel_size // instances, outer_size=instances)
     row = sharding_of(config.ddp.data_parallel_sharding_strategy, config.ddp.outer_dp_sharding_strategy)
-    weight = _WEIGHT_BYTES[config.params_dtype]
+    weight = DTYPE_BYTES[config.params_dtype]
     states = 12 if weight == 2 else 8  # fp32 weights are the optimizer's own
     copies = 12 if s.value("post_validation_rollback") == "snapshot" else 0
     each = weight / place.ways(row.weights) + max(4, weight) / place.ways(row.main_grads)
