@@ -74,10 +74,9 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             finish, self._finish = self._finish, None  # never on what has not arrived
-            began = time.monotonic()
-            with _peer_loss_named(self._op, self._group, self._started, self._peer):
+            lost = _peer_loss_named(self._op, self._group, self._started, self._peer)
+            with self._group.traffic.waiting(), lost:
                 work.wait()
-            self._group.traffic.waited_s += time.monotonic() - began
             if finish is not None:
                 finish()
         self._buffers = ()
@@ -405,7 +404,7 @@ def barrier(group: Group) -> None:
     if group.size == 1:
         return
     _observe("barrier", group)
-    with _peer_loss_named("barrier", group, time.monotonic()):
+    with group.traffic.waiting(), _peer_loss_named("barrier", group, time.monotonic()):
         if group.backend == "gloo":
             dist.monitored_barrier(group.process_group, group.timeout, wait_all_ranks=True)
         else:

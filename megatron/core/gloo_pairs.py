@@ -94,6 +94,7 @@ class Line:
         assert 0 <= place < group.size, f"place {place} of {group.size} in {group.purpose!r}"
         assert place != group.rank, f"{op} of rank {group.ranks[place]} to itself in {group.purpose!r}"
         self._op, self._place, self._group = op, place, group
+        self.traffic = group.traffic
         self._begin = talk.send if op == "send" else talk.recv
         ends = (group.ranks[group.rank], group.ranks[place])
         source, target = ends if op == "send" else ends[::-1]
@@ -133,7 +134,10 @@ class LineMessage:
 
     def wait(self) -> None:
         """Once. Raises PeerLostError."""
+        traffic = self._line.traffic
+        traffic.waits = True  # by hand: `waiting()` takes 2 us
         try:
             self._work.wait()
         except RuntimeError as error:
             self._line.blame(error, self._started)
+        traffic.waits = False

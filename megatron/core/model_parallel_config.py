@@ -189,3 +189,14 @@ class ModelParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] = arg(
         None, "backend of the process groups", derived="nccl with a GPU, else gloo"
     )
+
+    @property
+    def timers_window(self) -> tuple[int, int]:
+        """Iterations of the pipeline that are measured: the first, and the first one behind them."""
+        return self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
+
+    def measured_window(self, first_iteration: int) -> tuple[int, int]:
+        """The first iteration that is measured, and how many are. A run that is resumed behind the start of the window
+        measures as many, from its second iteration on: the first one warms up."""
+        start, end = self.timers_window
+        return start if first_iteration <= start else first_iteration + 1, end - start

@@ -5,7 +5,10 @@ The payload of a collective is its full buffer: what is gathered, or reduced, co
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +31,25 @@ NOTHING = Moved()
 class TrafficCounter:
     """Counts since the group was made; whoever wants to know what a step has moved takes differences.
 
-    waited_s: how long the host stood in waits for collectives under way.
+    waited_s: how long the host stood in waits for collectives under way. waits: it stands in one, or never came out
+    of it.
     """
 
     def __init__(self) -> None:
         self._moved: dict[str, Moved] = {}
         self.waited_s = 0.0
+        self.waits = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the host waits for a collective."""
+        began = time.monotonic()
+        self.waits = True
+        yield
+        self.waits = (
+            False  # not in a finally: where the wait failed, it is still known that the host stood there
+        )
+        self.waited_s += time.monotonic() - began
 
     def count(self, collective: str, payload_bytes: int) -> None:
         self._moved[collective] = self.moved(collective) + Moved(1, payload_bytes)

@@ -2,10 +2,11 @@
 
 [Note: what the records can tell] Three kinds of culprits: a rank that *ended* by an error of its own (it
 says so in its last record), a *silent* rank (its record does not change any more: killed, stopped, or
-holding the GIL), and a *late* rank (its record changes, but it has begun fewer collectives than those that
-wait for it). Whom does a waiting rank wait for? A member of its last group that has begun fewer of that
-group's collectives; that rank may itself wait in another group, so the chain is followed to its end. Ranks
-that lost a peer say "failing" and are never culprits.
+holding the GIL), and a *late* rank (its record changes, but it keeps others waiting). Whom does a waiting rank
+wait for? A member of its last group that has begun fewer of that group's collectives; that rank may itself wait
+in another group, so the chain is followed to its end. Collectives are also begun ahead, gathers among them: where
+all have begun as many, it is the member that stands in no wait. Ranks that lost a peer say "failing" and are never
+culprits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class ProgressRecord:
 
     beat: counts publications. step, phase: where the main thread is. op, group, sequence: its newest
     collective; members: that group's ranks (empty: unknown). sequences: group instance -> collectives begun.
-    published_at, progressed_at: wall time of this record, and of the last change of anything else in it.
+    waits: the main thread stands in the wait for a collective, or lost a peer there; on a device that queues work
+    the host hardly ever does. published_at, progressed_at: wall time of this record, and of the last change of
+    anything else in it.
     """
 
     rank: int
@@ -39,6 +42,7 @@ class ProgressRecord:
     sequence: int = 0
     members: tuple[int, ...] = ()
     sequences: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    waits: bool = False
     published_at: float = 0.0
     progressed_at: float = 0.0
 
@@ -124,17 +128,23 @@ def _follow(
 def _late_for(
     waiter: ProgressRecord, records: Mapping[int, ProgressRecord], seen: set[int]
 ) -> ProgressRecord | None:
-    """The running rank with the fewest collectives of the waiter's group, if fewer than the waiter has."""
+    """The running member of the waiter's group with the fewest of its collectives, if fewer than the waiter has; else
+    the one without a wait, where the waiter stands in one."""
     if not waiter.op:
         return None
-    behind = [
+    members = [
         record
         for rank, record in records.items()
-        if rank not in seen
-        and record.state == RUNNING
-        and (rank in waiter.members or not waiter.members)
-        and record.sequences.get(waiter.instance, 0) < waiter.sequence
+        if rank not in seen and record.state == RUNNING and (rank in waiter.members or not waiter.members)
     ]
+    behind = [
+        record
+        for record in members
+        # A rank without a wait has begun this one ahead: members that wait do not hold it up.
+        if record.sequences.get(waiter.instance, 0) < waiter.sequence and record.waits <= waiter.waits
+    ]
+    if not behind and waiter.waits:
+        behind = [record for record in members if not record.waits]
     return min(behind, key=lambda r: (r.sequences.get(waiter.instance, 0), r.progressed_at), default=None)
 
 
@@ -176,9 +186,11 @@ def _mismatch(mine: ProgressRecord, records: Mapping[int, ProgressRecord]) -> st
 
 
 def _slowest(mine: ProgressRecord, records: Mapping[int, ProgressRecord], now: float) -> str:
-    """Nobody is late by the counts: what is known."""
+    """Nobody of the group is late: what is known."""
     running = [record for rank, record in records.items() if rank != mine.rank and record.state == RUNNING]
     behind = [record for record in running if record.step < mine.step]
+    if not behind and mine.waits:
+        behind = [record for record in running if not record.waits]
     if behind:
         return _blame(min(behind, key=lambda r: (r.step, r.progressed_at)), mine, now, silent=False)
     return (

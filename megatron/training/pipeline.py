@@ -287,24 +287,10 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         per_token_loss=session.config.model.calculate_per_token_loss,
         work=session.config.staged_model.work_of_units(spec),
         recorder=recorder,
-        profiler=_profiler(session, engine),
-    )
-
-
-def _profiler(session: Session, engine: Engine) -> Profiler | None:
-    """Of pipelines with messages: the window of the flags, and every log interval's last iteration where measuring
-    makes nobody wait."""
-    config, ps = session.config, session.ps
-    if ps.pp_size == 1:
-        return None
-    parallel = config.parallel
-    return Profiler(
-        ps.device,
-        ps.pp_group.ranks,
-        start=parallel.zero_bubble_pipeline_timers_start_iter,
-        end=parallel.zero_bubble_pipeline_timers_end_iter,
-        interval=0 if ps.device.queues_work else config.logging.log_interval,
-        transient_bytes=lambda: sum(
-            engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")
+        profiler=Profiler.of_run(
+            session.ps,
+            parallel.timers_window,
+            session.config.logging.log_interval,
+            lambda: sum(engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")),
         ),
     )

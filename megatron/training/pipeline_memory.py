@@ -9,7 +9,6 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
 from megatron.training.build import Engine
-from megatron.training.config import Config
 from megatron.training.problems import ConfigurationError, Problem
 from megatron.training.session import Session
 
@@ -27,7 +26,7 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     spec, parallel = config.schedule_spec, config.parallel
     for line in spec.reasons:
         tell(f" > --pipeline-schedule auto: {line}")
-    if asks_device(config):
+    if config.staged_model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:
             spec = _limited_by_device(session, spec, engine, total)
@@ -40,13 +39,6 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     for line in limit_lines(spec, sequence_parallel=parallel.sequence_parallel):
         tell(line)
     return spec
-
-
-def asks_device(config: Config) -> bool:
-    """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
-    parallel, spec = config.parallel, config.schedule_spec
-    by_flags = parallel.enable_zero_bubble and not parallel.zero_bubble_v_schedule
-    return by_flags and spec.file is None and spec.limits is None and spec.estimated
 
 
 def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, total: int) -> ScheduleSpec:

@@ -6,10 +6,8 @@ their bits: an order of operations does not change sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.again import planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -22,11 +20,11 @@ from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training.build import Engine, refuse_unsplittable
-from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.reporter import Reporter
 from megatron.training.run_clock import RunClock
 from megatron.training.session import Session
+from megatron.training.start_report import check_same_plan
 
 PLAN_FILE = "pipeline-plan.json"
 
@@ -51,7 +49,7 @@ class Replanner:
     ) -> None:
         self._session, self._runner = session, runner
         self._engine, self._reporter, self._clock = engine, reporter, clock
-        self._start, self._length = window_of(session.config.parallel, first_iteration)
+        self._start, self._length = session.config.parallel.measured_window(first_iteration)
         self.costs: CostModel | None = None  # as last measured
         self._fewest_steps = 0  # that a rank has kept, as of the last log interval
         if runner.profiler is not None:
@@ -144,23 +142,3 @@ class Replanner:
                 self._session.print_rank_last(f"WARNING: the pipeline's plan cannot be saved: {error}")
                 return None
         return str(path)
-
-
-def check_same_plan(hashes: Sequence[str]) -> None:
-    """hashes: of the plan of every rank. Raises TrainingExit where they differ, which would be noticed by a hang."""
-    different = sorted({hashes.index(one) for one in hashes})
-    if len(different) > 1:
-        told = ", ".join(f"rank {rank} has {hashes[rank][:12]}" for rank in different[:4])
-        raise TrainingExit(
-            ExitStatus.CONFIGURATION,
-            f"ranks would run different pipeline plans ({told}): give --pipeline-schedule-file the same file, and all "
-            "hosts the same version of this package",
-        )
-
-
-def window_of(parallel: ModelParallelConfig, first_iteration: int) -> tuple[int, int]:
-    """The first iteration that is measured, and how many are. A run that is resumed behind the start of the window that
-    the flags name measures as many iterations, from its second one on: the first one warms up."""
-    start = parallel.zero_bubble_pipeline_timers_start_iter
-    length = parallel.zero_bubble_pipeline_timers_end_iter - start
-    return start if first_iteration <= start else first_iteration + 1, length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.planned_residency import planned_residency
 from megatron.core.pipeline_parallel.plan.residency_lines import (
@@ -53,27 +54,11 @@ class ResidencyReport:
         gradients = tracker.peak("grads") + tracker.peak("extra")
         held = HeldBytes(self._engine.persistent_bytes(), tracker.peak("gathered"), gradients, None)
         tracker.reset_peaks()
-        own = [dataclasses.asdict(one) for one in (held, self._moved())]
+        assert self._runner.wire is not None, "a residency without a wire"
+        moves = measured_moves(self._engine.model, self._runner.wire, self._runner.step_s)
+        own = [dataclasses.asdict(one) for one in (held, moves)]
         told = session.gather([session.ps.pp_rank, *own])
         mine = [(HeldBytes(**held), StepMoves(**moves)) for of, held, moves in told if of == rank]
         measured, _ = max(mine, key=lambda one: one[0].total)
         _, moves = max(mine, key=lambda one: one[1].exposed_share or 0.0)  # the one that has waited longest
         return StepResidency(iteration, rank, planned, measured, planned_moves, moves)
-
-    def _moved(self) -> StepMoves:
-        """By this rank's last step. Where the device works off a queue, waiting is the device's, and not known."""
-        traffic, wire, place = self._engine.model.traffic, self._runner.wire, self._engine.model.place
-        gathers, reductions = traffic.all_gather, traffic.reduce_scatter + traffic.all_reduce
-        outer_gathers, outer_sums = (
-            traffic.outer_all_gather,
-            traffic.outer_reduce_scatter + traffic.outer_all_reduce,
-        )
-        moves, step_s = StepMoves.of(gathers, reductions, outer_gathers, outer_sums), self._runner.step_s
-        assert wire is not None, "moves without a wire"
-        # An all-reduce goes round twice.
-        busy_ns = wire.of(gathers + reductions + traffic.all_reduce, place.inner_size)
-        busy_ns += wire.of(outer_gathers + outer_sums + traffic.outer_all_reduce, place.outer_size)
-        waited = None if self._session.device.queues_work else traffic.waited_s / step_s
-        return dataclasses.replace(
-            moves, lane_share=busy_ns / 1e9 / step_s, exposed_share=waited, step_s=step_s
-        )

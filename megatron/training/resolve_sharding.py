@@ -18,16 +18,7 @@ _16_BIT = ("bf16", "fp16")
 
 # What acts with --use-custom-fsdp only, and what of it only where gradients (and weights) are cut.
 _BUCKETS = ("ddp_bucket_size", "ddp_num_buckets")
-_OF_CUT: tuple[str, ...] = ("suggested_communication_unit_size", "fsdp_double_buffer", "fsdp_debug")
-_OF_FSDP: tuple[str, ...] = (
-    "fsdp_unit_modules",
-    "fsdp_reshard_policy",
-    "fsdp_memory_budget",
-    *_OF_CUT,
-)
-
-
-_OF_LANE = ("fsdp_reshard_policy", "fsdp_memory_budget", *_OF_CUT)
+_OF_FSDP = ("fsdp_unit_modules", "fsdp_debug")
 
 
 class Resolving(Protocol):
@@ -134,30 +125,22 @@ def _wire(r: Resolving) -> None:
 
 
 def _without_effect(r: Resolving) -> None:
+    """What has no effect, but for the flags of gathers and reductions: these are refused by rules."""
     v = r.values
-    cut = grads_are_cut(v[STRATEGY])
-    names: tuple[str, ...]
     if not v["use_custom_fsdp"]:
-        names, why = _OF_FSDP, "has no effect without --use-custom-fsdp"
-    elif cut and _ranks_that_share(r) == 1:
-        names, why = _OF_LANE, "has no effect: one data parallel rank has nobody to share states with"
-    else:
-        names = () if cut else _OF_CUT
+        _warn_of(r, _OF_FSDP, "has no effect without --use-custom-fsdp")
+        return
+    _warn_of(r, _BUCKETS, "has no effect with --use-custom-fsdp: each unit is a bucket")
+    if not grads_are_cut(v[STRATEGY]):
         why = f"has no effect with {spelled(STRATEGY)} {v[STRATEGY]}: weights and gradients stay whole"
-        _warn_of(r, _BUCKETS, "has no effect with --use-custom-fsdp: each unit is a bucket")
-    _warn_of(r, names, why)
-
-
-def _ranks_that_share(r: Resolving) -> int | None:
-    """Over how many ranks states are cut; None where ranks do not divide, which rules tell."""
-    try:
-        ranks = Config.from_flat(r.values).data_parallel_size
-    except RankGridError:
-        return None
-    instances = r.values[INSTANCES]
-    return ranks // instances if instances >= 1 and ranks % instances == 0 else None
+        _warn_of(r, ("fsdp_debug",), why)
 
 
 def _warn_of(r: Resolving, names: tuple[str, ...], why: str) -> None:
     """Of those that are not their defaults."""
-    r.warnings += [f"{spelled(name)} {why}" for name in names if r.values[name] != FIELDS[name][1].default]
+    r.warnings += [f"{spelled(name)} {why}" for name in names if differs(name, r.values[name])]
+
+
+def differs(name: str, value: Any) -> bool:
+    """Whether a setting is another one than its default."""
+    return bool(value != FIELDS[name][1].default)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.models.gpt.parameter_count import count_parameters
+from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
@@ -34,6 +37,52 @@ def _post_validation_settings(s: Situation) -> str | None:
         if s.value(name) != _default(name):
             return f"{spelled(name)} {s.value(name)} without --enable-optimizer-post-validation"
     return None
+
+
+@rule(
+    "validated-memory",
+    "--enable-optimizer-post-validation --post-validation-rollback --data-parallel-sharding-strategy",
+    "leave --enable-optimizer-post-validation out, give --post-validation-rollback inverse (no copies; approximate: "
+    "docs/pipelines.md), or shard more, over more ranks",
+)
+def _validated_memory(s: Situation) -> str | None:
+    """What a step leaves until it is decided on, gradients at rest among it, beside all other states; on CPU, where
+    ranks share the machine. What is free is looked at once the engine has its memory."""
+    config, model = s.config, s.config.model
+    if not s.value("enable_optimizer_post_validation") or s.has_gpu or s.check_only or not _can_plan(s):
+        return None
+    instances = s.value("num_distributed_optimizer_instances")
+    if config.model_costs is None or model.padded_vocab_size is None or config.data_parallel_size % instances:
+        return None
+    spec = config.staged_model.spec(s.value("pipeline_schedule")) if _is_named(s) else None
+    if spec is None:
+        return None
+    held = count_parameters(
+        model,
+        model.padded_vocab_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        stages=spec.stages,
+        placement=spec.placement,
+    )
+    place = ShardPlace(inner_size=config.data_parallel_size // instances, outer_size=instances)
+    row = sharding_of(config.ddp.data_parallel_sharding_strategy, config.ddp.outer_dp_sharding_strategy)
+    weight = DTYPE_BYTES[config.params_dtype]
+    states = 12 if weight == 2 else 8  # fp32 weights are the optimizer's own
+    copies = 12 if s.value("post_validation_rollback") == "snapshot" else 0
+    each = weight / place.ways(row.weights) + max(4, weight) / place.ways(row.main_grads)
+    each += (states + copies) / place.ways(row.optimizer)
+    needed, here = max(held.per_rank) * each, s.env.local_world_size
+    if needed * here <= s.memory_bytes:
+        return None
+    kept = f"gradients{' and copies' if copies else ''} that are kept until a step is decided on"
+    return (
+        f"a rank holds {needed / 2**30:.1f} GiB of weights, optimizer state, {kept}; this machine has "
+        f"{s.memory_bytes / 2**30:.1f} GiB for {here} ranks"
+    )
+
+
+def _is_named(s: Situation) -> bool:
+    return s.value("pipeline_schedule_file") is None and s.value("pipeline_schedule") != AUTO
 
 
 @rule(

@@ -5,7 +5,14 @@ from __future__ import annotations
 from megatron.core.distributed.sharding import main_grads_dtype
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
-from megatron.training.resolve_sharding import INSTANCES, OUTER, STRATEGY, grads_are_cut, weights_are_cut
+from megatron.training.resolve_sharding import (
+    INSTANCES,
+    OUTER,
+    STRATEGY,
+    differs,
+    grads_are_cut,
+    weights_are_cut,
+)
 from megatron.training.rule_table import RuleTable, Situation, spelled
 
 RULES = RuleTable()
@@ -145,7 +152,7 @@ def _outer_instances(s: Situation) -> str | None:
 def _fsdp_reshard_policy(s: Situation) -> str | None:
     policy, strategy = s.value("fsdp_reshard_policy"), s.value(STRATEGY)
     if policy == "memory" or not s.value("use_custom_fsdp"):
-        return None  # without --use-custom-fsdp a warning
+        return None  # the latter has a rule of its own
     if policy == "backward" and not weights_are_cut(strategy):
         return (
             f"--fsdp-reshard-policy backward with {_told(s)}: weights are not sharded, so none are gathered"
@@ -167,6 +174,45 @@ def _fsdp_memory_budget(s: Situation) -> str | None:
     if policy != BUDGET and budget is not None:
         return f"--fsdp-memory-budget {budget} does nothing under --fsdp-reshard-policy {policy}"
     return None
+
+
+# What is gathered or reduced otherwise than by default, which takes somebody to share with.
+_OF_LANE = (
+    "fsdp_reshard_policy",
+    "fsdp_memory_budget",
+    "suggested_communication_unit_size",
+    "fsdp_double_buffer",
+)
+
+
+@rule(
+    "gathers-without-effect",
+    "--fsdp-reshard-policy --fsdp-memory-budget --suggested-communication-unit-size --fsdp-double-buffer "
+    "--use-custom-fsdp",
+    "leave them out, or use --use-custom-fsdp with optim_grads or optim_grads_params over several data parallel ranks",
+)
+def _gathers_without_effect(s: Situation) -> str | None:
+    given = [name for name in _OF_LANE if differs(name, s.value(name))]
+    if grads_are_cut(s.value(STRATEGY)):
+        if not s.value("use_custom_fsdp") or _ranks_that_share(s) != 1:
+            return None  # the strategy alone has a rule of its own
+        why = "one data parallel rank has nobody to share states with"
+    elif s.value("use_custom_fsdp"):
+        given = [name for name in given if name not in ("fsdp_reshard_policy", "fsdp_memory_budget")]
+        why = f"with {_told(s)} weights and gradients stay whole"
+    else:
+        why = "without --use-custom-fsdp weights and gradients stay whole"
+    return f"{', '.join(map(spelled, given))}: {why}" if given else None
+
+
+def _ranks_that_share(s: Situation) -> int | None:
+    """Over how many ranks states are cut; None where ranks do not divide, which rules tell."""
+    instances = s.value(INSTANCES)
+    try:
+        ranks = s.config.data_parallel_size
+    except RankGridError:
+        return None
+    return ranks // instances if instances >= 1 and ranks % instances == 0 else None
 
 
 @rule(

@@ -112,6 +112,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
         observer=watchdog.collective,
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
     )
+    watchdog.watch(group.traffic for group in ps.groups.values())
     _seed(config.training.seed, ps)
     tokenizer = _tokenizer(config)
     config = _with_vocabulary(config, tokenizer, ps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron.core.asked_schedules import told_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
@@ -11,8 +12,8 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training import metrics
 from megatron.training.build import Engine
+from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.problems import ConfigurationError, Problem
-from megatron.training.replan import check_same_plan
 from megatron.training.session import Session, say
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
@@ -84,3 +85,15 @@ def _plan_record(
         units_per_rank=units if engine.model.waits_for_units else (),
         snapshot_bytes_per_rank=snapshots if validated else (),
     )
+
+
+def check_same_plan(hashes: Sequence[str]) -> None:
+    """hashes: of the plan of every rank. Raises TrainingExit where they differ, which would be noticed by a hang."""
+    different = sorted({hashes.index(one) for one in hashes})
+    if len(different) > 1:
+        told = ", ".join(f"rank {rank} has {hashes[rank][:12]}" for rank in different[:4])
+        raise TrainingExit(
+            ExitStatus.CONFIGURATION,
+            f"ranks would run different pipeline plans ({told}): give --pipeline-schedule-file the same file, and all "
+            "hosts the same version of this package",
+        )

@@ -18,9 +18,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from megatron.core.traffic_counter import TrafficCounter
 from megatron.training.culprit import (
     ENDED,
     FAILING,
@@ -70,6 +71,7 @@ class Watchdog:
         self._step, self._phase = 0, "start"
         self._last: tuple[str, str, int, tuple[int, ...]] = ("", "", 0, ())
         self._progressed_at = time.time()
+        self._traffic: tuple[TrafficCounter, ...] = ()
         self._state, self._reason, self._beat = RUNNING, "", 0
         self._closing = False
         self.store_error: str | None = None
@@ -105,6 +107,10 @@ class Watchdog:
         self._last = (op, group, sequence, tuple(ranks))
         self._progressed_at = time.time()
 
+    def watch(self, traffic: Iterable[TrafficCounter]) -> None:
+        """These counters of the rank's groups know from now on whether the main thread waits."""
+        self._traffic = tuple(traffic)
+
     # --- publishing
 
     def record(self) -> ProgressRecord:
@@ -124,6 +130,7 @@ class Watchdog:
             sequence=sequence,
             members=members,
             sequences=self._sequences.copy(),
+            waits=any(counter.waits for counter in self._traffic),
             published_at=time.time(),
             progressed_at=self._progressed_at,
         )

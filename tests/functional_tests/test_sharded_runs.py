@@ -142,7 +142,7 @@ def test_three_ranks_share_what_three_does_not_divide(run, flags):
     assert_same_but_for_rounding(run(3, same), run(3, f"{same} {flags}"))
 
 
-@pytest.mark.parametrize("flags", [f"{ZERO3} --fsdp-double-buffer", pytest.param(ZERO2, marks=full)])
+@pytest.mark.parametrize("flags", [ZERO3, pytest.param(ZERO2, marks=full)])
 def test_one_rank_shards_with_nobody(run, flags):
     assert_same_bits(run(1, LOGGED), run(1, f"{LOGGED} {flags}"))
 
@@ -226,8 +226,8 @@ def test_the_memory_table(run):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--fsdp-double-buffer --fsdp-unit-modules Foo",
-         ["--fsdp-double-buffer has no effect without --use-custom-fsdp",
+        ("--fsdp-debug --fsdp-unit-modules Foo",
+         ["--fsdp-debug has no effect without --use-custom-fsdp",
           "--fsdp-unit-modules has no effect without --use-custom-fsdp"]),
         (f"{ZERO3} --ddp-bucket-size 10 --outer-dp-sharding-strategy optim --no-overlap-param-gather",
          ["--ddp-bucket-size has no effect with --use-custom-fsdp: each unit is a bucket",
@@ -279,6 +279,7 @@ def test_units_that_the_model_does_not_have(tmp_path):
         (2, "--data-parallel-sharding-strategy optim_grads_params", {"sharding-strategy": "nothing would be sharded"}),
         (2, "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads",
          {"sharding-strategy": "needs --use-custom-fsdp: --use-distributed-optimizer shards the optimizer state only"}),
+        (1, f"{ZERO3} --fsdp-double-buffer", {"gathers-without-effect": "one data parallel rank has nobody to share"}),
         # All reasons at once.
         (4, f"{ZERO2} --pipeline-model-parallel-size 2 --fsdp-memory-budget 5 --outer-dp-sharding-strategy optim "
             "--fsdp-reshard-policy backward --suggested-communication-unit-size -5 --use-nccl-ub --fsdp-debug "

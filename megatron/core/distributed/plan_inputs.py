@@ -20,6 +20,7 @@ from megatron.core import collectives, host_data
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
+from megatron.core.pipeline_parallel.plan.residency_lines import StepMoves
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts, with_work_of
 
 _REPEATS = 5
@@ -88,3 +89,23 @@ def _median_seconds(call: Callable[[], object], device: Device) -> float:
         device.synchronize()  # sync: measured before the first step
         found.append(time.perf_counter() - start)
     return sorted(found[1:])[_REPEATS // 2]
+
+
+def measured_moves(model: DistributedDataParallel, wire: LaneCosts, step_s: float) -> StepMoves:
+    """What the last step, of so many seconds, has moved, and how much of it the wire was busy with that. Where the
+    device works off a queue, waiting is the device's, and not known."""
+    traffic, place = model.traffic, model.place
+    gathers, reductions = traffic.all_gather, traffic.reduce_scatter + traffic.all_reduce
+    outer_gathers, outer_sums = (
+        traffic.outer_all_gather,
+        traffic.outer_reduce_scatter + traffic.outer_all_reduce,
+    )
+    # An all-reduce goes round twice.
+    busy_ns = wire.of(gathers + reductions + traffic.all_reduce, place.inner_size)
+    busy_ns += wire.of(outer_gathers + outer_sums + traffic.outer_all_reduce, place.outer_size)
+    return dataclasses.replace(
+        StepMoves.of(gathers, reductions, outer_gathers, outer_sums),
+        lane_share=busy_ns / 1e9 / step_s,
+        exposed_share=None if model.ps.device.queues_work else traffic.waited_s / step_s,
+        step_s=step_s,
+    )

@@ -76,6 +76,7 @@ def test_todays_figures_stay():
         ((*TWO, "--num-layers", 5), "--num-layers 5: 2 stages of equal layers"),
         ((*TWO, "--num-layers", 0), "--num-layers 0: 2 stages of equal layers"),
         ((*TWO, "--data-parallel-size", 1), "--data-parallel-size 1: one rank has nobody"),
+        (("--fsdp-reshard-policy", "step"), "--fsdp-reshard-policy without --data-parallel-size"),
         ((*TWO, "--fsdp-memory-budget", 1), "budget and --fsdp-memory-budget go together"),
         ((*TWO, "--fsdp-reshard-policy", "backward"), "use policy budget"),
         ((*TWO, "--format", "svg"), "show the plan of one --schedule"),

@@ -144,3 +144,30 @@ def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
     message = str(refused.value)
     assert told in message
     assert "--enable-optimizer-post-validation" in message
+
+
+@pytest.mark.parametrize(
+    ("hidden", "more", "fits"),
+    [
+        (12288, "", False),
+        (64, "", True),
+        (12288, "--check-config", True),
+        (2304, "", False),
+        (2304, "--post-validation-rollback inverse", True),
+    ],
+)
+def test_a_validated_run_that_no_memory_can_hold_is_refused_at_once(monkeypatch, hidden, more, fits):
+    """On CPU, before torch: 12 layers of 2304 are 383 million parameters a stage, 28 bytes each, 16 without copies."""
+    monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: 36 * 10**9))
+    words = f"--num-layers 12 --hidden-size {hidden} --num-attention-heads 96 --padded-vocab-size 128 --train-iters 4"
+    words = words.replace("96", "16") if hidden == 64 else words
+    words += " --pipeline-model-parallel-size 2 --enable-zero-bubble --enable-optimizer-post-validation"
+    env = LaunchEnv(world_size=4, local_world_size=4, rank=0)
+    asked = [*launch.TINY, *words.split(), *more.split()]
+    if fits:
+        parse_config(asked, env=env)
+        return
+    with pytest.raises(
+        ConfigurationError, match=r"\[validated-memory\] .* gradients and copies that are kept"
+    ):
+        parse_config(asked, env=env)

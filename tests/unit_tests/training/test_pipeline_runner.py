@@ -11,9 +11,10 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.training import pipeline, training
 from megatron.training.arguments import parse_config
-from megatron.training.pipeline import PipelineRunner, _profiler
+from megatron.training.pipeline import PipelineRunner
 from megatron.training.timers import Timers
 from tests.harness import launch
 
@@ -83,8 +84,6 @@ def test_only_the_window_is_measured_where_measuring_waits(kind, measured):
     window = "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 5"
     config = parse_config([*launch.TINY, "--train-iters", "9", *window.split()])
     group = SimpleNamespace(ranks=(0, 1))
-    session = SimpleNamespace(
-        config=config, ps=SimpleNamespace(pp_size=2, device=Device(kind), pp_group=group)
-    )
-    profiler = _profiler(session, None)
+    ps = SimpleNamespace(pp_size=2, device=Device(kind), pp_group=group)
+    profiler = Profiler.of_run(ps, config.parallel.timers_window, config.logging.log_interval, lambda: 0)
     assert [number for number in range(3, 7) if profiler.watches(number)] == measured

@@ -15,8 +15,9 @@ from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.training.arguments import parse_config
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.replan import PLAN_FILE, Replanner, check_same_plan, window_of
+from megatron.training.replan import PLAN_FILE, Replanner
 from megatron.training.run_clock import RunClock
+from megatron.training.start_report import check_same_plan
 from tests.harness import launch
 from tests.harness.measured_runs import figures_of_run
 
@@ -201,7 +202,7 @@ def test_a_window_in_which_a_rank_measured_nothing_is_repeated():
     [(1, (100, 10)), (100, (100, 10)), (101, (102, 10)), (500, (501, 10))],
 )
 def test_a_run_resumed_behind_the_start_measures_later(first, window):
-    assert window_of(ModelParallelConfig(), first) == window
+    assert ModelParallelConfig().measured_window(first) == window
 
 
 def test_a_resumed_run_has_a_window_of_its_own():

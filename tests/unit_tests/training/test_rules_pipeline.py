@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.training.arguments import ConfigurationError, parse_config
 from megatron.training.config import FIELDS
 from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline_memory import asks_device
 from megatron.training.resolve import Machine, resolve
 from megatron.training.rule_table import Situation
 from megatron.training.rules import broken_rules
@@ -210,7 +209,7 @@ def test_the_flag_that_asks_for_a_schedule_is_named():
 def test_the_percentile_is_read_where_the_device_is_asked():
     for words in (ZB, f"{ZB} {PENDING} auto", f"{ZB} --pipeline-schedule zbv --num-layers 4"):
         config = configure(f"{words} {PERCENTILE} 50")
-        assert asks_device(config)
+        assert config.staged_model.asks_device(config.schedule_spec)
         assert config.parallel.zero_bubble_adaptive_memory_limit_percentile == 50
 
 

@@ -1,6 +1,7 @@
 """The culprit is named: pure cases, then real ranks that hang, die and lose the store's host."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.traffic_counter import TrafficCounter
 from megatron.training.culprit import (
     ENDED,
     FAILING,
@@ -90,6 +92,39 @@ def test_chain_of_waiting_is_followed_over_groups():
     }
     text = find_culprit(mine, records, set(records), 4, NOW)
     assert text.startswith("rank 3 (host node3, pid 43) missed recv #7 of group 'pp'")
+
+
+def test_who_has_begun_everything_ahead_and_waits_for_nobody():
+    """Gathers begun ahead: the counts are equal, the sleeping rank's even higher in a group of others."""
+    group = ("all_reduce", "dp", ALL)
+    mine = dataclasses.replace(failing(), waits=True)
+    waiting = dataclasses.replace(rec(2, {"dp@0": 3}, group, progressed_at=NOW - 9.0), waits=True)
+    asleep = rec(1, {"dp@0": 3, "tp@1": 8}, ("all_gather", "tp", (1, 3)), progressed_at=NOW - 5.0)
+    other = dataclasses.replace(rec(3, {"dp@0": 3, "tp@1": 7}, ("all_gather", "tp", (1, 3))), waits=True)
+    records = {0: mine, 1: asleep, 2: waiting, 3: other}
+    text = find_culprit(mine, records, set(records), 4, NOW)
+    assert text.startswith("rank 1 (host node1, pid 41) was lost during all_reduce #3 of group 'dp'")
+    assert "last heard of 5.0 s ago" in text
+    everybody_of_dp = {
+        **records,
+        1: dataclasses.replace(asleep, waits=True),
+        3: dataclasses.replace(other, waits=False),
+    }
+    assert find_culprit(mine, everybody_of_dp, set(records), 4, NOW).startswith("rank 3 (host node3")
+    everybody = {rank: dataclasses.replace(record, waits=True) for rank, record in everybody_of_dp.items()}
+    assert find_culprit(mine, everybody, set(records), 4, NOW).startswith("no rank is behind")
+
+
+def test_the_record_knows_of_waits():
+    watchdog, counter = Watchdog(dist.HashStore(), 0, 1, interval_s=0.05), TrafficCounter()
+    watchdog.watch([TrafficCounter(), counter])
+    with counter.waiting():
+        assert watchdog.record().waits
+    assert not watchdog.record().waits
+    with contextlib.suppress(ValueError), counter.waiting():
+        raise ValueError
+    assert watchdog.record().waits, "after an error the record shows where it happened"
+    watchdog.close()
 
 
 def test_rank_that_ended_says_why():

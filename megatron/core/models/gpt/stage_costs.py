@@ -13,7 +13,7 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Elementwise work (norms, residuals, dropout), in FLOPs a hidden element of each layer: for stages without layers, too,
 # which hand on what they get.
 _ELEMENTWISE = 40
@@ -233,7 +233,7 @@ class ModelCosts:
 
     @property
     def _element(self) -> int:
-        return _DTYPE_BYTES[self.params_dtype]
+        return DTYPE_BYTES[self.params_dtype]
 
     @property
     def _residual(self) -> int:

@@ -122,6 +122,11 @@ class StagedModel:
             masked=self.masked,
         )
 
+    def asks_device(self, spec: ScheduleSpec) -> bool:
+        """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
+        by_flags = self.parallel.enable_zero_bubble and not self.parallel.zero_bubble_v_schedule
+        return by_flags and spec.file is None and spec.limits is None and spec.estimated
+
     def work_of_units(self, spec: ScheduleSpec) -> tuple[StageUnits, ...] | None:
         """What units of each stage take, without bytes; None where the configuration is not complete."""
         if self.costs is None or not spec.stages:

@@ -14,6 +14,7 @@ from time import monotonic
 from torch import Tensor
 
 from megatron.core.device import Device, heap_bytes
+from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import Span
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of, median
@@ -55,6 +56,27 @@ class Profiler:
         self._spans: dict[int, Span] = {}  # by place in the row
         self._watching = False
         self._begin_bytes = self._peak_bytes = 0
+
+    @classmethod
+    def of_run(
+        cls,
+        ps: ParallelState,
+        window: tuple[int, int],
+        log_interval: int,
+        transient_bytes: Callable[[], int],
+    ) -> Profiler | None:
+        """Of pipelines with messages: the window (first iteration, first one behind it), and every log interval's last
+        iteration where measuring makes nobody wait."""
+        if ps.pp_size == 1:
+            return None
+        return cls(
+            ps.device,
+            ps.pp_group.ranks,
+            start=window[0],
+            end=window[1],
+            interval=0 if ps.device.queues_work else log_interval,
+            transient_bytes=transient_bytes,
+        )
 
     def move_window(self, start: int, end: int) -> None:
         """Between steps: the window is start <= iteration < end from now on."""

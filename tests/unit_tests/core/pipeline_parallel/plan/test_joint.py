@@ -1,0 +1,80 @@
+"""One limit of bytes: what is chosen keeps to it, is never slower than what is simple and fits, and says why."""
+
+import dataclasses
+import random
+
+import pytest
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
+from megatron.core.pipeline_parallel.plan.joint import joint, judge, least_bytes
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from tests.harness import unit_stages
+
+SHARDED, OPTIM = "optim_grads_params", "optim"
+
+
+def candidates(ranks, limit, draw, strategies=(OPTIM, SHARDED)):
+    """1f1b, a V, and interleaving in groups; activations of a stage weigh as much as some of its layers."""
+    activation, bandwidth = draw.choice((4.0, 12.0)), draw.choice((20.0, 80.0))
+    found = []
+    for name, chunks, group in (("1f1b", 1, None), ("zbv", 2, None), ("gis", 2, ranks)):
+        placement = SCHEDULES[name].placed(ranks, chunks)
+        costs = CostModel.of_ranks(placement, activation=(activation,), time_w=(0.7,))
+        for strategy in strategies:
+            stages = unit_stages.model(placement, 4 // chunks)
+            if strategy == OPTIM:  # gradients are whole at rest
+                stages = tuple(
+                    dataclasses.replace(
+                        one,
+                        units=tuple(
+                            dataclasses.replace(unit, shard_bytes=unit.weight_bytes + unit.grad_bytes)
+                            for unit in one.units
+                        ),
+                    )
+                    for one in stages
+                )
+            asked = Residency(strategy, ways=4, policy="budget", limit=(limit,) * ranks)
+            words = {"stages_units": stages, "residency": asked, "lanes": LaneCosts(bandwidth=bandwidth)}
+            found.append(ScheduleSpec(name, placement, costs, group_size=group, estimated=True, **words))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_keeps_to_the_limit_and_none_that_fits_is_faster(seed):
+    draw = random.Random(seed)
+    ranks, limit = draw.choice((2, 3)), draw.choice((160.0, 220.0, 400.0, 900.0))
+    asked = candidates(ranks, limit, draw)
+    fitting = []
+    for one in asked:
+        try:
+            fitting.append(judge(one, 2 * ranks))
+        except PlanError:
+            continue
+    if not fitting:
+        with pytest.raises(PlanError, match="nothing fits; the least is that of"):
+            joint(asked, 2 * ranks)
+        return
+    best, lines = joint(asked, 2 * ranks)
+    assert max(best.peaks) <= limit
+    assert best.merit == min(one.merit for one in fitting)
+    assert len(lines) == 1 + len(asked)
+    assert lines[0].endswith(": chosen")
+
+
+def test_with_room_for_everything_nothing_is_gathered_twice():
+    best, _ = joint(candidates(2, 1e6, random.Random(0), (SHARDED,)), 4)
+    stages = best.spec.stages_units
+    for rank, row in enumerate(best.plan.rows):
+        names = {unit.name for stage in best.spec.local_stages(rank) for unit in stages[stage].units}
+        assert sum(op[0] == Kind.UNSHARD for op in row) == len(names), rank
+
+
+def test_less_than_the_least_is_refused_with_its_parts():
+    asked = candidates(2, 50.0, random.Random(0), (SHARDED,))
+    with pytest.raises(PlanError, match=r"at rest, .* of a unit gathered and reduced, .* activations"):
+        joint(asked, 4)
+    rest, whole, activation = least_bytes(asked[0])[0]
+    assert rest + whole + activation > 50.0
