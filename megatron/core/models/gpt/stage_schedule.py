@@ -194,9 +194,11 @@ class StagedModel:
     def candidates(
         self, chunks: Sequence[int] = (), *, every_group: bool = False
     ) -> tuple[list[ScheduleSpec], list[str]]:
-        """What can be chosen from, and a line for each schedule whose stages do not fit the layers. chunks: on each rank
-        where no flag says how many; (): as many as the schedule's row has. every_group: gis with groups of half as many
-        microbatches as ranks to as many."""
+        """What can be chosen from, and a line for each schedule whose stages do not fit the layers.
+
+        chunks: on each rank where no flag says how many; (): as many as the schedule's row has. every_group: gis with
+        groups of half as many microbatches as ranks to as many.
+        """
         specs: list[ScheduleSpec] = []
         errors: list[tuple[str, StageLayersError]] = []
         ranks = self.parallel.pipeline_model_parallel_size
