@@ -156,10 +156,9 @@ class StagedModel:
         Raises StageLayersError where no schedule's stages fit the layers, PlanError where nothing fits the limit.
         """
         named = self.parallel.pipeline_schedule
-        if named in SCHEDULES:
-            specs, impossible = [self.spec(named)], []
-        else:
-            specs, impossible = self.candidates(_CHUNKS, every_group=True)
+        specs, impossible = (
+            ([self.spec(named)], []) if named in SCHEDULES else self.candidates(_CHUNKS, every_group=True)
+        )
         lanes = budget.lanes(costs.layer().f)
         every = [
             dataclasses.replace(
