@@ -10,6 +10,7 @@ from megatron.core.distributed.sharding import ShardPlace, residency_of, shardin
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
@@ -36,16 +37,9 @@ _OTHER_LIMITS = (  # of one kind, which one limit of all replaces; of the tool a
     "--zero-bubble-max-pending-backward",
     "--zero-bubble-adaptive-memory-limit-percentile",
 )
-_OTHER_COSTS = (
-    "--time-f",
-    "--time-b",
-    "--time-w",
-    "--time-comm",
-    "--memory-after-b",
-    "--message-bytes",
-    "--layer-bytes",
+_OTHER_COSTS = tuple(
+    "--time-f --time-b --time-w --time-comm --time-gather --memory-after-b --layer-bytes --fsdp-reshard-policy".split()
 )
-_OTHER_COSTS += ("--time-gather", "--fsdp-reshard-policy")
 _OTHER_PAGES = ("--measured", "--iteration", "--pictures")
 
 
@@ -68,8 +62,8 @@ def check(args: argparse.Namespace) -> None:
         raise PlanError(f"{limit} with --format {args.format}: use text or json, or --html")
 
 
-def chosen(args: argparse.Namespace) -> tuple[Shown, list[str]]:
-    """The plan that takes least, on a clock of seconds, and a line a candidate. args.model_words: the trainer's flags.
+def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
+    """Name and plan of what takes least, on a clock of seconds, and a line a candidate. args.model_words: the trainer's flags.
     Raises PlanError where these describe no model, or where nothing fits the limit."""
     config = _config(args)
     costs = config.model_costs
@@ -103,7 +97,7 @@ def chosen(args: argparse.Namespace) -> tuple[Shown, list[str]]:
     walks = verify_residency(plan, spec.stages_units, spec.residency, spec.costs)
     head = f"{tflops:g} TFLOP/s, {gb_per_s:g} GB/s to data parallel peers: F of a layer takes {1e3 * unit:.4g} ms"
     shown = Shown(simulate(plan, seconds, lanes), spec.residency, spec.stages_units, walks, "bytes")
-    return shown, [head, *spec.reasons]
+    return named(spec), shown, [head, *spec.reasons]
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -113,8 +113,9 @@ def run(args: argparse.Namespace) -> str:
         return run_compared(args, names)
     begin, reasons = time.perf_counter(), []
     if args.rank_memory_limit is not None:
-        shown, reasons = schedule_budget.chosen(args)
+        name, shown, reasons = schedule_budget.chosen(args)
         simulation = drawable(shown.simulation)
+        drawn = Entry(name, simulation, remarks=("Times are seconds.",))
     else:
         if names == [AUTO]:
             entry, reasons = chosen(args)
@@ -124,10 +125,9 @@ def run(args: argparse.Namespace) -> str:
         assert entry.simulation is not None, entry.name
         simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
         shown = schedule_residency.shown(args, simulation)
+        drawn = entry if shown is None else Entry(entry.name, shown.simulation)
     solve_seconds = time.perf_counter() - begin
     if args.html is not None and shown is not None:
-        seconds = ("Times are seconds.",) if args.rank_memory_limit is not None else ()
-        drawn = Entry(simulation.plan.schedule, shown.simulation, remarks=seconds)
         write_page(args, [drawn], reasons, limits_of(args, args.stages), unit=shown.unit)
     if args.format == "json":
         more: dict[str, object] = {"reasons": reasons} if reasons else {}

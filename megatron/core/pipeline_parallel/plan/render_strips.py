@@ -54,9 +54,9 @@ class Strips:
         """Of what is drawn, one line from x on, 10 pixels high."""
         kinds = {op[0] for row in self.rows for op in row}
         found = [one for kind, one in _LANE.items() if self.lanes and kind in kinds]
-        for place, one in enumerate(_MEMORY):
-            below = place - 1
-            if any(sums[place] > (sums[below] if place else 0) for held in self._held for _, sums in held):
+        every = [[0.0, *sums] for held in self._held for _, sums in held]
+        for kind, one in enumerate(_MEMORY):
+            if any(sums[kind + 1] > sums[kind] for sums in every):
                 found.append(one)
         parts = []
         for name, colour in found:
@@ -75,31 +75,34 @@ class Strips:
         parts.append(
             f'<path fill="#f4f4f4" d="M{x:g} {y + 2:g}H{x + self.end * scale:.1f}V{base:g}H{x:g}z"/>'
         )
-        columns: dict[float, tuple[list[float], list[float]]] = {}  # half a pixel: the most, the last
+        points: dict[
+            float, list[float]
+        ] = {}  # of what is within half a pixel, the most, and behind it the last
         for at, sums in self._held[rank]:
             column = round(2 * at * scale) / 2
-            most, _ = columns.get(column, (sums, sums))
-            columns[column] = (max(most, sums, key=lambda one: one[-1]), sums)
-        points = {after: sums for column, both in columns.items() for after, sums in _steps(column, *both)}
-        for place in reversed(range(len(_MEMORY))):  # what lies above is behind
+            points[column] = max(points.get(column, sums), sums, key=lambda one: one[-1])
+            points[column + 0.25] = sums
+        for kind, (_, colour) in reversed([*enumerate(_MEMORY)]):  # what lies above is behind
             path, before = f"M{x:g} {base:g}", 0.0
             for column, sums in points.items():
-                if sums[place] != before:
-                    before = sums[place]
+                if sums[kind] != before:
+                    before = sums[kind]
                     path += f"H{x + column:.1f}V{base - before * high:.1f}"
-            if before or "H" in path:
-                path += f"H{x + self.end * scale:.1f}V{base:g}z"
-                parts.append(f'<path fill="{_MEMORY[place][1]}" d="{path}"/>')
+            parts.append(f'<path fill="{colour}" d="{path}H{x + self.end * scale:.1f}V{base:g}z"/>')
         texts = [("#222", f"peak {size_text(self.peaks[rank], self.unit)}")]
         if self.limits is not None:
             limit = self.limits[rank]
-            line = f"M{x:g} {base - limit * high:.1f}H{x + self.end * scale + 4:.1f}"
-            parts.append(f'<path stroke="{_LIMIT}" stroke-dasharray="4 2" fill="none" d="{line}"/>')
+            path = f"M{x:g} {base - limit * high:.1f}H{x + self.end * scale + 4:.1f}"
+            parts.append(f'<path stroke="{_LIMIT}" stroke-dasharray="4 2" fill="none" d="{path}"/>')
             texts.insert(0, (_LIMIT, f"limit {size_text(limit, self.unit)}"))
         parts.append(f'<text x="4" y="{base - 16:g}" fill="#666">memory</text>')
-        for line_number, (colour, text) in enumerate(texts):
-            at = f'x="{x + self.end * scale + 8:.1f}" y="{y + 9 + 12 * line_number:g}"'
-            parts.append(f'<text {at} fill="{colour}">{text}</text>')
+        for line, (colour, text) in enumerate(texts):
+            place = f'x="{x + self.end * scale + 8:.1f}" y="{y + 9 + 12 * line:g}"'
+            parts.append(f'<text {place} fill="{colour}">{text}</text>')
+        if rank + 1 == len(self.rows):  # the axis of all
+            for time in (self.end * quarter / 4 for quarter in range(5)):
+                place = f'x="{x + time * scale:.1f}" y="{base + 10:g}" text-anchor="middle"'
+                parts.append(f'<text {place} fill="#666">{time:.4g}</text>')
         return parts
 
     def _draw_lane(self, rank: int, x: float, y: float, scale: float) -> list[str]:
@@ -112,7 +115,3 @@ class Strips:
         parts = [f'<path fill="#eee" d="M{x:g} {y:g}H{x + self.end * scale:.1f}v{_LANE_HEIGHT - 2}H{x:g}z"/>']
         parts += [f'<path fill="{_LANE[kind][1]}" d="{path}"/>' for kind, path in paths.items()]
         return [*parts, f'<text x="4" y="{y + 7:g}" fill="#666">wire</text>']
-
-
-def _steps(column: float, most: list[float], last: list[float]) -> list[tuple[float, list[float]]]:
-    return [(column, most)] if most is last else [(column, most), (column + 0.25, last)]
