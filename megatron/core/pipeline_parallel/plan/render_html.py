@@ -19,7 +19,8 @@ _WIDTH = 1200
 _BAR_WIDTH, _BAR_HEIGHT = 480, 12
 _STYLE = """body { font-family: sans-serif; margin: 24px; max-width: 1260px; color: #222; background: #fff; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left; }
-td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } details { margin: 8px 0; } .over { color: #b00; } pre { font-size: 12px; }"""
+td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } details { margin: 8px 0; }
+.over { color: #b00; } pre { font-size: 12px; }"""
 
 
 def to_html(
