@@ -24,12 +24,13 @@ def to_picture(
     """SVG: a lane a rank, a box a computation with its microbatch's number where there is room; first chunks are dark.
 
     span: the time at the right end, for several pictures on one axis; by default the makespan. strips: what is drawn
-    below each lane.
+    below each lane, where they are of this simulation.
     """
     num_ranks = len(simulation.plan.rows)
     left, right = (strips.left, strips.right) if strips else (_LEFT, 4)
     scale = (width - left - right) / (span or simulation.makespan or 1.0)
-    step = row_height + _GAP + (strips.height if strips else 0)
+    below = strips if strips and strips.simulation is simulation else None
+    step = row_height + _GAP + (below.height if below else 0)
     height = _TOP + num_ranks * step
     boxes: dict[tuple[str, str], list[str]] = defaultdict(list)  # colour, shade -> parts of a path
     numbers: list[str] = []
@@ -65,10 +66,10 @@ def to_picture(
         x = left + 44 * place
         parts.append(f'<path fill="{COLOURS[kind]}" d="M{x} 4h10v10h-10z"/>')
         parts.append(f'<text x="{x + 13}" y="12.5">{Kind(kind).name}</text>')
-    if strips:
-        parts += strips.legend(left + 44 * len(kinds), 4)
+    if below:
+        parts += below.legend(left + 44 * len(kinds), 4)
         for rank in range(num_ranks):
-            parts += strips.draw(rank, left, _TOP + rank * step + row_height + _GAP, scale)
+            parts += below.draw(rank, left, _TOP + rank * step + row_height + _GAP, scale)
     said = f"{simulation.plan.schedule}, bubble {simulation.bubble_rate:.1%}"
     parts.append(f'<text x="{width - 4}" y="12.5" text-anchor="end">{said}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
