@@ -20,7 +20,7 @@ def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
 def size_text(size: float, unit: str = "bytes") -> str:
     """Bytes in GB of 1e9, what is small in less; anything else as it is."""
     if unit != "bytes":
-        return f"{size:g}"
+        return f"{size:.4g}"
     factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
     return f"{size / factor:.4g} {name}"
 

@@ -38,12 +38,12 @@ def to_html(
     span = longest(entries)
     boxes = sum(_boxes(entry) for entry in entries)
     strips = {
-        entry.name: Strips(one, limits, units_in if one.timeline.lanes else unit)
+        entry.name: Strips(entry.simulation, limits, units_in if entry.simulation.timeline.lanes else unit)
         for entry in entries
-        if (one := entry.simulation) is not None
+        if entry.simulation is not None
     }
-    for one in strips.values():  # all on one axis of memory, too
-        one.most = max(other.most for other in strips.values())
+    for drawn in strips.values():  # all on one axis of memory, too
+        drawn.most = max(other.most for other in strips.values())
     body = [f"<h1>{html.escape(title)}</h1>"]
     if notes:
         few = len(notes) <= _MOST_NOTES
@@ -56,7 +56,7 @@ def to_html(
             body.append(f'<p class="over">{html.escape(entry.problem)}</p>')
         body += [f"<p>{html.escape(remark)}</p>" for remark in entry.remarks]
         if entry.simulation is not None:
-            body.append(f"<p>Memory is in {html.escape(strips[entry.name].unit)}.</p>")
+            body.append(f"<p>Memory over time is in {html.escape(strips[entry.name].unit)}.</p>")
             body.append(_timeline(entry, span, strips[entry.name], small=boxes > _MOST_BOXES))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
