@@ -56,7 +56,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from tools import schedule_budget, schedule_residency
+from tools import schedule_residency
 from tools.schedule_checks import drawable, fitting
 from tools.schedule_flags import chunks_of, costs_of, limits_of, names_of, parser, request_of
 
@@ -99,7 +99,12 @@ COMPARED = ("text", "json", "table")
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
-    (schedule_residency if args.rank_memory_limit is None else schedule_budget).check(args)
+    if args.rank_memory_limit is not None:
+        from tools import schedule_budget  # with all that the trainer knows of flags
+
+        schedule_budget.check(args)
+    else:
+        schedule_residency.check(args)
     if args.measured is not None:
         return run_measured(args)
     if args.iteration is not None:
