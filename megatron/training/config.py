@@ -256,7 +256,9 @@ class Config:
         asked = self.schedule_spec.residency
         assert asked is not None, "a budget without a residency"
         chosen = self.replace(data_parallel_sharding_strategy=asked.strategy)
-        chosen.__dict__["schedule_spec"] = self.schedule_spec  # with its reasons; it is not searched for once more
+        chosen.__dict__["schedule_spec"] = (
+            self.schedule_spec
+        )  # with its reasons; it is not searched for once more
         return chosen
 
     @property
