@@ -170,7 +170,6 @@ class _Resolver:
         tflops, gb_per_s = SPEEDS[v["distributed_backend"]]
         self.fill("achieved_tflops", tflops)
         self.fill("dp_bandwidth_gb_per_s", gb_per_s)
-        self.fill("pipeline_schedule", AUTO if v["pipeline_schedule_file"] is None else None)
 
     def model(self) -> None:
         v = self.values
@@ -204,6 +203,8 @@ class _Resolver:
         asked = list(asked_schedules(Config.from_flat(v).parallel).values())
         if asked:
             self.fill("pipeline_schedule", asked[0])
+        elif v["rank_memory_limit"] is not None:
+            self.fill("pipeline_schedule", AUTO)
         parallel = Config.from_flat(v).parallel
         try:
             stages = stages_of(parallel, v["num_layers"], v["pipeline_schedule"])
