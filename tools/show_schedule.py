@@ -93,6 +93,9 @@ COMPARED = ("text", "json", "table")
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
+    if args.playground is not None:
+        page = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
+        return f"wrote {write(args.playground, page, '--playground')}\n"
     schedule_residency.check(args)
     if args.measured is not None:
         return run_measured(args)
