@@ -51,7 +51,7 @@ from benchmarks.sleeping_stages import (
     share_text,
     times,
 )
-from benchmarks.sleeping_units import DP, SleepingUnits, SlowEngine, sharded, wire_of_ranks
+from benchmarks.sleeping_units import DP, SlowEngine, sharded, wire_of_ranks
 from megatron.core import collectives
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.echoes import Key
@@ -62,7 +62,6 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
-from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
@@ -162,20 +161,19 @@ class Contestant:
         place = plan.placement
         self.writer = None if timeline is None else TimelineWriter(timeline, ps)
         mine = [place.stage_of(rank, chunk) for chunk in range(place.num_chunks)]
-        self.engine: SlowEngine | None = None
-        if not simulation.timeline.lanes:
-            stages = {stage: SleepingStage(stage, costs, channel.clock, self.log) for stage in mine}
-            self.executor = Executor(plan, rank, stages, channel, recorder=self.writer)
-            return
-        lanes, listener = simulation.timeline.lanes[rank].lanes, UnitBoundaries()
-        self.engine = engine = SlowEngine(ps, mine, lanes, channel.clock, self.log)
-        units = {stage: lanes.stages[stage] for stage in mine}
-        stages = {
-            stage: SleepingUnits(stage, chunk, units[stage], costs, engine, listener)
-            for chunk, stage in enumerate(mine)
-        }
+        sharded = bool(simulation.timeline.lanes)
+        self.engine = engine = SlowEngine(simulation, ps, channel.clock, self.log) if sharded else None
         self.executor = Executor(
-            plan, rank, stages, channel, engine, units=units, boundaries=listener, recorder=self.writer
+            plan,
+            rank,
+            {stage: SleepingStage(stage, costs, channel.clock, self.log) for stage in mine}
+            if engine is None
+            else engine.stages,
+            channel,
+            engine,
+            units=engine and engine.units,
+            boundaries=engine and engine.listener,
+            recorder=self.writer,
         )
 
     def step(self) -> Step:
@@ -183,10 +181,10 @@ class Contestant:
         collectives.barrier(self.ps.control_group)
         cpu = time.process_time()
         if self.engine is not None:
-            self.engine.begin_step(self.executor.plan.num_microbatches)
+            self.engine.engine.begin_step(self.executor.plan.num_microbatches)
         self.executor.run(self.iteration)
         if self.engine is not None:
-            self.engine.finish(self.executor.plan.num_microbatches)
+            self.engine.finish()
         self.iteration += 1
         return Step(self.log[-1][1] - self.log[0][0], time.process_time() - cpu)
 

@@ -14,7 +14,6 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import BW, W
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
@@ -25,68 +24,65 @@ from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitC
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from tests.harness.ranks import RankContext
 
-DP = 2
+DP, STRATEGY = 2, "optim_grads_params"
 UNITS, NUMEL = 2, 1 << 14  # of a chunk; elements of a unit, fp32: 64 KiB
-_STRATEGY = "optim_grads_params"
 
 
 def sharded(order: Simulation, policy: str, wire: LaneCosts) -> Simulation:
     """A plan with the gathers and reductions of a policy; `budget` keeps up to half of all whole weights and gradients.
     wire: in ms, and bytes a ms."""
-    place = order.plan.placement
-    stages = tuple(map(_units, range(place.num_stages)))
-    half = (place.num_chunks * UNITS * 4 * NUMEL,) * place.num_ranks if policy == "budget" else None
-    lanes = Lanes(stages, Residency(_STRATEGY, ways=DP, policy=policy, budget=half), wire)
+    place, size = order.plan.placement, 4 * NUMEL
+    names = [[f"unit {stage}.{unit}" for unit in range(UNITS)] for stage in range(place.num_stages)]
+    units = [tuple(UnitCosts(name, weight_bytes=size, grad_bytes=size) for name in one) for one in names]
+    forward = tuple((unit,) for unit in range(UNITS))
+    stages = tuple(StageUnits(one, forward, forward[::-1]) for one in units)
+    budget = (place.num_chunks * UNITS * size,) * place.num_ranks if policy == "budget" else None
+    lanes = Lanes(stages, Residency(STRATEGY, ways=DP, policy=policy, budget=budget), wire)
     plan = add_residency(order.plan, stages, lanes.residency, order.costs, wire)
     return simulate(plan, order.costs, lanes)
 
 
 def wire_of_ranks(ctx: RankContext) -> LaneCosts:
-    """As measured, in ms and bytes a ms."""
+    """As measured over all ranks, in ms and bytes a ms."""
     found = measured_wire(_engine(ctx.ps, [0]))  # in ns
     return LaneCosts(latency=found.latency / 1e6, bandwidth=found.bandwidth * 1e6)
 
 
-def _units(stage: int) -> StageUnits:
-    costs = UnitCosts("", weight_bytes=4 * NUMEL, grad_bytes=4 * NUMEL)
-    units = tuple(UnitCosts(**vars(costs) | {"name": f"unit {stage}.{unit}"}) for unit in range(UNITS))
-    forward = tuple((unit,) for unit in range(UNITS))
-    return StageUnits(units, forward, forward[::-1])
-
-
 def _engine(ps: ParallelState, stages: list[int]) -> DistributedDataParallel:
-    """Over chunks of matrices that nobody multiplies with."""
-    chunks = [
-        nn.ModuleDict({f"{stage}-{unit}": nn.Linear(128, NUMEL // 128, bias=False) for unit in range(UNITS)})
-        for stage in stages
+    """Over matrices that nobody multiplies with."""
+    linears = [[nn.Linear(128, NUMEL // 128, bias=False) for _ in range(UNITS)] for _ in stages]
+    named = [
+        {f"unit {stage}-{unit}": one for unit, one in enumerate(chunk)}
+        for stage, chunk in zip(stages, linears, strict=True)
     ]
-    units = [
-        ModelUnit(f"unit {name.replace('-', '.')}", (one,)) for chunk in chunks for name, one in chunk.items()
-    ]
-    config = DistributedDataParallelConfig(use_custom_fsdp=True, data_parallel_sharding_strategy=_STRATEGY)
-    return DistributedDataParallel(chunks, ps, config, stages=stages, units=units)
+    units = [ModelUnit(name.replace("-", "."), (one,)) for chunk in named for name, one in chunk.items()]
+    config = DistributedDataParallelConfig(use_custom_fsdp=True, data_parallel_sharding_strategy=STRATEGY)
+    return DistributedDataParallel(
+        [nn.ModuleDict(one) for one in named], ps, config, stages=stages, units=units
+    )
 
 
 class SlowEngine:
-    """The engine as a plan sees it (`GradSync`). Its collectives are there when a wire of these costs, one after the
-    other, would have them there, or when they really are, if that is later. log: of starts and ends, as of stages: the
-    first wait for weights is the rank's start, the last sum its end."""
+    """The engine of one rank as a plan sees it (`GradSync`), and its `stages`. Collectives are there when a wire of the
+    plan's costs, one after the other, would have them there, or when they really are, if that is later. log: of starts
+    and ends, as of stages: the first wait for weights is the rank's start, the last sum its end."""
 
     def __init__(
-        self, ps: ParallelState, stages: list[int], lanes: Lanes, clock: Clock, log: list[tuple[float, float]]
+        self, planned: Simulation, ps: ParallelState, clock: Clock, log: list[tuple[float, float]]
     ) -> None:
-        self.engine, self.clock, self.log, self._free_s = _engine(ps, stages), clock, log, 0.0
-        planned = [unit for stage in stages for unit in lanes.stages[stage].units]
-        own = [unit for stage in self.engine.stage_units() for unit in stage.units]
-        sizes = [[(one.name, one.weight_bytes, one.grad_bytes) for one in units] for units in (planned, own)]
-        assert sizes[0] == sizes[1], f"planned {sizes[0]}, built {sizes[1]}"
+        place, lanes = planned.plan.placement, planned.timeline.lanes[ps.pp_rank].lanes
+        mine = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
+        self.engine, self.clock, self.log, self._free_s = _engine(ps, mine), clock, log, 0.0
+        self.planned, self.listener = planned, UnitBoundaries()
+        self.units = {stage: lanes.stages[stage] for stage in mine}
+        self.stages = {stage: SleepingUnits(stage, chunk, self) for chunk, stage in enumerate(mine)}
         self.unit_number = self.engine.unit_number
         self.gathers = SimpleNamespace(start=self._gather, wait=self._wait, free=self.engine.gathers.free)
         self.reductions = SimpleNamespace(start=self._reduce, start_outer=self.engine.reductions.start_outer)
-        self.begin_step = self.engine.begin_step
-        self._gather_s = MS * lanes.costs.unshard(own[0], lanes.residency, first=False)
-        self._reduce_s = MS * lanes.costs.reduce(own[0], lanes.residency)
-        self._there_s = [0.0] * len(own)
+        unit = lanes.stages[0].units[0]  # as all others
+        self._gather_s = MS * lanes.costs.unshard(unit, lanes.residency, first=False)
+        self._reduce_s = MS * lanes.costs.reduce(unit, lanes.residency)
+        self._there_s = [0.0] * len(self.engine.units)
         self._under_way: list[tuple[int, float]] = []  # reductions: unit, when it is there
 
     def contribute(self, unit: int) -> None:
@@ -98,7 +94,7 @@ class SlowEngine:
             overwrite, grad = self.engine.reductions.grad_begins(name), self.engine.buffer.main_grad(name)
             grad.fill_(1.0) if overwrite else grad.add_(1.0)
 
-    def finish(self, num_microbatches: int) -> None:
+    def finish(self) -> None:
         """Behind the row. Every sum must be right, and have come by the plan."""
         self.engine.reductions.check_reduced()
         self.engine.finish()
@@ -107,7 +103,7 @@ class SlowEngine:
         self.log.append((self._free_s, self.clock.now()))
         for name in self.engine.buffer.names:
             sums = self.engine.buffer.main_grad_part(name)
-            assert sums.eq(num_microbatches * DP).all(), f"{name}: {sums}"
+            assert sums.eq(self.planned.plan.num_microbatches * DP).all(), f"{name}: {sums}"
 
     def _gather(self, unit: int) -> None:
         self._there_s[unit] = self._through(self._gather_s)
@@ -133,18 +129,9 @@ class SlowEngine:
 class SleepingUnits(SleepingStage):
     """A chunk that comes to its units one by one, and sleeps in each."""
 
-    def __init__(
-        self,
-        stage: int,
-        chunk: int,
-        units: StageUnits,
-        costs: CostModel,
-        engine: SlowEngine,
-        listener: UnitBoundaries,
-    ) -> None:
-        super().__init__(stage, costs, engine.clock, engine.log)
-        self._stage, self._chunk, self._units = stage, chunk, units
-        self._engine, self._listener = engine, listener
+    def __init__(self, stage: int, chunk: int, engine: SlowEngine) -> None:
+        super().__init__(stage, engine.planned.costs, engine.clock, engine.log)
+        self._stage, self._chunk, self._engine = stage, chunk, engine
         self._walks: dict[tuple[int, int, int], list[tuple[Access, float]]] = {}  # with seconds
 
     def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
@@ -153,14 +140,14 @@ class SleepingUnits(SleepingStage):
     def _compute(self, kind: int, part: tuple[int, int] = (-1, -1)) -> torch.Tensor:
         walk = self._walks.get((kind, *part))
         if walk is None:
-            op = (kind, self._stage, 0, 0, *part, -1, -1)
-            seconds = (share * self.times[kind] for share in self._units.shares(op))
-            walk = self._walks[kind, *part] = list(zip(self._units.accesses(op), seconds, strict=True))
+            op, units = (kind, self._stage, 0, 0, *part, -1, -1), self._engine.units[self._stage]
+            seconds = (share * self.times[kind] for share in units.shares(op))
+            walk = self._walks[kind, *part] = list(zip(units.accesses(op), seconds, strict=True))
         message = np.zeros(2)
         tensor = torch.from_numpy(message)
         for access, sleep_s in walk:
             for unit in access:
-                self._listener.unit_begins(self._chunk, unit)
+                self._engine.listener.unit_begins(self._chunk, unit)
                 if kind in (W, BW):
                     self._engine.contribute(self._engine.unit_number(self._chunk, unit))
             message[0] = end = self.clock.now() + sleep_s
