@@ -63,7 +63,7 @@ DP = 2
 SIZES = {
     "small": {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 4096},
     "deep": {"layers": 24, "hidden": 384, "heads": 6, "seq": 128, "vocab": 1024},
-    "tiny": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 1024},
+    "tiny": {"layers": 8, "hidden": 128, "heads": 4, "seq": 128, "vocab": 1024},
 }
 FSDP = ("--use-custom-fsdp", "--data-parallel-sharding-strategy")
 OURS = {
