@@ -295,5 +295,5 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         ),
     )
     if recorder is not None:
-        recorder.lanes = runner.spec.with_lanes(runner.wire)
+        recorder.lanes, recorder.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()
     return runner

@@ -7,8 +7,9 @@ file, and comes again where the rank goes on with another plan:
      "num_microbatches": 8, "bitwise": true, "forward_only": false, "rank": place in the pipeline,
      "pipeline": [world ranks], "stages": [global stages], "num_ops": length of the row, "clock_unix_s": ...}
 
-Where a row has operations of data parallelism, "residency" is what the plan was made for, and the pipeline's first rank
-has "lanes": the units of all stages, what they are cut by, and what the wire costs in ns. Behind a header comes
+Where a row has operations of data parallelism, "residency" is what the plan was made for, "at_rest" the bytes that the
+rank holds between steps, and the pipeline's first rank has "lanes": the units of all stages, what they are cut by, and
+what the wire costs in ns. Behind a header comes
 a line an operation, in the order of the row:
 
     {"iteration": 7, "op": "2F0", "start_s": 0.5, "end_s": 0.6, "wait_s": 0.02}
@@ -65,14 +66,15 @@ class Span:
 @dataclass(frozen=True)
 class MeasuredStep:
     """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank, `span_key` of an
-    operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step. lanes: what operations
-    of data parallelism are about, and cost in seconds; None where there are none."""
+    operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step. lanes: what gathers
+    and reductions are about, and cost in seconds; None where there are none. at_rest: by pipeline rank, then, bytes."""
 
     iteration: int
     pipeline: tuple[int, ...]
     plan: Plan
     lanes: Lanes | None
     spans: tuple[dict[str, Span], ...]
+    at_rest: tuple[int, ...] | None
 
 
 def span_key(place: int, op: RawOp) -> str:
@@ -86,9 +88,14 @@ def file_name(world_rank: int) -> str:
 
 
 def header_line(
-    plan: Plan, rank: int, pipeline: tuple[int, ...], clock_unix_s: float, lanes: Lanes | None = None
+    plan: Plan,
+    rank: int,
+    pipeline: tuple[int, ...],
+    clock_unix_s: float,
+    lanes: Lanes | None = None,
+    at_rest: int = 0,
 ) -> str:
-    """Opens what a rank writes about a plan. rank: its place in the pipeline. lanes: in ns."""
+    """Opens what a rank writes about a plan. rank: its place in the pipeline. lanes: in ns. at_rest: its bytes."""
     placement = plan.placement
     stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
     content = {
@@ -106,7 +113,7 @@ def header_line(
         "clock_unix_s": clock_unix_s,
     }
     if plan.residency is not None:
-        content["residency"] = plan.residency.as_json()
+        content |= {"residency": plan.residency.as_json(), "at_rest": at_rest}
         if lanes is not None and rank == 0:
             content["lanes"] = dataclasses.asdict(lanes)
     return json.dumps(content) + "\n"
@@ -216,6 +223,8 @@ def _header(content: dict[str, Any]) -> dict[str, Any]:
         _of(content, name, str)
     for name in ("num_microbatches", "num_ops", "rank"):
         _of(content, name, int)
+    if not 0 <= _of({"at_rest": 0, **content}, "at_rest", int) <= 1 << 60:
+        raise PlanError(f"at rest {content['at_rest']!r:.40} bytes")
     for name in ("bitwise", "forward_only"):
         _of(content, name, bool)
     _seconds(content, "clock_unix_s")
@@ -284,4 +293,7 @@ def _step(parts: dict[int, _Part], plans: dict[str, tuple[Plan, Lanes | None]]) 
         }
         for rank in range(len(parts))
     )
-    return MeasuredStep(first.iteration, first.pipeline, *plans[header["plan"]], spans)
+    at_rest = None
+    if plans[header["plan"]][1] is not None:
+        at_rest = tuple(parts[rank].header.get("at_rest", 0) for rank in range(len(parts)))
+    return MeasuredStep(first.iteration, first.pipeline, *plans[header["plan"]], spans, at_rest)

@@ -17,8 +17,8 @@ _KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
 def lanes_of_json(content: Any, plan: Plan) -> Lanes:
-    """What `dataclasses.asdict` made of lanes in ns, in seconds. Raises PlanError where it is no such thing, and where it
-    is not this plan's."""
+    """What `dataclasses.asdict` made of lanes in ns, in seconds. Raises PlanError where it is no such thing, or of
+    another plan."""
     try:
         stages = tuple(
             StageUnits(
