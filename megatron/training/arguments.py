@@ -197,7 +197,8 @@ def _resolved(
         saved_size = saved_padded_vocabulary(values)
         if saved_size is not None:
             values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, "checkpoint"
-    machine = Machine(world_size=env.world_size, has_gpu=has_gpu)
+    memory_bytes = env.memory_bytes()
+    machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
     situation = Situation(
         config=config,
@@ -207,7 +208,7 @@ def _resolved(
         check_only=check_only,
         needs_data=needs_data,
         needs_tokenizer=needs_tokenizer,
-        memory_bytes=env.memory_bytes(),
+        memory_bytes=memory_bytes,
     )
     if not line.complete:
         return config, line.problems

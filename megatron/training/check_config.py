@@ -51,7 +51,7 @@ class Report:
 def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     """Compute what can be computed of a configuration, sound or not."""
     grid = _grid(config)
-    config = _with_vocabulary(config)
+    config = _chosen(_with_vocabulary(config))
     warnings = list(config.warnings)
     if config.model.transformer_impl == "transformer_engine":
         installed = available("transformer_engine")
@@ -97,6 +97,16 @@ def _pipeline(config: Config) -> ScheduleSpec | None:
         return config.schedule_spec
     except (StageLayersError, PlanError):
         return None
+
+
+def _chosen(config: Config) -> Config:
+    """With the strategy that a limit has decided on, where something fits it."""
+    if config.model.num_layers is None:
+        return config
+    try:
+        return config.chosen()
+    except (StageLayersError, PlanError):
+        return config
 
 
 def _num_microbatches(config: Config) -> int | None:

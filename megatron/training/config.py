@@ -12,10 +12,12 @@ from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import ShardPlace
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.rank_grid import (
     DEFAULT_ORDER,
@@ -28,6 +30,7 @@ from megatron.core.rank_grid import (
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.microbatches import BatchSchedule, BatchScheduleError
+from megatron.training.state_bytes import rank_budget
 from megatron.training.training_config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -179,8 +182,13 @@ class Config:
         """dtype of the weights that the model computes with: "float32", "bfloat16", "float16" or
         "float64".
         """
+        return {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.params_flag]
+
+    @property
+    def params_flag(self) -> str:
+        """The same as flags have it: "fp32", "bf16", "fp16" or "fp64"."""
         o = self.optimizer
-        return "float64" if o.fp64 else "bfloat16" if o.bf16 else "float16" if o.fp16 else "float32"
+        return "fp64" if o.fp64 else "bf16" if o.bf16 else "fp16" if o.fp16 else "fp32"
 
     def batch_schedule(self) -> BatchSchedule:
         """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
@@ -224,7 +232,34 @@ class Config:
             self.last_num_microbatches,
             self.training.global_batch_size,
             self.data.reset_attention_mask,
+            self.rank_budget,
         )
+
+    @property
+    def rank_budget(self) -> RankBudget | None:
+        """What --rank-memory-limit decides under; None without it, or where ranks do not divide, which rules tell."""
+        instances = self.ddp.num_distributed_optimizer_instances
+        try:
+            ranks = self.data_parallel_size
+        except RankGridError:
+            return None
+        if instances < 1 or ranks % instances:
+            return None
+        place = ShardPlace(inner_size=ranks // instances, outer_size=instances)
+        return rank_budget(self.parallel, self.ddp, place, self.params_flag)
+
+    def chosen(self) -> Config:
+        """With the strategy that the limit has decided on. Raises StageLayersError or PlanError."""
+        strategy = self.ddp.data_parallel_sharding_strategy
+        if self.rank_budget is None or strategy != "auto":
+            return self
+        asked = self.schedule_spec.residency
+        assert asked is not None, "a budget without a residency"
+        chosen = self.replace(data_parallel_sharding_strategy=asked.strategy)
+        chosen.__dict__["schedule_spec"] = (
+            self.schedule_spec
+        )  # with its reasons; it is not searched for once more
+        return chosen
 
     @property
     def model_costs(self) -> ModelCosts | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -102,8 +103,12 @@ class LaunchEnv:
 
     @staticmethod
     def memory_bytes() -> int:
-        """Memory of this machine."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        """Memory of this machine, or what its container may have of it."""
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
+            with contextlib.suppress(OSError, ValueError):
+                return min(machine, int(Path("/sys/fs/cgroup", name).read_text()))
+        return machine
 
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""

@@ -54,6 +54,8 @@ def _idle(v: Values) -> Iterator[tuple[str, str]]:
         yield "decoupled_min_lr", "without --decoupled-lr"
     if v["save"] is None:
         yield "async_save log_progress save_retain_interval", "without --save"
+    if v["rank_memory_limit"] is None:
+        yield "achieved_tflops dp_bandwidth_gb_per_s", "without --rank-memory-limit"
     if v["load"] is None:
         yield "finetune no_load_optim no_load_rng use_checkpoint_opt_param_scheduler", "without --load"
 

@@ -92,8 +92,11 @@ class PipelineRunner:
         self._boundaries = UnitBoundaries()
         self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
-        residency = engine.model.residency(spec.placement.num_ranks)
-        if residency.moves:
+        asked = spec.residency  # with a limit, where one was chosen under
+        residency = engine.model.residency(spec.placement.num_ranks, None if asked is None else asked.limit)
+        if not residency.moves:
+            self.spec = spec.bare
+        else:
             units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)
@@ -285,7 +288,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         forward_step,
         session.timers,
         per_token_loss=session.config.model.calculate_per_token_loss,
-        work=session.config.staged_model.work_of_units(spec),
+        work=spec.stages_units or session.config.staged_model.work_of_units(spec),
         recorder=recorder,
         profiler=Profiler.of_run(
             session.ps,

@@ -24,8 +24,13 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     """
     config, tell = session.config, session.print_rank_0
     spec, parallel = config.schedule_spec, config.parallel
+    by = "--pipeline-schedule auto"
+    if spec.residency is not None:
+        speeds = f"{parallel.achieved_tflops:g} TFLOP/s, {parallel.dp_bandwidth_gb_per_s:g} GB/s"
+        by = f"--rank-memory-limit {parallel.rank_memory_limit}"
+        tell(f" > {by}: planned for {speeds} (--achieved-tflops, --dp-bandwidth-gb-per-s)")
     for line in spec.reasons:
-        tell(f" > --pipeline-schedule auto: {line}")
+        tell(f" > {by}: {line}")
     if config.staged_model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:

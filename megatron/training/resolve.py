@@ -15,10 +15,12 @@ from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
+from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.rank_grid import RankGridError
 from megatron.training import no_effect
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
+from megatron.training.state_bytes import SPEEDS
 from megatron.training.values import convert_loaded
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
@@ -54,10 +56,12 @@ _FLAG_WINS = ("seq_length", "tokenizer_model", "vocab_file", "merge_file")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Facts about where the run is: ranks of the launcher, a GPU or not."""
+    """Facts about where the run is: ranks of the launcher, a GPU or not, memory for a rank where they share the
+    machine's."""
 
     world_size: int = 1
     has_gpu: bool = False
+    rank_memory_bytes: int | None = None
 
 
 def apply_checkpoint_args(
@@ -120,6 +124,7 @@ class _Resolver:
 
     def run(self) -> None:
         self.ranks()
+        self.memory()
         self.model()
         self.pipeline()
         self.precision()
@@ -154,6 +159,18 @@ class _Resolver:
             self.derive("distributed_backend", backend)
         self.fill("distributed_backend", backend)
 
+    def memory(self) -> None:
+        """What --rank-memory-limit needs beside it. On GPUs `auto` is known once there is a device."""
+        v = self.values
+        if v["rank_memory_limit"] is None:
+            return
+        on_gpus = v["distributed_backend"] == "nccl"
+        if v["rank_memory_limit"] == "auto" and not on_gpus and self.machine.rank_memory_bytes is not None:
+            self.derive("rank_memory_limit", self.machine.rank_memory_bytes)
+        tflops, gb_per_s = SPEEDS[v["distributed_backend"]]
+        self.fill("achieved_tflops", tflops)
+        self.fill("dp_bandwidth_gb_per_s", gb_per_s)
+
     def model(self) -> None:
         v = self.values
         self.fill("max_position_embeddings", v["seq_length"])
@@ -186,6 +203,8 @@ class _Resolver:
         asked = list(asked_schedules(Config.from_flat(v).parallel).values())
         if asked:
             self.fill("pipeline_schedule", asked[0])
+        elif v["rank_memory_limit"] is not None:
+            self.fill("pipeline_schedule", AUTO)
         parallel = Config.from_flat(v).parallel
         try:
             stages = stages_of(parallel, v["num_layers"], v["pipeline_schedule"])

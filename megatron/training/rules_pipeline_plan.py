@@ -102,6 +102,45 @@ def _pipeline_limits(s: Situation) -> str | None:
     return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
 
 
+# What one limit of all that a rank holds decides on by itself.
+_OF_LIMIT = (
+    "pipeline_memory_limit",
+    "fsdp_memory_budget",
+    "fsdp_reshard_policy",
+    "zero_bubble_max_pending_backward",
+    "zero_bubble_adaptive_memory_limit_percentile",
+    "zero_bubble_v_schedule_mem_setup",
+    "pipeline_schedule_file",
+)
+
+
+@rule(
+    "rank-memory-limit",
+    "--rank-memory-limit --pipeline-memory-limit --fsdp-memory-budget --fsdp-reshard-policy --pipeline-schedule-file "
+    "--zero-bubble-max-pending-backward --zero-bubble-adaptive-memory-limit-percentile "
+    "--zero-bubble-v-schedule-mem-setup",
+    "keep --rank-memory-limit, which decides on all of them, or leave it out",
+)
+def _rank_memory_limit(s: Situation) -> str | None:
+    limit = s.value("rank_memory_limit")
+    given = [f"{spelled(name)} {s.value(name)}" for name in _OF_LIMIT if s.value(name) != _default(name)]
+    if limit is None or not given:
+        return None
+    return f"--rank-memory-limit {limit} with {', '.join(given)}: one limit of all that a rank holds says what each may"
+
+
+@rule(
+    "sharding-auto",
+    "--data-parallel-sharding-strategy --rank-memory-limit --use-custom-fsdp",
+    "give --use-custom-fsdp and --rank-memory-limit BYTES, or name a strategy",
+)
+def _sharding_auto(s: Situation) -> str | None:
+    asked = s.value("use_custom_fsdp") and s.value("rank_memory_limit") is not None
+    if s.value("data_parallel_sharding_strategy") != "auto" or asked:
+        return None
+    return "--data-parallel-sharding-strategy auto without a limit that it is chosen by"
+
+
 @rule(
     "pipeline-timers",
     "--zero-bubble-pipeline-timers-start-iter --zero-bubble-pipeline-timers-end-iter",
@@ -174,12 +213,12 @@ def _plan_size(s: Situation) -> str | None:
 
 @rule(
     "pipeline-plan",
-    "--pipeline-memory-limit --zero-bubble-max-pending-backward --pipeline-schedule",
+    "--pipeline-memory-limit --rank-memory-limit --zero-bubble-max-pending-backward --pipeline-schedule",
     "raise the limit or leave it out, use smaller microbatches or more recomputation, or another schedule",
 )
 def _pipeline_plan(s: Situation) -> str | None:
     limits = (s.value("pipeline_memory_limit"), s.value("zero_bubble_max_pending_backward"))
-    if s.value("pipeline_schedule") != AUTO and limits == (None, None):
+    if s.value("pipeline_schedule") != AUTO and limits == (None, None) and s.config.rank_budget is None:
         return None  # every other rule together says whether there is a plan
     if any(limit is not None and limit < 1 for limit in limits) or not _can_plan(s):
         return None  # has a rule of its own
@@ -188,7 +227,7 @@ def _pipeline_plan(s: Situation) -> str | None:
 
 def _can_plan(s: Situation) -> bool:
     """Whether the flags say all that a plan needs, and none of them breaks a rule of its own."""
-    told_before = (*OF_SCHEDULES, _pipeline_limits, _plan_size)
+    told_before = (*OF_SCHEDULES, _pipeline_limits, _rank_memory_limit, _plan_size)
     complete = s.config.batch_schedule_or_none() is not None and s.value("num_layers") is not None
     complete = complete and s.value("pipeline_model_parallel_size") >= 1 and chunks_of(s) is not None
     return complete and all(one(s) is None for one in told_before)

@@ -22,7 +22,6 @@ BUDGET = "budget"  # the policy that goes with --fsdp-memory-budget
 _MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
 _MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
 _GRAD_COMM = "megatron_fsdp_grad_comm_dtype"
-_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -251,7 +250,7 @@ def _weight_hash(s: Situation) -> str | None:
 
 def params_dtype(s: Situation) -> str:
     """Of the model's weights: fp64, fp32, bf16 or fp16."""
-    return _SHORT[s.config.params_dtype]
+    return s.config.params_flag
 
 
 @rule(

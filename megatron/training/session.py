@@ -16,13 +16,16 @@ import torch
 from megatron.core import collectives, device, host_data, parallel_state
 from megatron.core.device import Device
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import limits, metrics
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.meeting import Meeting
+from megatron.training.problems import ConfigurationError, Problem
 from megatron.training.rendezvous import hosts_store, open_store
 from megatron.training.run_folder import RunFolder
 from megatron.training.saved_vocabulary import (
@@ -33,6 +36,8 @@ from megatron.training.saved_vocabulary import (
 from megatron.training.startup_check import compare_across_ranks
 from megatron.training.timers import Timers
 from megatron.training.watchdog import Watchdog
+
+_OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
 
 
 @dataclasses.dataclass
@@ -115,7 +120,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     watchdog.watch(group.traffic for group in ps.groups.values())
     _seed(config.training.seed, ps)
     tokenizer = _tokenizer(config)
-    config = _with_vocabulary(config, tokenizer, ps)
+    config = _with_limit(_with_vocabulary(config, tokenizer, ps), ps)
     timers = Timers(
         config.logging.timing_log_level,
         config.logging.timing_log_option,
@@ -173,6 +178,21 @@ def _tokenizer(config: Config) -> Tokenizer:
     flags = config.tokenizer
     assert flags.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     return build_from_config(flags)
+
+
+def _with_limit(config: Config, ps: ParallelState) -> Config:
+    """With what --rank-memory-limit decides on. Communicates over the world where it is a share of the device's memory.
+    Raises ConfigurationError."""
+    if config.parallel.rank_memory_limit == "auto":
+        totals = host_data.all_gather_json(ps.device.total_bytes(), ps.control_group)
+        config = config.replace(rank_memory_limit=int(_OF_DEVICE * min(totals)))
+    try:
+        return config.chosen()
+    except (StageLayersError, PlanError) as error:
+        fix = "raise it, use smaller microbatches or more recomputation, or more ranks"
+        raise ConfigurationError(
+            [Problem("rank-memory-limit", ("--rank-memory-limit",), str(error), fix)]
+        ) from None
 
 
 def _with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) -> Config:

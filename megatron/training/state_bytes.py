@@ -1,20 +1,44 @@
-"""How large the states of a run are, by its flags: what units are planned with before a model is built (floor 0)."""
+"""How large the states of a run are, by its flags, and what one limit in bytes is chosen under: before a model is built
+(floor 0)."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ALIGNMENT, bucket_size_of
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype
+from megatron.core.distributed.sharding import (
+    Cut,
+    Sharding,
+    ShardPlace,
+    main_grads_dtype,
+    residency_of,
+    sharding_of,
+)
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.units import StateBytes
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = 2
+_Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"]
+_TO_CHOOSE: tuple[_Strategy, ...] = ("optim", "optim_grads", "optim_grads_params")
+# By backend, where no flag says so: TFLOP/s of a rank, and GB/s to its data parallel peers. An H100 computing in bf16
+# and a 400 Gb/s port of its own; one core, and ranks of one host.
+SPEEDS = {"nccl": (450.0, 45.0), "gloo": (0.05, 1.0)}
 
 
 def state_bytes(
-    config: DistributedDataParallelConfig, sharding: Sharding, place: ShardPlace, dtype: str
+    config: DistributedDataParallelConfig,
+    sharding: Sharding,
+    place: ShardPlace,
+    dtype: str,
+    *,
+    copies: bool = False,
 ) -> StateBytes:
-    """dtype: of the model's weights, as flags have it (bf16, ...). Moments of AdamW in fp32 are counted."""
+    """dtype: of the model's weights, as flags have it (bf16, ...). Moments of AdamW in fp32 are counted. copies: of
+    main weights and moments, that a step is taken back by."""
     accumulated = main_grads_dtype(
         dtype,
         config.megatron_fsdp_main_grads_dtype,
@@ -36,9 +60,35 @@ def state_bytes(
             (weight, place.ways(sharding.weights)),
             (grad, place.ways(sharding.main_grads)),
             (own + _MOMENTS * moment, place.ways(sharding.optimizer)),
+            (copies * (_BYTES[main] + _MOMENTS * moment), place.ways(sharding.optimizer)),
         ),
         inner=place.inner_size,
         outer_grad=grad,
         outer_weight=weight if scattered else 0,
         bucket_size=bucket_size_of(0, place.dp_size, config.ddp_bucket_size) if whole else None,
     )
+
+
+def rank_budget(
+    parallel: ModelParallelConfig, ddp: DistributedDataParallelConfig, place: ShardPlace, dtype: str
+) -> RankBudget | None:
+    """What --rank-memory-limit is chosen under; None without it, or while it is the device's. dtype: of weights."""
+    limit, tflops, speed = (
+        parallel.rank_memory_limit,
+        parallel.achieved_tflops,
+        parallel.dp_bandwidth_gb_per_s,
+    )
+    if not isinstance(limit, int) or tflops is None or speed is None:
+        return None
+    asked = ddp.data_parallel_sharding_strategy
+    copies = parallel.enable_optimizer_post_validation and parallel.post_validation_rollback == "snapshot"
+    ranks, rows = parallel.pipeline_model_parallel_size, []
+    strategies = _TO_CHOOSE if asked == "auto" else (asked,)
+    for strategy in strategies:
+        config = dataclasses.replace(ddp, data_parallel_sharding_strategy=strategy)
+        outer = ddp.outer_dp_sharding_strategy if strategy == "optim_grads_params" else "no_shard"
+        row = sharding_of(strategy, outer)
+        residency = residency_of(config, row, place, ranks, element_bytes=_BYTES[dtype])
+        sizes = state_bytes(config, row, place, dtype, copies=copies)
+        rows.append((residency.within((float(limit),) * ranks), sizes))
+    return RankBudget(tuple(rows), tflops * 1e12, speed * 1e9)

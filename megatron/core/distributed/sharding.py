@@ -119,25 +119,21 @@ def residency_of(
     pipeline_ranks: int,
     *,
     element_bytes: int,
-    limit: int | None = None,
 ) -> Residency:
-    """sharding: the effective row of the table. element_bytes: of a weight. limit: bytes that a rank may hold in all;
-    what is kept is decided by it then, unless the flags name another policy."""
+    """sharding: the effective row of the table. element_bytes: of a weight."""
     cut = sharding.main_grads is not Cut.WHOLE
     strategy = "optim_grads_params" if sharding.weights is not Cut.WHOLE else "optim_grads"
     if not cut:
         strategy = "no_shard" if sharding.optimizer is Cut.WHOLE else "optim"
-    policy = "budget" if limit is not None else config.fsdp_reshard_policy if cut else "memory"
+    policy = config.fsdp_reshard_policy if cut else "memory"
     budget, unit_size = config.fsdp_memory_budget, config.suggested_communication_unit_size
-    by_budget = policy == "budget" and limit is None
     return Residency(
         strategy=strategy,
         ways=place.inner_size,
         outer=place.outer_size,
         outer_optimizer=sharding.optimizer is Cut.FULL and place.outer_size > 1,
         policy=policy,
-        budget=(budget or 0,) * pipeline_ranks if by_budget else None,
-        limit=None if limit is None else (float(limit),) * pipeline_ranks,
+        budget=(budget or 0,) * pipeline_ranks if policy == "budget" else None,
         ahead=0 if unit_size is None else max(1, unit_size * element_bytes),
         overlap_gather=cut or config.overlap_param_gather,
         overlap_reduce=cut or config.overlap_grad_reduce,

@@ -201,22 +201,23 @@ class StagedModel:
         specs: list[ScheduleSpec] = []
         errors: list[tuple[str, StageLayersError]] = []
         ranks = self.parallel.pipeline_model_parallel_size
+        groups = range(-(-ranks // 2), ranks + 1) if every_group else ()
         for name, row in SCHEDULES.items():
             if row.like is not None or (ranks == 1 and name != "1f1b"):
                 continue
-            try:
-                one = self.spec(name)
-                if row.placement != LOOPED or one.placement.num_chunks > 1:
-                    found = [one]
-                else:
-                    found = [self._with_chunks(name, count) for count in chunks or (row.chunks,)]
-            except StageLayersError as error:
-                errors.append((name, error))
-                continue
-            if every_group and name == "gis":
-                groups = range(-(-ranks // 2), ranks + 1)
-                found = [dataclasses.replace(one, group_size=group) for one in found for group in groups]
-            specs += [one for one in found if row.placement != LINEAR or one.placement.num_chunks == 1]
+            for count in (chunks or (row.chunks,)) if row.placement == LOOPED else (None,):
+                try:
+                    one = self.spec(name)
+                    if count is not None and one.placement.num_chunks == 1:  # no flag says how many
+                        one = self._with_chunks(name, count)
+                except StageLayersError as error:
+                    errors.append((name if count is None else f"{name}, {count} chunks", error))
+                    continue
+                if row.placement == LINEAR and one.placement.num_chunks > 1:
+                    continue
+                if one not in specs:
+                    sized = groups if name == "gis" else ()
+                    specs += [dataclasses.replace(one, group_size=group) for group in sized] or [one]
         if not specs:
             raise errors[0][1]
         return specs, [f"{name}: not possible: {error}" for name, error in errors]

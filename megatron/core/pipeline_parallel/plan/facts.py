@@ -19,7 +19,8 @@ def bubble_rate(spec: ScheduleSpec, num_microbatches: int | None) -> float | Non
     if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
         return None
     try:
-        return simulate(order_within_limits(spec, num_microbatches), spec.costs).bubble_rate
+        found = simulate(order_within_limits(spec, num_microbatches), spec.costs)
+        return max(0.0, found.bubble_rate)  # of rounding
     except PlanError:
         return None
 

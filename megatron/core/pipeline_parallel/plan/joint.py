@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
@@ -45,14 +45,7 @@ class Judged:
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
         """By rank, bytes that it holds in all."""
-        assert self.spec.stages_units is not None
-        assert self.spec.residency is not None
-        peaks = []
-        for rank, row in enumerate(self.plan.rows):
-            units = RankUnits(rank, self.plan.placement, self.spec.stages_units)
-            walk = walk_row(row, units, self.spec.residency, self.spec.costs)
-            peaks.append(units.shard_bytes + walk.peak.total)
-        return tuple(peaks)
+        return peak_bytes(self.spec, self.plan)
 
 
 def least_bytes(spec: ScheduleSpec) -> tuple[tuple[int, float, float], ...]:

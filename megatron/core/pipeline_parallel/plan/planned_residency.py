@@ -7,15 +7,31 @@ import functools
 from collections.abc import Mapping
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves
 from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
+from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 _NS_PER_S = 1e9
+
+
+def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
+    """By rank, the most that it holds at once: of states at rest, activations, gathered weights and gradients."""
+    assert spec.stages_units is not None, "bytes without units"
+    assert spec.residency is not None, "bytes without a residency"
+    peaks = []
+    for rank, row in enumerate(plan.rows):
+        units = RankUnits(rank, plan.placement, spec.stages_units)
+        if spec.residency.moves:
+            held = walk_row(row, units, spec.residency, spec.costs).peak.total
+        else:
+            held = peak_activation(rank, row, spec.costs)
+        peaks.append(units.shard_bytes + held)
+    return tuple(peaks)
 
 
 @functools.lru_cache(maxsize=4)

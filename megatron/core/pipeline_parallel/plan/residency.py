@@ -54,6 +54,10 @@ class Residency:
         bound = self.budget is not None or self.limit is not None
         assert bound == (self.policy == "budget"), f"policy {self.policy}: {self.budget=}, {self.limit=}"
 
+    def within(self, limit: tuple[float, ...]) -> Residency:
+        """With a limit, which decides on what is kept."""
+        return dataclasses.replace(self, policy="budget", budget=None, limit=limit)
+
     @property
     def moves(self) -> bool:
         """Whether ranks share anything; without, a plan has no operations of data parallelism."""

@@ -136,8 +136,9 @@ class StageUnits:
 
 
 def with_work_of(stage: StageUnits, other: StageUnits | None) -> StageUnits:
-    """The same units with times and activations of another's units of these names; where it has others, or there is
-    none, in proportion to their bytes of gradients: only shares of a stage's time are read."""
+    """The same units with times, activations and states at rest (where it knows them) of another's units of these
+    names; where it has others, or there is none, in proportion to their bytes of gradients: only shares of a stage's
+    time are read."""
     known = {} if other is None else {unit.name: unit for unit in other.units}
 
     def taking(unit: UnitCosts) -> UnitCosts:
@@ -146,7 +147,13 @@ def with_work_of(stage: StageUnits, other: StageUnits | None) -> StageUnits:
             size = float(unit.grad_bytes)
             return dataclasses.replace(unit, f=size, b=size, w=size)
         return dataclasses.replace(
-            unit, f=work.f, b=work.b, w=work.w, activation=work.activation, held_after_b=work.held_after_b
+            unit,
+            f=work.f,
+            b=work.b,
+            w=work.w,
+            activation=work.activation,
+            held_after_b=work.held_after_b,
+            shard_bytes=work.shard_bytes or unit.shard_bytes,
         )
 
     return dataclasses.replace(stage, units=tuple(map(taking, stage.units)))

@@ -1,0 +1,45 @@
+"""A run of which one limit in bytes decides on everything: it keeps to it, and computes what others do."""
+
+import json
+import re
+
+from tests.harness import launch
+from tests.harness.runs import assert_same_but_for_rounding, runs_of
+
+SIZE = "--num-layers 4 --padded-vocab-size 128 --train-iters 3 --save ck --save-interval 3 --global-batch-size 16"
+BASE = [*launch.TINY, *SIZE.split(), "--log-interval", "1"]
+AUTO = "--pipeline-model-parallel-size 2 --use-custom-fsdp --data-parallel-sharding-strategy auto"
+
+
+def test_a_run_keeps_to_its_limit(tmp_path_factory):
+    run = runs_of(BASE, tmp_path_factory.mktemp)
+    limit = 1_000_000
+    limited = run(4, f"{AUTO} --rank-memory-limit {limit}")
+    assert_same_but_for_rounding(run(4, "--pipeline-model-parallel-size 2"), limited)
+    chosen = re.search(
+        rf"^ > --rank-memory-limit {limit}: (\S+), .*?(optim\w*): chosen$", limited.output, re.MULTILINE
+    )
+    assert chosen, limited.output
+    assert limited.plan["sharding"] == chosen[2]
+    at_once = re.search(
+        r"^ > at once pipeline rank \d holds at most ([\d,]+) bytes", limited.output, re.MULTILINE
+    )
+    assert at_once, limited.output
+    assert int(at_once[1].replace(",", "")) <= limit
+    assert limited.output.count("planned for 0.05 TFLOP/s, 1 GB/s") == 1
+
+
+def test_a_limit_that_nothing_fits_is_refused_before_torch(tmp_path):
+    words = [
+        *BASE,
+        *AUTO.split(),
+        "--rank-memory-limit",
+        "10K",
+        "--check-config",
+        "--world-size",
+        "4",
+        "--json",
+    ]
+    run = launch.ended(launch.run_forked(words, ranks=1, cwd=tmp_path), 2)
+    (problem,) = json.loads(run.output[run.output.index("{") :])["problems"]
+    assert "nothing fits; the least is that of" in json.dumps(problem)
