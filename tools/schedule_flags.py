@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from megatron.core.model_parallel_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
@@ -107,7 +108,7 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
 
 def _add_data_parallel_flags(made: argparse.ArgumentParser) -> None:
     """Named as the trainer's."""
-    group = made.add_argument_group("gathers and reductions, of one schedule, as text or json")
+    group = made.add_argument_group("gathers and reductions, of one schedule, as text, json or page")
     group.add_argument(
         "--data-parallel-size", type=whole_number, metavar="N", help="ranks that share each stage"
     )
@@ -116,9 +117,8 @@ def _add_data_parallel_flags(made: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--data-parallel-sharding-strategy",
-        choices=STRATEGIES,
-        default="optim_grads_params",
-        help="what is cut (default optim_grads_params)",
+        choices=(*STRATEGIES, AUTO),
+        help=f"what is cut (default optim_grads_params; under --rank-memory-limit {AUTO}, which tries them)",
     )
     group.add_argument(
         "--fsdp-reshard-policy",
@@ -131,6 +131,12 @@ def _add_data_parallel_flags(made: argparse.ArgumentParser) -> None:
         type=whole_number,
         metavar="BYTES",
         help="of policy budget: what a rank may keep whole beyond policy memory; in layers without --layer-bytes",
+    )
+    group.add_argument(
+        "--rank-memory-limit",
+        type=bytes_of,
+        metavar="BYTES",
+        help="what a rank may hold in all, as in 75G: choose under it, of a model by the trainer's flags",
     )
     group.add_argument(
         "--layer-bytes", type=whole_number, metavar="N", help="of a layer's weights, and of its gradients"

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held_over_time import size_text
 from megatron.core.pipeline_parallel.plan.ir import PlanError, Row, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel.plan.passes.add_residency import add_reside
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk
+from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
@@ -33,6 +35,14 @@ class Shown:
     walks: tuple[RowWalk, ...]
     unit: str
 
+    def at_rest(self, rank: int) -> int:
+        """Bytes of a rank's states between steps."""
+        return self.simulation.timeline.lanes[rank].units.shard_bytes
+
+    def peak(self, rank: int) -> float:
+        """The most that a rank holds in all, where activations are bytes."""
+        return self.at_rest(rank) + self.walks[rank].peak.total
+
 
 def check(args: argparse.Namespace) -> None:
     """Raises PlanError where the flags ask for what is said of one schedule's plan, beside something else."""
@@ -47,17 +57,17 @@ def check(args: argparse.Namespace) -> None:
     if None in given:
         raise PlanError("gathers and reductions take both --data-parallel-size and --num-layers")
     of_one = len(args.schedule or []) == 1 and args.schedule != ["all"]
-    if not of_one or args.measured or args.html or args.pictures or args.format not in ("text", "json"):
+    if not of_one or args.measured or args.pictures or args.format not in ("text", "json"):
         raise PlanError(
-            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text or json: leave "
-            "out --measured, --html, --pictures and further schedules"
+            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text, json or --html: "
+            "leave out --measured, --pictures and further schedules"
         )
 
 
 def _of_lanes(args: argparse.Namespace) -> dict[str, tuple[object, object]]:
     """Flags that only gathers and reductions have, with their defaults."""
     return {
-        "--data-parallel-sharding-strategy": (args.data_parallel_sharding_strategy, "optim_grads_params"),
+        "--data-parallel-sharding-strategy": (args.data_parallel_sharding_strategy, None),
         "--fsdp-reshard-policy": (args.fsdp_reshard_policy, "memory"),
         "--fsdp-memory-budget": (args.fsdp_memory_budget, None),
         "--layer-bytes": (args.layer_bytes, None),
@@ -94,8 +104,13 @@ def _residency(args: argparse.Namespace, num_ranks: int) -> Residency:
         )
     if (policy == "budget") != (budget is not None):
         raise PlanError("--fsdp-reshard-policy budget and --fsdp-memory-budget go together")
+    strategy = args.data_parallel_sharding_strategy or "optim_grads_params"
+    if strategy == AUTO:
+        raise PlanError(
+            f"--data-parallel-sharding-strategy {AUTO} without --rank-memory-limit, under which it chooses: give it"
+        )
     return Residency(
-        args.data_parallel_sharding_strategy,
+        strategy,
         args.data_parallel_size,
         policy=policy,
         budget=None if budget is None else (budget,) * num_ranks,
@@ -134,8 +149,8 @@ def _equal_layers(
 
 
 def figures(found: Shown) -> dict[str, object]:
-    """For JSON."""
-    simulation = found.simulation
+    """For JSON; under a limit with all that each rank holds."""
+    simulation, limit = found.simulation, found.residency.limit
     return {
         "strategy": found.residency.strategy,
         "policy": found.residency.policy,
@@ -156,25 +171,36 @@ def figures(found: Shown) -> dict[str, object]:
                 "exposed": simulation.exposed[rank],
                 "order": [op_text(op) for op in row if IS_COMPUTE[op[0]] or IS_DATA_PARALLEL[op[0]]],
             }
+            | (
+                {}
+                if limit is None
+                else {"limit": limit[rank], "at_rest": found.at_rest(rank), "peak": found.peak(rank)}
+            )
             for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True))
         ],
     }
 
 
-def told(found: Shown) -> str:
+def told(found: Shown, *, rows: bool) -> str:
     """Of each rank what it moves and holds, and its row: a computation a line, with what is done before it and what is
     done while it runs."""
     simulation, residency = found.simulation, found.residency
     head = f"{residency.strategy} over {residency.ways} ranks, policy {residency.policy}: "
-    lines = [f"{head}{len(found.stages[0].units)} layers a stage, makespan {simulation.makespan:g}"]
+    units = "layers" if residency.limit is None else "units"
+    lines = [f"{head}{len(found.stages[0].units)} {units} a stage, makespan {simulation.makespan:g}"]
     for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True)):
         moves, most = walk.moves, walk.most
+        sizes: list[float] = [most.gathered, most.gradients, most.under_way, walk.most_transient]
+        held = [f"{sizes[0]} {found.unit}", *map(str, sizes[1:])]
+        in_all = ""
+        if residency.limit is not None:
+            held = [size_text(size) for size in sizes]
+            in_all = f"holds {size_text(found.peak(rank))} of {size_text(residency.limit[rank])}; "
         lines += [
-            f"rank {rank}: {moves.gathers.calls} gathers, {moves.reductions.calls} reductions; at most "
-            f"{most.gathered} {found.unit} gathered, {most.gradients} of gradients, {most.under_way} under way, "
-            f"{walk.most_transient} together; lane busy {100 * simulation.lane_share[rank]:.2f}%, "
-            f"exposed {simulation.exposed[rank]:g}",
-            *_row_lines(row),
+            f"rank {rank}: {in_all}{moves.gathers.calls} gathers, {moves.reductions.calls} reductions; at most "
+            f"{held[0]} gathered, {held[1]} of gradients, {held[2]} under way, {held[3]} together; "
+            f"lane busy {100 * simulation.lane_share[rank]:.2f}%, exposed {simulation.exposed[rank]:g}",
+            *(_row_lines(row) if rows else ()),
         ]
     return "".join(f"{line}\n" for line in lines)
 

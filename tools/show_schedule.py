@@ -4,6 +4,9 @@ python tools/show_schedule.py --schedule zbv --stages 4 --microbatches 8
 python tools/show_schedule.py --schedule auto --stages 4 --microbatches 8 --memory-limit 3
 python tools/show_schedule.py --schedule 1f1b zb-1p zbv --stages 4 --microbatches 8 --html compared.html
 python tools/show_schedule.py --schedule zbv --stages 2 --microbatches 3 --data-parallel-size 2 --num-layers 8
+python tools/show_schedule.py --schedule auto --stages 4 --microbatches 16 --data-parallel-size 4 \\
+    --rank-memory-limit 60G --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 \\
+    --max-position-embeddings 4096 --vocab-size 32000 --bf16 --html chosen.html
 python tools/show_schedule.py --measured TIMELINE_DIR [--iteration N] --format svg
 
 Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W. With --measured, the
@@ -11,6 +14,10 @@ folder of a run's --log-pipeline-timeline, times are seconds, the plan is that o
 which it should be, and the planned times are what the simulator expects from the measured mean of each computation;
 a --time flag puts its own in place. With --measured and --html, the other schedules named are planned from the run's
 measured times.
+
+With --rank-memory-limit the model and its precision are described by the trainer's flags, which this tool takes then
+beside its own (--hidden-size, --tensor-model-parallel-size, --bf16, --achieved-tflops, --dp-bandwidth-gb-per-s, ...):
+--schedule, chunks, groups, sharding and what stays gathered are chosen together where no flag says them, for GPUs.
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_te
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.render import columns_per_unit, to_svg, to_text, to_trace
+from megatron.core.pipeline_parallel.plan.render import columns_per_unit, summary, to_svg, to_text, to_trace
 from megatron.core.pipeline_parallel.plan.render_html import to_html
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -49,10 +56,9 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from tools import schedule_residency
+from tools import schedule_budget, schedule_residency
+from tools.schedule_checks import drawable, fitting
 from tools.schedule_flags import chunks_of, costs_of, limits_of, names_of, parser, request_of
-
-SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
 
 
 def figures(
@@ -93,7 +99,7 @@ COMPARED = ("text", "json", "table")
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
-    schedule_residency.check(args)
+    (schedule_residency if args.rank_memory_limit is None else schedule_budget).check(args)
     if args.measured is not None:
         return run_measured(args)
     if args.iteration is not None:
@@ -101,32 +107,39 @@ def run(args: argparse.Namespace) -> str:
     names = names_of(args)
     if not names:
         request_of(args, "1f1b")  # which says what is missing
-    if len(names) > 1 or args.html is not None or args.pictures is not None or args.format == "table":
+    alone = args.data_parallel_size is not None  # of one schedule, with its gathers and reductions
+    compares = args.html is not None or args.pictures is not None or args.format == "table"
+    if not alone and (len(names) > 1 or compares):
         return run_compared(args, names)
-    begin = time.perf_counter()
-    if names == [AUTO]:
-        entry, reasons = chosen(args)
+    begin, reasons = time.perf_counter(), []
+    if args.rank_memory_limit is not None:
+        name, shown, reasons = schedule_budget.chosen(args)
+        simulation = drawable(shown.simulation)
+        drawn = Entry(name, simulation, remarks=("Times are seconds.",))
     else:
-        reasons = []
-        request, costs = request_of(args, names[0])
-        simulation = simulate(lower(build_plan(names[0], request), costs), costs)
-        entry = Entry(names[0], simulation)
-    assert entry.simulation is not None, entry.name
+        if names == [AUTO]:
+            entry, reasons = chosen(args)
+        else:
+            request, costs = request_of(args, names[0])
+            entry = Entry(names[0], simulate(lower(build_plan(names[0], request), costs), costs))
+        assert entry.simulation is not None, entry.name
+        simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
+        shown = schedule_residency.shown(args, simulation)
+        drawn = entry if shown is None else Entry(entry.name, shown.simulation)
     solve_seconds = time.perf_counter() - begin
-    simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
-    shown = schedule_residency.shown(args, simulation)
+    if args.html is not None and shown is not None:
+        write_page(args, [drawn], reasons, limits_of(args, args.stages), unit=shown.unit)
     if args.format == "json":
         more: dict[str, object] = {"reasons": reasons} if reasons else {}
         if shown is not None:
             more["residency"] = schedule_residency.figures(shown)
-        return (
-            json.dumps({**figures(simulation, solve_seconds, args.message_bytes), **more}, allow_nan=False)
-            + "\n"
-        )
+        said = {**figures(simulation, solve_seconds, args.message_bytes), **more}
+        return json.dumps(said, allow_nan=False) + "\n"
     told = "".join(f"{line}\n" for line in reasons)
     if args.format == "text":
-        grid = FORMATS["text"](simulation)
-        return told + grid + ("" if shown is None else schedule_residency.told(shown))
+        grid = summary(simulation) + "\n" if args.html is not None else FORMATS["text"](simulation)
+        rows = args.html is None
+        return told + grid + ("" if shown is None else schedule_residency.told(shown, rows=rows))
     print(told, end="", file=sys.stderr)  # what is printed is a file
     return FORMATS[args.format](simulation)
 
@@ -171,9 +184,7 @@ def compared(
         raise PlanError(f"--format {args.format} is of one schedule: use {', '.join(COMPARED)}, or --html")
     written = []
     if args.html is not None:
-        plan = next(entry.simulation.plan for entry in entries if entry.simulation is not None)
-        title = f"{plan.placement.num_ranks} pipeline ranks, {plan.num_microbatches} microbatches"
-        written.append(write(args.html, to_html(title, entries, limits, notes=notes), "--html"))
+        written.append(write_page(args, entries, notes, limits))
     if args.pictures is not None:
         span = longest(entries)
         for entry in entries:
@@ -194,6 +205,19 @@ def compared(
         scale = max(columns_per_unit(one) for one in simulations)
         told += "".join(f"{to_text(one, scale)}\n" for one in simulations)
     return told + table(entries)
+
+
+def write_page(
+    args: argparse.Namespace,
+    entries: Sequence[Entry],
+    notes: Sequence[str],
+    limits: tuple[float, ...] | None,
+    unit: str = "",
+) -> Path:
+    """The page of --html. unit: of gathered weights, where there are any."""
+    plan = next(entry.simulation.plan for entry in entries if entry.simulation is not None)
+    title = f"{plan.placement.num_ranks} pipeline ranks, {plan.num_microbatches} microbatches"
+    return write(args.html, to_html(title, entries, limits, units_in=unit, notes=notes), "--html")
 
 
 def write(file: Path, text: str, flag: str) -> Path:
@@ -304,37 +328,13 @@ def expect_plan(args: argparse.Namespace, names: Sequence[str], step: MeasuredSt
         )
 
 
-# Checks ------------------------------------------------------------------------------------------------
-
-
-def drawable(simulation: Simulation) -> Simulation:
-    """Raises PlanError for times that cannot be drawn."""
-    # Beyond these a float's range leaves no room to scale times to columns, pixels or microseconds.
-    if not SHORTEST_MAKESPAN <= simulation.makespan <= LONGEST_MAKESPAN:
-        raise PlanError(
-            f"makespan {simulation.makespan:g} is outside {SHORTEST_MAKESPAN:g} to {LONGEST_MAKESPAN:g}: "
-            "give --time-f, --time-b, --time-w and --time-comm in another unit"
-        )
-    return simulation
-
-
-def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulation:
-    """Raises PlanError for more activations than the limit."""
-    over = over_limit(simulation, limits)
-    if over is not None and limits is not None:
-        rank, peak = over
-        searched = sorted(name for name, row in SCHEDULES.items() if row.searched)
-        fix = "" if simulation.plan.schedule in searched else f"{', '.join(searched)} keep to a limit; "
-        raise PlanError(
-            f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
-            f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"
-        )
-    return simulation
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 for what cannot be planned."""
-    args = parser(__doc__, [*FORMATS, "table"]).parse_args(argv)
+    line = parser(__doc__, [*FORMATS, "table"])
+    args, args.model_words = line.parse_known_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
+    if args.model_words and args.rank_memory_limit is None:
+        line.error(f"unrecognized arguments: {' '.join(args.model_words)}")
     try:
         print(run(args), end="")
     except PlanError as error:

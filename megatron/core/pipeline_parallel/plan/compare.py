@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held_over_time import limits_in_bytes, size_text
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
@@ -124,10 +125,13 @@ def table(entries: Sequence[Entry]) -> str:
 
 def _figures(simulation: Simulation) -> tuple[str, str, str, str]:
     peaks = simulation.peak_activation
+    told = [f"{peak:.4g}" for peak in peaks]
+    if limits_in_bytes(simulation) is not None:
+        told = [size_text(peak) for peak in peaks]
     if len(peaks) <= _MOST_RANKS_IN_A_CELL:
-        held = " ".join(f"{peak:.4g}" for peak in peaks)
+        held = " ".join(told)
     else:
-        held = f"{min(peaks):.4g} to {max(peaks):.4g}"
+        held = f"{told[peaks.index(min(peaks))]} to {told[peaks.index(max(peaks))]}"
     return (
         f"{simulation.cost:.5g}",
         f"{simulation.bubble_rate:.2%}",

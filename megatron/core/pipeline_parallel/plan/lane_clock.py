@@ -33,7 +33,8 @@ class Lanes:
 
 class LaneClock:
     """One rank's lane. free: when its wire is. busy: its time so far. exposed: what the rank has waited for
-    it. times: of operations by place in the row, when they begin and end on the wire."""
+    it. times: of operations by place in the row, when they begin and end on the wire. moments: where it is a dict,
+    by (place, access) when accesses begin, by (place, -1) when the rank goes on behind an operation of the lane."""
 
     def __init__(
         self, units: RankUnits, lanes: Lanes, durations: Sequence[Sequence[float]], begin: float
@@ -41,6 +42,7 @@ class LaneClock:
         self.units, self.lanes, self.durations = units, lanes, durations
         self.free, self.busy, self.exposed = begin, 0.0, 0.0
         self.times: dict[int, tuple[float, float]] = {}
+        self.moments: dict[tuple[int, int], float] | None = None
         self._pending: list[tuple[int, RawOp]] = []  # what belongs to accesses of the next computation
         self._gathered = [begin] * len(units)
         self._gathered_before = [False] * len(units)
@@ -57,7 +59,7 @@ class LaneClock:
     def compute(self, place: int, op: RawOp, clock: float) -> float:
         """When a computation ends that starts at `clock`."""
         shares, duration = self._shares_of(op), self.durations[op[0]][op[1]]
-        if not self._pending and self.free <= clock:
+        if not self._pending and self.free <= clock and self.moments is None:
             return clock + (duration if op[4] < 0 else duration * sum(shares))
         pending, at = self._pending, 0
         for access, (use, share) in enumerate(zip(self.units.uses(op), shares, strict=True)):
@@ -69,6 +71,8 @@ class LaneClock:
             if self._under:
                 for unit in use.begins:
                     clock = self._wait_for(unit, clock)
+            if self.moments is not None:
+                self.moments[place, access] = clock
             clock += share * duration
         pending.clear()
         return clock
@@ -98,6 +102,8 @@ class LaneClock:
                 if not residency.overlap_reduce:
                     clock = self._wait_for(unit, clock)
         self.times[place] = (start, end)
+        if self.moments is not None:
+            self.moments[place, -1] = clock
         return clock
 
     def _shares_of(self, op: RawOp) -> tuple[float, ...]:

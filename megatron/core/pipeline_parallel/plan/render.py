@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.pipeline_parallel.plan.held_over_time import activation_text
 from megatron.core.pipeline_parallel.plan.ir import (
     SEND_B,
     SEND_F,
@@ -18,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
@@ -46,7 +48,7 @@ def summary(simulation: Simulation) -> str:
         f"{plan.schedule}: {plan.placement.num_ranks} stages x {plan.placement.num_chunks} chunks, "
         f"{plan.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
         f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%}), "
-        f"peak activation {max(simulation.peak_activation):g}"
+        f"peak activation {activation_text(simulation, max(simulation.peak_activation))}"
     )
 
 
@@ -77,8 +79,8 @@ def to_text(simulation: Simulation, scale: float | None = None) -> str:
             first, last = round(start * scale), round(end * scale)
             if last > first:
                 cells[first:last] = label.ljust(last - first - 1, "-")[: last - first - 1] + " "
-        idle, peak = simulation.idle[rank], simulation.peak_activation[rank]
-        lines.append(f"{rank:>{name_width}} |{''.join(cells)}| idle {idle:g}, peak {peak:g}")
+        idle, peak = simulation.idle[rank], activation_text(simulation, simulation.peak_activation[rank])
+        lines.append(f"{rank:>{name_width}} |{''.join(cells)}| idle {idle:g}, peak {peak}")
     return "\n".join(lines) + "\n"
 
 
@@ -100,15 +102,19 @@ def lanes_svg(
     span: float | None = None,
     width: int = 1200,
     row_height: int = 22,
+    strips: Strips | None = None,
 ) -> str:
     """Lanes under one another on one axis of time, with lines of text and the colours of kinds above them.
 
-    span: the time at the right end, for several pictures on one axis; by default the longest makespan.
+    span: the time at the right end, for several pictures on one axis; by default the longest makespan. strips: what is
+    drawn below each lane.
     """
-    left = 20 + 5 * max(len(lane.label) for lane in lanes)
+    left = max(20 + 5 * max(len(lane.label) for lane in lanes), strips.left if strips else 0)
     top = 30 + 16 * len(titles)
-    scale = (width - left - 10) / (span or max(lane.simulation.makespan for lane in lanes) or 1.0)
-    height = top + row_height * len(lanes) + 10
+    room = width - left - (strips.right if strips else 10)
+    scale = room / (span or max(lane.simulation.makespan for lane in lanes) or 1.0)
+    step = row_height + (strips.height if strips else 0)
+    height = top + step * len(lanes) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="10">',
@@ -120,8 +126,12 @@ def lanes_svg(
         x = left + 60 * place
         parts.append(f'<rect x="{x}" y="{top - 22}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{top - 12}">{Kind(place).name}</text>')
+    if strips:
+        parts += strips.legend(left + 60 * len(COLOURS), top - 21)
     for place, lane in enumerate(lanes):
-        parts += _svg_lane(lane, left, top + place * row_height, scale, row_height)
+        parts += _svg_lane(lane, left, top + place * step, scale, row_height)
+        if strips:
+            parts += strips.draw(lane.rank, left, top + place * step + row_height, scale)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A comparison of schedules as one page that needs nothing else: no network, no script."""
+"""Schedules as one page that needs nothing else: no network, no script."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import html
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.compare import HEADINGS, Entry, longest, table_rows
+from megatron.core.pipeline_parallel.plan.held_over_time import limits_in_bytes
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.render import Lane, lanes_svg, summary
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
+from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _MOST_BOXES = 6000  # that are drawn with a tooltip each; of more, the page is drawn without
+_MOST_NOTES = 20  # of more, the page shows none until asked
 _WIDTH = 1200
 _BAR_WIDTH, _BAR_HEIGHT = 480, 12
 _STYLE = """body { font-family: sans-serif; margin: 24px; max-width: 1260px; color: #222; background: #fff; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left; }
-td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } .over { color: #b00; } pre { font-size: 12px; }"""
+td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } details { margin: 8px 0; }
+.over { color: #b00; } pre { font-size: 12px; }"""
 
 
 def to_html(
@@ -25,11 +29,14 @@ def to_html(
     limits: Sequence[float] | None = None,
     *,
     unit: str = "whole-stage activations of a microbatch",
+    units_in: str = "layers",
     notes: Sequence[str] = (),
 ) -> str:
-    """Figures of all, then each one's timeline on one axis of time, and what each rank holds against its limit.
+    """Figures of all, then each one's timeline on one axis of time: computations of each rank, gathers and reductions
+    where the plan has them, what is held over time; and the most that each rank holds, against its limit.
 
-    limits: by rank, in `unit`, what activations are counted in. notes: lines above the figures, as of the choice.
+    limits: by rank, in `unit`, what activations are counted in. units_in: what gathered weights are counted in, where
+    the plan was not made for a limit in bytes. notes: lines above the figures, as of the choice.
     """
     span = longest(entries)
     boxes = sum(_boxes(entry) for entry in entries)
@@ -40,7 +47,9 @@ def to_html(
     scale = max(most, *(limits or (0.0,)))
     body = [f"<h1>{html.escape(title)}</h1>"]
     if notes:
-        body.append(f"<pre>{html.escape(chr(10).join(notes))}</pre>")
+        few = len(notes) <= _MOST_NOTES
+        body.append(f"<details{' open' * few}><summary>{len(notes)} lines on the choice</summary>")
+        body.append(f"<pre>{html.escape(chr(10).join(notes))}</pre></details>")
     body.append(_table(entries))
     for entry in entries:
         body.append(f'<h2 id="{html.escape(entry.name)}">{html.escape(entry.name)}</h2>')
@@ -48,7 +57,13 @@ def to_html(
             body.append(f'<p class="over">{html.escape(entry.problem)}</p>')
         body += [f"<p>{html.escape(remark)}</p>" for remark in entry.remarks]
         if entry.simulation is not None:
-            body.append(_timeline(entry, span, small=boxes > _MOST_BOXES))
+            strips = None
+            if entry.measured is None:
+                shared = bool(entry.simulation.timeline.lanes)
+                strips = Strips(entry.simulation, limits, units_in if shared else "activations")
+            body.append(_timeline(entry, span, strips, small=boxes > _MOST_BOXES))
+            if limits_in_bytes(entry.simulation) is not None:
+                continue  # which the picture has with all that is held
             body.append(f"<p>Activations at most, by rank, in {html.escape(unit)}{_legend(limits)}:</p>")
             body.append(_memory(entry.simulation, limits, scale))
     return (
@@ -73,15 +88,15 @@ def _table(entries: Sequence[Entry]) -> str:
     return f"<table><tr>{head}</tr>\n" + "\n".join(rows) + "</table>"
 
 
-def _timeline(entry: Entry, span: float, *, small: bool) -> str:
+def _timeline(entry: Entry, span: float, strips: Strips | None, *, small: bool) -> str:
     assert entry.simulation is not None, entry.name
     if small:
         both = [one for one in (entry.simulation, entry.measured) if one is not None]
-        return "\n".join(to_picture(one, span=span, width=_WIDTH) for one in both)
+        return "\n".join(to_picture(one, span=span, width=_WIDTH, strips=strips) for one in both)
     ranks = range(len(entry.simulation.plan.rows))
     if entry.measured is None:
         lanes = [Lane(str(rank), entry.simulation, rank) for rank in ranks]
-        return lanes_svg([summary(entry.simulation)], lanes, span=span, width=_WIDTH)
+        return lanes_svg([summary(entry.simulation)], lanes, span=span, width=_WIDTH, strips=strips)
     lanes = [
         Lane(f"{rank} {name}", one, rank)
         for rank in ranks

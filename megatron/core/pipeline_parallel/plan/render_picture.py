@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.render import COLOURS, bars, shade_of
+from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _LEFT, _TOP, _GAP = 18, 20, 2
@@ -13,28 +14,36 @@ _LETTER = 5.5  # pixels of a digit
 
 
 def to_picture(
-    simulation: Simulation, *, span: float | None = None, width: int = 760, row_height: int = 16
+    simulation: Simulation,
+    *,
+    span: float | None = None,
+    width: int = 760,
+    row_height: int = 16,
+    strips: Strips | None = None,
 ) -> str:
     """SVG: a lane a rank, a box a computation with its microbatch's number where there is room; first chunks are dark.
 
-    span: the time at the right end, for several pictures on one axis; by default the makespan.
+    span: the time at the right end, for several pictures on one axis; by default the makespan. strips: what is drawn
+    below each lane.
     """
     num_ranks = len(simulation.plan.rows)
-    scale = (width - _LEFT - 4) / (span or simulation.makespan or 1.0)
-    height = _TOP + num_ranks * (row_height + _GAP)
+    left, right = (strips.left, strips.right) if strips else (_LEFT, 4)
+    scale = (width - left - right) / (span or simulation.makespan or 1.0)
+    step = row_height + _GAP + (strips.height if strips else 0)
+    height = _TOP + num_ranks * step
     boxes: dict[tuple[str, str], list[str]] = defaultdict(list)  # colour, shade -> parts of a path
     numbers: list[str] = []
     lanes: list[str] = []
     kinds: set[int] = set()
     for rank, row in enumerate(simulation.plan.rows):
-        y = _TOP + rank * (row_height + _GAP)
+        y = _TOP + rank * step
         text_y = y + row_height * 0.5 + 3.5
         numbers.append(f'<text x="4" y="{text_y:g}">{rank}</text>')
-        lanes.append(f"M{_LEFT} {y}h{simulation.makespan * scale:.1f}v{row_height}H{_LEFT}z")
+        lanes.append(f"M{left} {y}h{simulation.makespan * scale:.1f}v{row_height}H{left}z")
         for start, end, place, _ in bars(simulation, rank):
             kind, stage, microbatch = row[place][:3]
             kinds.add(kind)
-            x, box = _LEFT + start * scale, (end - start) * scale
+            x, box = left + start * scale, (end - start) * scale
             shade = f"{shade_of(simulation.plan.placement, stage):.2g}"
             boxes[COLOURS[kind], shade].append(
                 f"M{x:.1f} {y}h{max(box - 0.6, 0.2):.1f}v{row_height}h-{max(box - 0.6, 0.2):.1f}z"
@@ -53,9 +62,13 @@ def to_picture(
         *numbers,
     ]
     for place, kind in enumerate(sorted(kinds)):
-        x = _LEFT + 44 * place
+        x = left + 44 * place
         parts.append(f'<path fill="{COLOURS[kind]}" d="M{x} 4h10v10h-10z"/>')
         parts.append(f'<text x="{x + 13}" y="12.5">{Kind(kind).name}</text>')
+    if strips:
+        parts += strips.legend(left + 44 * len(kinds), 4)
+        for rank in range(num_ranks):
+            parts += strips.draw(rank, left, _TOP + rank * step + row_height + _GAP, scale)
     said = f"{simulation.plan.schedule}, bubble {simulation.bubble_rate:.1%}"
     parts.append(f'<text x="{width - 4}" y="12.5" text-anchor="end">{said}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,0 +1,60 @@
+"""What a rank holds over the time of a simulation: the walk over its row, on the simulation's clock."""
+
+from __future__ import annotations
+
+from megatron.core.pipeline_parallel.plan.activations import activations
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock
+from megatron.core.pipeline_parallel.plan.residency_walk import Held, walk_row
+from megatron.core.pipeline_parallel.plan.simulate import Simulation
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
+    """By rank what it may hold in all, where the plan was made for such a limit: its activations are bytes then."""
+    lanes = simulation.timeline.lanes
+    return lanes[0].lanes.residency.limit if lanes else None
+
+
+def size_text(size: float, unit: str = "bytes") -> str:
+    """Bytes in GB of 1e9, what is small in less; anything else as it is."""
+    if unit != "bytes":
+        return f"{size:g}"
+    factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
+    return f"{size / factor:.4g} {name}"
+
+
+def activation_text(simulation: Simulation, size: float) -> str:
+    """In the unit in which a simulation counts activations."""
+    return size_text(size, "" if limits_in_bytes(simulation) is None else "bytes")
+
+
+def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]]:
+    """From each of these times on, what the rank holds beside its states at rest. A plan without gathers and reductions
+    has activations alone, one with them has activations where all is counted in bytes, else none."""
+    plan, costs, timeline = simulation.plan, simulation.costs, simulation.timeline
+    row, starts = plan.rows[rank], timeline.starts[rank]
+    if not timeline.lanes:
+        found = []
+        for place, during, after in activations(row, costs, forward_only=plan.forward_only):
+            found.append((starts[place], Held(place, 0, 0, 0, 0, during)))
+            found.append((timeline.ends[rank][place], Held(place, -1, 0, 0, 0, after)))
+        return found
+    lane = timeline.lanes[rank]
+    again, clock = LaneClock(lane.units, lane.lanes, lane.durations, 0.0), 0.0
+    moments = again.moments = {}
+    for place, op in enumerate(row):
+        if IS_DATA_PARALLEL[op[0]]:
+            clock = again.issue(place, op, clock)
+            continue
+        clock = max(clock, starts[place])
+        if IS_COMPUTE[op[0]]:
+            clock = moments[place, -1] = again.compute(place, op, clock)
+    counted = None if limits_in_bytes(simulation) is None else costs
+    walk = walk_row(
+        row, lane.units, lane.lanes.residency, counted, forward_only=plan.forward_only, boundaries=True
+    )
+    *held, last = walk.boundaries
+    known = [(moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one) for one in held]
+    return [*known, (max(clock, lane.free), last)]
