@@ -29,7 +29,7 @@ def pipeline_section(timeline: Path) -> str:
     measured = measured_simulation(step.plan, step.spans, costs)
     of_ranks = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}; seconds"
     lanes = [Lane(str(rank), planned, rank) for rank in range(len(step.plan.rows))]
-    strips = Strips(planned, None, "activations" if step.lanes is None else "bytes")
+    strips = Strips(planned, None, "activations" if step.lanes is None else "bytes", step.at_rest)
     return _figure(f"Pipeline, planned above measured: {of_ranks}", overlay_svg(planned, measured)) + _figure(
         f"What the plan moves and holds: {of_ranks}", lanes_svg([summary(planned)], lanes, strips=strips)
     )

@@ -43,7 +43,7 @@ def _numbers(content: Any) -> tuple[float, ...] | None:
 
 def _record(cls: Any, content: dict[str, Any], **more: Any) -> Any:
     """A dataclass of numbers and words."""
-    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
     for name, value in content.items():
         is_number = type(value) in (int, float)
         if type(value) not in _KINDS[kinds[name]] or (is_number and not 0 <= value <= _LARGEST):

@@ -23,8 +23,8 @@ class TimelineWriter:
     number that is free, a timeline of its own. Communicates over the world: every rank makes one. Raises OSError, on
     every rank where it is the first one that cannot move files.
 
-    lanes: of the run's plans, in ns, and at_rest: what this rank holds between steps, in bytes; to be set before the first
-    step where plans have operations of data parallelism.
+    lanes: of the run's plans, in ns. at_rest: bytes that this rank holds between steps. Both are to be set before the
+    first step, where plans have operations of data parallelism.
     A step's lines are written at its end, in one piece. On CUDA every operation is waited for, so a run that is
     measured overlaps less than one that is not.
     """
