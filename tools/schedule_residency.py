@@ -35,13 +35,9 @@ class Shown:
     walks: tuple[RowWalk, ...]
     unit: str
 
-    def at_rest(self, rank: int) -> int:
-        """Bytes of a rank's states between steps."""
-        return self.simulation.timeline.lanes[rank].units.shard_bytes
-
     def peak(self, rank: int) -> float:
-        """The most that a rank holds in all, where activations are bytes."""
-        return self.at_rest(rank) + self.walks[rank].peak.total
+        """The most that a rank holds in all, states at rest too, where activations are bytes."""
+        return self.simulation.timeline.lanes[rank].units.shard_bytes + self.walks[rank].peak.total
 
 
 def check(args: argparse.Namespace) -> None:
@@ -171,11 +167,7 @@ def figures(found: Shown) -> dict[str, object]:
                 "exposed": simulation.exposed[rank],
                 "order": [op_text(op) for op in row if IS_COMPUTE[op[0]] or IS_DATA_PARALLEL[op[0]]],
             }
-            | (
-                {}
-                if limit is None
-                else {"limit": limit[rank], "at_rest": found.at_rest(rank), "peak": found.peak(rank)}
-            )
+            | ({} if limit is None else {"limit": limit[rank], "peak": found.peak(rank)})
             for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True))
         ],
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -96,3 +98,72 @@ def test_the_life_of_a_step_in_the_docs_is_what_the_tool_says():
     words = command.replace("\\\n", " ").split()
     assert words[:2] == ["python", "tools/show_schedule.py"]
     assert row in output(*words[2:])
+
+
+# One limit of all that a rank holds: a model of four small layers, and activations in bytes.
+LIMITED = (
+    *"--schedule auto --stages 2 --microbatches 2 --data-parallel-size 2 --num-layers 8 --hidden-size 256".split(),
+    *"--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --vocab-size 127 --bf16".split(),
+)
+
+
+def test_one_limit_chooses_and_says_why_without_torch(tmp_path):
+    page = tmp_path / "page.html"
+    words = (
+        *LIMITED,
+        "--rank-memory-limit",
+        "64M",
+        "--achieved-tflops",
+        1,
+        "--html",
+        page,
+        "--format",
+        "json",
+    )
+    program = f"import sys; sys.modules['torch'] = sys.modules['numpy'] = None; sys.argv[0] = {str(TOOL)!r}\n"
+    program += f"sys.path.insert(0, {str(ROOT)!r}); from tools.show_schedule import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    head, best, *others = told["reasons"]
+    assert head.startswith("1 TFLOP/s and 45 GB/s to data parallel peers")
+    assert best.endswith(": chosen")
+    for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        assert any(f", {strategy}: " in line for line in others)
+    assert all(0 < one["peak"] <= one["limit"] == 64 * 2**20 for one in told["residency"]["ranks"])
+    assert 0 < told["makespan"] < 1  # seconds
+    text = page.read_text()
+    assert best.removesuffix(": chosen") in text
+    assert ">limit 67.11 MB<" in text
+
+
+def test_a_named_schedule_under_a_limit_chooses_the_rest():
+    told = output(*LIMITED, "--schedule", "zb-1p", "--rank-memory-limit", "64M")
+    assert re.search(r"^zb-1p, \w+: chosen$", told, re.MULTILINE)
+    assert re.search(r"^rank 1: holds [\d.]+ MB of 67.11 MB; ", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--memory-limit", 3), "--rank-memory-limit with --memory-limit: "),
+        (("--fsdp-memory-budget", 3), "--rank-memory-limit with --fsdp-memory-budget: "),
+        (("--pipeline-memory-limit", "3G"), "with --pipeline-memory-limit 3221225472"),
+        (("--data-parallel-size", 1), "takes --data-parallel-size N"),
+        (("--schedule", "all"), "one --schedule, auto or by name"),
+        (("--hiden-size", 8), "--hiden-size"),
+        (("--rank-memory-limit", "2M"), "nothing fits; the least is that of"),
+    ],
+)
+def test_what_does_not_go_with_one_limit_is_refused(words, told):
+    refused = run(*LIMITED, "--rank-memory-limit", "64M", *words)
+    assert refused.returncode == 2
+    assert told in refused.stderr
+    assert run(*LIMITED).returncode == 2  # the trainer's flags are of a limit
+
+
+def test_gathers_are_drawn_below_computations(tmp_path):
+    output(*TWO, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert ">gathered weights<" in text
+    assert ">peak 6<" in text  # layers: 2 gathered, 2 of gradients, 2 under way

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held_over_time import limits_in_bytes, size_text
+from megatron.core.pipeline_parallel.plan.held_over_time import activation_text
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
@@ -125,9 +125,7 @@ def table(entries: Sequence[Entry]) -> str:
 
 def _figures(simulation: Simulation) -> tuple[str, str, str, str]:
     peaks = simulation.peak_activation
-    told = [f"{peak:.4g}" for peak in peaks]
-    if limits_in_bytes(simulation) is not None:
-        told = [size_text(peak) for peak in peaks]
+    told = [activation_text(simulation, peak) for peak in peaks]
     if len(peaks) <= _MOST_RANKS_IN_A_CELL:
         held = " ".join(told)
     else:

@@ -27,7 +27,7 @@ def counts_bytes(simulation: Simulation) -> bool:
 def size_text(size: float, unit: str = "bytes") -> str:
     """Bytes in GB of 1e9, what is small in less; anything else as it is."""
     if unit != "bytes":
-        return f"{size:g}"
+        return f"{size:.4g}"
     factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
     return f"{size / factor:.4g} {name}"
 
@@ -42,14 +42,19 @@ def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]
     has activations alone, one with them has activations where all is counted in bytes, else none."""
     plan, costs, timeline = simulation.plan, simulation.costs, simulation.timeline
     row, starts = plan.rows[rank], timeline.starts[rank]
+    clock = 0.0
     if not timeline.lanes:
-        found = []
+        found, durations = [], costs.durations()
         for place, during, after in activations(row, costs, forward_only=plan.forward_only):
-            found.append((starts[place], Held(place, 0, 0, 0, 0, during)))
-            found.append((timeline.ends[rank][place], Held(place, -1, 0, 0, 0, after)))
+            op, clock = row[place], max(clock, starts[place])
+            found.append((clock, Held(place, 0, 0, 0, 0, during)))
+            end = timeline.ends[rank][place]
+            # Of an overlapped pair both end where the second does.
+            clock = min(end, clock + durations[op[0]][op[1]]) if op[7] >= 0 else end
+            found.append((clock, Held(place, -1, 0, 0, 0, after)))
         return found
     lane = timeline.lanes[rank]
-    again, clock = LaneClock(lane.units, lane.lanes, lane.durations, 0.0), 0.0
+    again = LaneClock(lane.units, lane.lanes, lane.durations, clock)
     moments = again.moments = {}
     for place, op in enumerate(row):
         if IS_DATA_PARALLEL[op[0]]:

@@ -153,7 +153,8 @@ def overlay_svg(planned: Simulation, measured: Simulation) -> str:
         for rank in range(len(planned.plan.rows))
         for name, simulation in (("planned", planned), ("measured", measured))
     ]
-    return lanes_svg([f"planned {summary(planned)}", f"measured {summary(measured)}"], lanes)
+    titles = [f"planned {summary(planned)}", f"measured {summary(measured, held=False)}"]
+    return lanes_svg(titles, lanes)
 
 
 def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> str:

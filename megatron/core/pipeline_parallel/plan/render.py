@@ -41,14 +41,15 @@ class Lane:
     rank: int
 
 
-def summary(simulation: Simulation) -> str:
-    """One line of figures."""
+def summary(simulation: Simulation, *, held: bool = True) -> str:
+    """One line of figures. held: with what is held, which a measured step does not know."""
     plan = simulation.plan
+    most = activation_text(simulation, max(simulation.peak_activation))
     return (
         f"{plan.schedule}: {plan.placement.num_ranks} stages x {plan.placement.num_chunks} chunks, "
         f"{plan.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
-        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%}), "
-        f"peak activation {activation_text(simulation, max(simulation.peak_activation))}"
+        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
+        + (f", peak activation {most}" if held else "")
     )
 
 
@@ -107,14 +108,14 @@ def lanes_svg(
     """Lanes under one another on one axis of time, with lines of text and the colours of kinds above them.
 
     span: the time at the right end, for several pictures on one axis; by default the longest makespan. strips: what is
-    drawn below each lane.
+    drawn below each lane of their simulation.
     """
     left = max(20 + 5 * max(len(lane.label) for lane in lanes), strips.left if strips else 0)
     top = 30 + 16 * len(titles)
     room = width - left - (strips.right if strips else 10)
     scale = room / (span or max(lane.simulation.makespan for lane in lanes) or 1.0)
-    step = row_height + (strips.height if strips else 0)
-    height = top + step * len(lanes) + 10
+    below = [strips if strips and lane.simulation is strips.simulation else None for lane in lanes]
+    height = top + row_height * len(lanes) + sum(one.height for one in below if one) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="10">',
@@ -128,10 +129,13 @@ def lanes_svg(
         parts.append(f'<text x="{x + 16}" y="{top - 12}">{Kind(place).name}</text>')
     if strips:
         parts += strips.legend(left + 60 * len(COLOURS), top - 21)
-    for place, lane in enumerate(lanes):
-        parts += _svg_lane(lane, left, top + place * step, scale, row_height)
-        if strips:
-            parts += strips.draw(lane.rank, left, top + place * step + row_height, scale)
+    y = top
+    for lane, own in zip(lanes, below, strict=True):
+        parts += _svg_lane(lane, left, y, scale, row_height)
+        y += row_height
+        if own:
+            parts += own.draw(lane.rank, left, y, scale)
+            y += own.height
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

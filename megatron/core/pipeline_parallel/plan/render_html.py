@@ -6,17 +6,14 @@ import html
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.compare import HEADINGS, Entry, longest, table_rows
-from megatron.core.pipeline_parallel.plan.held_over_time import limits_in_bytes
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.render import Lane, lanes_svg, summary
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.render_strips import Strips
-from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _MOST_BOXES = 6000  # that are drawn with a tooltip each; of more, the page is drawn without
 _MOST_NOTES = 20  # of more, the page shows none until asked
 _WIDTH = 1200
-_BAR_WIDTH, _BAR_HEIGHT = 480, 12
 _STYLE = """body { font-family: sans-serif; margin: 24px; max-width: 1260px; color: #222; background: #fff; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left; }
 td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } details { margin: 8px 0; }
@@ -33,18 +30,20 @@ def to_html(
     notes: Sequence[str] = (),
 ) -> str:
     """Figures of all, then each one's timeline on one axis of time: computations of each rank, gathers and reductions
-    where the plan has them, what is held over time; and the most that each rank holds, against its limit.
+    where the plan has them, and what it holds over time, against its limit.
 
     limits: by rank, in `unit`, what activations are counted in. units_in: what gathered weights are counted in, where
     the plan was not made for a limit in bytes. notes: lines above the figures, as of the choice.
     """
     span = longest(entries)
     boxes = sum(_boxes(entry) for entry in entries)
-    most = max(
-        (peak for entry in entries if entry.simulation for peak in entry.simulation.peak_activation),
-        default=0.0,
-    )
-    scale = max(most, *(limits or (0.0,)))
+    strips = {
+        entry.name: Strips(entry.simulation, limits, units_in if entry.simulation.timeline.lanes else unit)
+        for entry in entries
+        if entry.simulation is not None
+    }
+    for drawn in strips.values():  # all on one axis of memory, too
+        drawn.most = max(other.most for other in strips.values())
     body = [f"<h1>{html.escape(title)}</h1>"]
     if notes:
         few = len(notes) <= _MOST_NOTES
@@ -57,15 +56,8 @@ def to_html(
             body.append(f'<p class="over">{html.escape(entry.problem)}</p>')
         body += [f"<p>{html.escape(remark)}</p>" for remark in entry.remarks]
         if entry.simulation is not None:
-            strips = None
-            if entry.measured is None:
-                shared = bool(entry.simulation.timeline.lanes)
-                strips = Strips(entry.simulation, limits, units_in if shared else "activations")
-            body.append(_timeline(entry, span, strips, small=boxes > _MOST_BOXES))
-            if limits_in_bytes(entry.simulation) is not None:
-                continue  # which the picture has with all that is held
-            body.append(f"<p>Activations at most, by rank, in {html.escape(unit)}{_legend(limits)}:</p>")
-            body.append(_memory(entry.simulation, limits, scale))
+            body.append(f"<p>Memory over time is in {html.escape(strips[entry.name].unit)}.</p>")
+            body.append(_timeline(entry, span, strips[entry.name], small=boxes > _MOST_BOXES))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n<body>\n"
@@ -88,7 +80,7 @@ def _table(entries: Sequence[Entry]) -> str:
     return f"<table><tr>{head}</tr>\n" + "\n".join(rows) + "</table>"
 
 
-def _timeline(entry: Entry, span: float, strips: Strips | None, *, small: bool) -> str:
+def _timeline(entry: Entry, span: float, strips: Strips, *, small: bool) -> str:
     assert entry.simulation is not None, entry.name
     if small:
         both = [one for one in (entry.simulation, entry.measured) if one is not None]
@@ -103,34 +95,4 @@ def _timeline(entry: Entry, span: float, strips: Strips | None, *, small: bool) 
         for name, one in (("planned", entry.simulation), ("measured", entry.measured))
     ]
     titles = [f"planned {summary(entry.simulation)}", f"measured {summary(entry.measured)}"]
-    return lanes_svg(titles, lanes, span=span, width=_WIDTH)
-
-
-def _legend(limits: Sequence[float] | None) -> str:
-    return "" if limits is None else "; the line is the limit"
-
-
-def _memory(simulation: Simulation, limits: Sequence[float] | None, most: float) -> str:
-    """A bar a rank, and its limit as a line."""
-    left, step = 24, _BAR_HEIGHT + 4
-    height = step * len(simulation.peak_activation) + 4
-    scale = (_BAR_WIDTH - 120) / (most or 1.0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_BAR_WIDTH}" height="{height}" font-family="sans-serif" '
-        'font-size="10">'
-    ]
-    for rank, peak in enumerate(simulation.peak_activation):
-        y = step * rank + 2
-        over = limits is not None and peak > limits[rank] + 1e-9 * max(1.0, limits[rank])
-        colour = "#c0392b" if over else "#7f8fa6"
-        parts.append(f'<text x="2" y="{y + 10}">{rank}</text>')
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{peak * scale:.1f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
-        )
-        said = f"{peak:.4g}" if limits is None else f"{peak:.4g} of {limits[rank]:.4g}"
-        at = left + scale * max(peak, 0.0 if limits is None else limits[rank]) + 5
-        parts.append(f'<text x="{at:.1f}" y="{y + 10}">{said}</text>')
-        if limits is not None:
-            x = left + limits[rank] * scale
-            parts.append(f'<path d="M{x:.1f} {y - 1}v{_BAR_HEIGHT + 2}" stroke="#222" stroke-width="1.5"/>')
-    return "\n".join([*parts, "</svg>"])
+    return lanes_svg(titles, lanes, span=span, width=_WIDTH, strips=strips)

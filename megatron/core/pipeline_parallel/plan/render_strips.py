@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.held_over_time import (
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
-_LANE_HEIGHT, _MEMORY_HEIGHT, _GAP = 10, 60, 12
+_LANE_HEIGHT, _MEMORY_HEIGHT, _GAP = 10, 60, 14
 _LANE = {
     UNSHARD: ("gather", "#e08a3c"),
     REDUCE: ("reduction", "#b03a5b"),
@@ -34,7 +34,8 @@ _LIMIT = "#c0392b"
 class Strips:
     """Of one simulation. limits: by rank, in the unit of activations, for plans without gathers and reductions; others
     know what limit they were made for. unit: of what is held, where that is not bytes. at_rest: by rank, else as units
-    say. height: of a rank's strips. left, right: room for their texts. peaks: by rank, the most that it holds."""
+    say. height: of a rank's strips. left, right: room for their texts. peaks: by rank, the most that it holds. most:
+    what is as high as a strip."""
 
     left, right = 52, 96
 
@@ -45,6 +46,7 @@ class Strips:
         unit: str,
         at_rest: Sequence[float] | None = None,
     ) -> None:
+        self.simulation = simulation
         self.lanes, in_bytes = simulation.timeline.lanes, limits_in_bytes(simulation)
         self.limits = in_bytes if self.lanes else limits
         self.unit = "bytes" if counts_bytes(simulation) else unit
@@ -59,7 +61,7 @@ class Strips:
                 kinds = (rest, one.activation, one.gathered, one.gradients, one.under_way)
                 self._held[-1].append((at, [*itertools.accumulate(kinds)]))
         self.peaks = [max(sums[-1] for _, sums in held) for held in self._held]
-        self._most = max(*self.peaks, *(self.limits or (0.0,))) or 1.0
+        self.most = max(*self.peaks, *(self.limits or (0.0,))) or 1.0
         self.height = (_LANE_HEIGHT if self.lanes else 0) + _MEMORY_HEIGHT + _GAP
 
     def legend(self, x: float, y: float) -> list[str]:
@@ -83,7 +85,7 @@ class Strips:
         if self.lanes:
             parts = self._draw_lane(rank, x, y, scale)
             y += _LANE_HEIGHT
-        base, high = y + _MEMORY_HEIGHT, (_MEMORY_HEIGHT - 4) / self._most
+        base, high = y + _MEMORY_HEIGHT, (_MEMORY_HEIGHT - 4) / self.most
         parts.append(
             f'<path fill="#f4f4f4" d="M{x:g} {y + 2:g}H{x + self.end * scale:.1f}V{base:g}H{x:g}z"/>'
         )
@@ -101,9 +103,10 @@ class Strips:
                     before = sums[kind]
                     path += f"H{x + column:.1f}V{base - before * high:.1f}"
             parts.append(f'<path fill="{colour}" d="{path}H{x + self.end * scale:.1f}V{base:g}z"/>')
-        texts = [("#222", f"peak {size_text(self.peaks[rank], self.unit)}")]
+        peak, limit = self.peaks[rank], self.limits[rank] if self.limits else float("inf")
+        over = peak > limit + 1e-9 * max(1.0, limit)
+        texts = [(_LIMIT if over else "#222", f"peak {size_text(peak, self.unit)}{' !' * over}")]
         if self.limits is not None:
-            limit = self.limits[rank]
             path = f"M{x:g} {base - limit * high:.1f}H{x + self.end * scale + 4:.1f}"
             parts.append(f'<path stroke="{_LIMIT}" stroke-dasharray="4 2" fill="none" d="{path}"/>')
             texts.insert(0, (_LIMIT, f"limit {size_text(limit, self.unit)}"))

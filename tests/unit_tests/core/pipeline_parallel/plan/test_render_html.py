@@ -10,8 +10,13 @@ import pytest
 from megatron.core.pipeline_parallel.plan import render_html
 from megatron.core.pipeline_parallel.plan.compare import Entry
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Kind
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.render_html import to_html
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
+from tests.harness import unit_stages
 from tests.harness.measured_runs import lowered, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,19 +37,52 @@ def test_all_are_on_one_axis_and_limits_are_drawn():
     assert "<h1>a &lt;page&gt;</h1>" in page
     assert "because &gt; all" in page
     drawn = svgs(page)
-    assert len(drawn) == 4  # a timeline and a memory chart each
-    boxes = [float(timeline.findall(f"{SVG}rect")[-1].get("width")) for timeline in drawn[::2]]
+    assert len(drawn) == 2
     grounds = [
         max(float(one.get("width")) for one in timeline.iter(f"{SVG}rect") if one.get("fill") == "#eee")
-        for timeline in drawn[::2]
+        for timeline in drawn
     ]
     assert grounds[1] / grounds[0] == pytest.approx(fast.makespan / slow.makespan, rel=1e-3)
-    assert boxes
     assert len(list(drawn[0].iter(f"{SVG}title"))) == 12  # a tooltip a computation
-    memory = drawn[1]
-    assert [bar.get("fill") for bar in memory.findall(f"{SVG}rect")] == ["#c0392b"] * 2
-    assert [text.text for text in memory.findall(f"{SVG}text")] == ["0", "3 of 2", "1", "3 of 1"]
-    assert len(memory.findall(f"{SVG}path")) == 2
+    said = [text.text for text in drawn[0].iter(f"{SVG}text")]
+    assert [one for one in said if one.startswith(("limit", "peak"))] == [
+        "limit 2",
+        "peak 3 !",
+        "limit 1",
+        "peak 3 !",
+    ]
+    assert "activations" in said
+    assert "gathered weights" not in said
+    dashed = [[path for path in one.iter(f"{SVG}path") if path.get("stroke-dasharray")] for one in drawn]
+    heights = [[float(re.search(r" ([\d.]+)H", path.get("d"))[1]) for path in paths] for paths in dashed]
+    assert heights[0] == heights[1]  # one axis of memory
+    assert len(heights[0]) == 2
+
+
+@pytest.mark.parametrize("most_boxes", [6000, 1])
+def test_gathers_and_what_is_held_lie_below_computations(monkeypatch, most_boxes):
+    monkeypatch.setattr(render_html, "_MOST_BOXES", most_boxes)
+    plan = lowered("1f1b", 2, 3)
+    stages, costs = unit_stages.model(plan.placement, 2), CostModel.of_ranks(plan.placement, activation=[5e9])
+    residency = unit_stages.asked("optim_grads_params", "memory", 2).within((16e9, 17e9))
+    plan = add_residency(plan, stages, residency, costs)
+    found = simulate(plan, costs, Lanes(stages, residency, LaneCosts(bandwidth=30.0)))
+    (drawn,) = svgs(to_html("x", [Entry("1f1b", found)]))
+    said = [text.text for text in drawn.iter(f"{SVG}text")]
+    legend = (
+        "gather|reduction|states at rest|activations|gathered weights|whole gradients|gradients under way"
+    )
+    assert said[said.index("gather") :][:7] == legend.split("|")
+    assert [one for one in said if one.startswith(("limit", "peak"))] == [
+        "limit 16 GB",
+        "peak 10 GB",
+        "limit 17 GB",
+        "peak 5 GB",
+    ]
+    gathers = [path.get("d") for path in drawn.iter(f"{SVG}path") if path.get("fill") == "#e08a3c"][1:]
+    count = [sum(op[0] == Kind.UNSHARD for op in row) for row in plan.rows]
+    assert [path.count("M") for path in gathers] == count
+    assert said[-5:] == [f"{found.makespan * part / 4:.4g}" for part in range(5)] or most_boxes == 1
 
 
 def test_planned_and_measured_are_lanes_side_by_side_and_problems_are_told():
@@ -58,7 +96,7 @@ def test_planned_and_measured_are_lanes_side_by_side_and_problems_are_told():
         "1 measured",
     ]
     assert '<p class="over">no &lt;room&gt;</p>' in page
-    assert "the limit" not in page
+    assert ">limit" not in page
 
 
 def test_a_large_comparison_is_drawn_without_tooltips(monkeypatch):

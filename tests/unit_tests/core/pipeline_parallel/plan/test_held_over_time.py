@@ -1,0 +1,65 @@
+"""What a rank holds over time: by hand, and as much as the walk says."""
+
+import pytest
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held_over_time import held_over_time, limits_in_bytes, size_text
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
+from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tests.harness.measured_runs import lowered
+from tests.harness.unit_stages import asked, model
+from tests.unit_tests.core.pipeline_parallel.plan.test_lane_clock import timed
+
+
+def test_by_hand():
+    found = timed(
+        "0UNSHARD[0:1] 0RESHARD[0:1].2 0UNSHARD[1:2].2 0F0 0RESHARD[1:2].2 0UNSHARD[0:1].2 0REDUCE[1:2].2 0BW0 "
+        "0RESHARD[0:1] 0REDUCE[0:1]"
+    )
+    assert [(at, *one[2:]) for at, one in held_over_time(found, 0)] == [
+        (0, 10, 0, 0, 0),  # 0UNSHARD[0:1] is issued
+        (1, 10, 0, 0, 0),  # and waited for
+        (2, 0, 0, 0, 0),
+        (2, 10, 0, 0, 0),
+        (3, 10, 0, 0, 0),
+        (4, 10, 0, 0, 0),  # F is through
+        (4, 10, 20, 0, 0),
+        (6, 0, 20, 0, 0),
+        (6, 10, 20, 0, 0),
+        (6, 10, 0, 20, 0),
+        (7, 10, 20, 20, 0),
+        (9, 10, 20, 20, 0),
+        (9, 0, 20, 20, 0),
+        (9, 0, 0, 40, 0),
+        (10.75, 0, 0, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_times_go_on_and_the_most_is_that_of_the_walk(name):
+    plan = lowered(name, 2, 4)
+    costs = CostModel.of_ranks(plan.placement, activation=[40], memory_after_b=1.5, comm=0.25)
+    plain = simulate(plan, costs)
+    stages = model(plan.placement, 2)
+    asks = asked("optim_grads_params", "memory", 2).within((1e4, 1e4))
+    plan = add_residency(plan, stages, asks, costs)
+    shared = simulate(plan, costs, Lanes(stages, asks, LaneCosts(bandwidth=20.0)))
+    assert (limits_in_bytes(plain), limits_in_bytes(shared)) == (None, (1e4, 1e4))
+    for rank, row in enumerate(plan.rows):
+        assert max(one.total for _, one in held_over_time(plain, rank)) == plain.peak_activation[rank]
+        held = held_over_time(shared, rank)
+        peak = walk_row(row, shared.timeline.lanes[rank].units, asks, costs).peak
+        assert max((one for _, one in held), key=lambda one: one.total) == peak
+        for moments in (held, held_over_time(plain, rank)):
+            times = [at for at, _ in moments]
+            assert times == sorted(times)
+        assert held[-1][0] == shared.timeline.end(rank)
+
+
+def test_sizes():
+    assert [size_text(size) for size in (80.5e9, 2.5e7, 1500, 7)] == ["80.5 GB", "25 MB", "1.5 kB", "7 bytes"]
+    assert size_text(2.5, "layers") == "2.5"
