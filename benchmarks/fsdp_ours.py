@@ -27,7 +27,7 @@ from benchmarks.plain_gpt import Block, set_schedule
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.plan_inputs import residency_of, units_of_all_stages
+from megatron.core.distributed.plan_inputs import units_of_all_stages
 from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
@@ -89,7 +89,7 @@ class OurLoop:
     def _executor(self, ps: ParallelState) -> Executor:
         plan = build_plan("1f1b", Request(1, len(self.work.mine)))
         costs, boundaries = CostModel.of_ranks(plan.placement), UnitBoundaries()
-        plan, units, residency = lower(plan, costs), None, residency_of(self.model, 1)
+        plan, units, residency = lower(plan, costs), None, self.model.residency(1)
         if residency.moves:
             units = units_of_all_stages(self.model, (0,))
             plan = add_residency(plan, units, residency, costs)

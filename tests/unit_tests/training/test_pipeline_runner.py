@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
-from megatron.training import pipeline, training
+from megatron.training import training
 from megatron.training.arguments import parse_config
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.timers import Timers
@@ -23,13 +23,14 @@ class ClosedError(Exception):
     """Told by a recorder that was closed."""
 
 
-def test_closing_a_runner_closes_its_recorder(monkeypatch):
-    monkeypatch.setattr(pipeline, "residency_of", lambda _model, _ranks: Residency("no_shard"))
-
+def test_closing_a_runner_closes_its_recorder():
     def close():
         raise ClosedError
 
-    ps, engine = single_process(Device("cpu")), SimpleNamespace(chunks=[], model=None)
+    ps, engine = (
+        single_process(Device("cpu")),
+        SimpleNamespace(chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"))),
+    )
 
     placement = Placement("linear", 1)
     spec = ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement))
