@@ -30,6 +30,8 @@ def lanes_of_json(content: Any, plan: Plan) -> Lanes:
         asked = dict(content["residency"])
         limits = {name: _numbers(asked.pop(name)) for name in ("budget", "limit")}
         residency, wire = _record(Residency, asked, **limits), _record(LaneCosts, content["costs"])
+        if not wire.bandwidth:
+            raise ValueError("no bandwidth")
         for rank, row in enumerate(plan.rows):
             walk_row(row, RankUnits(rank, plan.placement, stages), residency, forward_only=plan.forward_only)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
@@ -38,7 +40,10 @@ def lanes_of_json(content: Any, plan: Plan) -> Lanes:
 
 
 def _numbers(content: Any) -> tuple[float, ...] | None:
-    return None if content is None else tuple(map(float, content))
+    found = None if content is None else tuple(map(float, content))
+    if found is not None and not all(0 <= one <= _LARGEST for one in found):
+        raise ValueError(f"bytes {found!r:.80}")
+    return found
 
 
 def _record(cls: Any, content: dict[str, Any], **more: Any) -> Any:
