@@ -1,4 +1,4 @@
-"""The flags of tools/show_schedule.py, and what they say of costs, limits and requests."""
+"""The flags of tools/show_schedule.py, what they say of costs, limits and requests, and what does not go by them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.core.model_parallel_config import bytes_of
+from megatron.core.pipeline_parallel.plan.compare import over_limit
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 ALL = "all"
+SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
 
 
 def numbers(text: str) -> list[float]:
@@ -209,3 +214,51 @@ def request_of(args: argparse.Namespace, name: str, *, several: bool = False) ->
     request = Request(args.stages, args.microbatches, chunks, group)
     costs = costs_of(args, SCHEDULES[name].placed(args.stages, chunks))
     return dataclasses.replace(request, costs=costs, memory_limit=limits_of(args, args.stages)), costs
+
+
+def drawable(simulation: Simulation) -> Simulation:
+    """Raises PlanError for times that cannot be drawn."""
+    # Beyond these a float's range leaves no room to scale times to columns, pixels or microseconds.
+    if not SHORTEST_MAKESPAN <= simulation.makespan <= LONGEST_MAKESPAN:
+        raise PlanError(
+            f"makespan {simulation.makespan:g} is outside {SHORTEST_MAKESPAN:g} to {LONGEST_MAKESPAN:g}: "
+            "give --time-f, --time-b, --time-w and --time-comm in another unit"
+        )
+    return simulation
+
+
+def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulation:
+    """Raises PlanError for more activations than the limit."""
+    over = over_limit(simulation, limits)
+    if over is not None and limits is not None:
+        rank, peak = over
+        searched = sorted(name for name, row in SCHEDULES.items() if row.searched)
+        fix = "" if simulation.plan.schedule in searched else f"{', '.join(searched)} keep to a limit; "
+        raise PlanError(
+            f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
+            f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"
+        )
+    return simulation
+
+
+def expect_plan(args: argparse.Namespace, names: Sequence[str], step: MeasuredStep) -> None:
+    """Where flags describe a plan, it must be the one that ran. Raises PlanError with both hashes."""
+    words = (args.schedule, args.stages, args.microbatches, args.chunks, args.group_size)
+    if all(word is None for word in words):
+        return
+    if len(names) > 1 or AUTO in names:
+        raise PlanError(
+            "--measured is of one schedule, that of the run; with --html others are compared with it"
+        )
+    request, _ = request_of(args, names[0] if names else "1f1b")
+    # As a run makes it: searched and lowered by the default costs, whatever the computations take later.
+    request = dataclasses.replace(request, costs=None, memory_limit=None)
+    expected = build_plan(names[0], request)
+    expected = lower(expected, CostModel.of_ranks(expected.placement))
+    if plan_hash(expected) != plan_hash(step.plan):
+        placement = step.plan.placement
+        raise PlanError(
+            f"the run's plan is not that of the flags: its hash is {plan_hash(step.plan)} ({step.plan.schedule}, "
+            f"{placement.num_ranks} stages x {placement.num_chunks} chunks, "
+            f"{step.plan.num_microbatches} microbatches), that of the flags {plan_hash(expected)}"
+        )

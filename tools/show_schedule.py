@@ -42,10 +42,8 @@ from megatron.core.pipeline_parallel.plan.compare import (
     over_limit,
     table,
 )
-from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.render import columns_per_unit, summary, to_svg, to_text, to_trace
 from megatron.core.pipeline_parallel.plan.render_html import to_html
@@ -56,9 +54,18 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from tools import schedule_budget, schedule_residency
-from tools.schedule_checks import drawable, fitting
-from tools.schedule_flags import chunks_of, costs_of, limits_of, names_of, parser, request_of
+from tools import schedule_residency
+from tools.schedule_flags import (
+    chunks_of,
+    costs_of,
+    drawable,
+    expect_plan,
+    fitting,
+    limits_of,
+    names_of,
+    parser,
+    request_of,
+)
 
 
 def figures(
@@ -99,7 +106,12 @@ COMPARED = ("text", "json", "table")
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
-    (schedule_residency if args.rank_memory_limit is None else schedule_budget).check(args)
+    if args.rank_memory_limit is not None:
+        from tools import schedule_budget  # with all that the trainer knows of flags
+
+        schedule_budget.check(args)
+    else:
+        schedule_residency.check(args)
     if args.measured is not None:
         return run_measured(args)
     if args.iteration is not None:
@@ -128,7 +140,8 @@ def run(args: argparse.Namespace) -> str:
         drawn = entry if shown is None else Entry(entry.name, shown.simulation)
     solve_seconds = time.perf_counter() - begin
     if args.html is not None and shown is not None:
-        write_page(args, [drawn], reasons, limits_of(args, args.stages), unit=shown.unit)
+        file = write_page(args, [drawn], reasons, limits_of(args, args.stages), unit=shown.unit)
+        print(f"wrote {file}", file=sys.stderr)
     if args.format == "json":
         more: dict[str, object] = {"reasons": reasons} if reasons else {}
         if shown is not None:
@@ -303,29 +316,6 @@ def measured_page(
         entry = entry_of(name, request, own, limits)
         entries.append(dataclasses.replace(entry, remarks=(remark,)))
     return compared(args, entries, [], limits)
-
-
-def expect_plan(args: argparse.Namespace, names: Sequence[str], step: MeasuredStep) -> None:
-    """Where flags describe a plan, it must be the one that ran. Raises PlanError with both hashes."""
-    words = (args.schedule, args.stages, args.microbatches, args.chunks, args.group_size)
-    if all(word is None for word in words):
-        return
-    if len(names) > 1 or AUTO in names:
-        raise PlanError(
-            "--measured is of one schedule, that of the run; with --html others are compared with it"
-        )
-    request, _ = request_of(args, names[0] if names else "1f1b")
-    # As a run makes it: searched and lowered by the default costs, whatever the computations take later.
-    request = dataclasses.replace(request, costs=None, memory_limit=None)
-    expected = build_plan(names[0], request)
-    expected = lower(expected, CostModel.of_ranks(expected.placement))
-    if plan_hash(expected) != plan_hash(step.plan):
-        placement = step.plan.placement
-        raise PlanError(
-            f"the run's plan is not that of the flags: its hash is {plan_hash(step.plan)} ({step.plan.schedule}, "
-            f"{placement.num_ranks} stages x {placement.num_chunks} chunks, "
-            f"{step.plan.num_microbatches} microbatches), that of the flags {plan_hash(expected)}"
-        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.unit_tests.tools.test_show_schedule import SMALL, TOOL, output, run
+from tools import show_schedule
 
 # Two stages of two layers; each rank goes through its layers a, b up in F and down in BW.
 TWO = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--data-parallel-size", 2, "--num-layers", 4)
@@ -137,8 +138,9 @@ def test_one_limit_chooses_and_says_why_without_torch(tmp_path):
     assert ">limit 67.11 MB<" in text
 
 
-def test_a_named_schedule_under_a_limit_chooses_the_rest():
-    told = output(*LIMITED, "--schedule", "zb-1p", "--rank-memory-limit", "64M")
+def test_a_named_schedule_under_a_limit_chooses_the_rest(capsys):
+    assert show_schedule.main([*LIMITED, "--schedule", "zb-1p", "--rank-memory-limit", "64M"]) == 0
+    told = capsys.readouterr().out
     assert re.search(r"^zb-1p, \w+: chosen$", told, re.MULTILINE)
     assert re.search(r"^rank 1: holds [\d.]+ MB of 67.11 MB; ", told, re.MULTILINE)
 
@@ -155,15 +157,23 @@ def test_a_named_schedule_under_a_limit_chooses_the_rest():
         (("--rank-memory-limit", "2M"), "nothing fits; the least is that of"),
     ],
 )
-def test_what_does_not_go_with_one_limit_is_refused(words, told):
-    refused = run(*LIMITED, "--rank-memory-limit", "64M", *words)
-    assert refused.returncode == 2
-    assert told in refused.stderr
-    assert run(*LIMITED).returncode == 2  # the trainer's flags are of a limit
+def test_what_does_not_go_with_one_limit_is_refused(words, told, capsys):
+    line = [*LIMITED, "--rank-memory-limit", "64M", *words]
+    assert show_schedule.main([*map(str, line)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_trainers_flags_and_a_choice_of_strategies_are_of_a_limit(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        show_schedule.main([*LIMITED])
+    assert "unrecognized arguments: --hidden-size" in capsys.readouterr().err
+    assert show_schedule.main([*map(str, TWO), "--data-parallel-sharding-strategy", "auto"]) == 2
+    assert "auto without --rank-memory-limit" in capsys.readouterr().err
 
 
 def test_gathers_are_drawn_below_computations(tmp_path):
-    output(*TWO, "--html", tmp_path / "page.html")
+    told = json.loads(output(*TWO, "--html", tmp_path / "page.html", "--format", "json"))
     text = (tmp_path / "page.html").read_text()
     assert ">gathered weights<" in text
-    assert ">peak 6<" in text  # layers: 2 gathered, 2 of gradients, 2 under way
+    peaks = [f"peak {one['most_transient']}" for one in told["residency"]["ranks"]]
+    assert re.findall(r">(peak \d+)<", text) == peaks

@@ -102,7 +102,8 @@ class Strips:
                 if sums[kind] != before:
                     before = sums[kind]
                     path += f"H{x + column:.1f}V{base - before * high:.1f}"
-            parts.append(f'<path fill="{colour}" d="{path}H{x + self.end * scale:.1f}V{base:g}z"/>')
+            path += f'H{x + self.end * scale:.1f}V{base:g}z" shape-rendering="crispEdges'
+            parts.append(f'<path fill="{colour}" d="{path}"/>')
         peak, limit = self.peaks[rank], self.limits[rank] if self.limits else float("inf")
         over = peak > limit + 1e-9 * max(1.0, limit)
         texts = [(_LIMIT if over else "#222", f"peak {size_text(peak, self.unit)}{' !' * over}")]

@@ -20,23 +20,13 @@ def test_by_hand():
         "0UNSHARD[0:1] 0RESHARD[0:1].2 0UNSHARD[1:2].2 0F0 0RESHARD[1:2].2 0UNSHARD[0:1].2 0REDUCE[1:2].2 0BW0 "
         "0RESHARD[0:1] 0REDUCE[0:1]"
     )
-    assert [(at, *one[2:]) for at, one in held_over_time(found, 0)] == [
-        (0, 10, 0, 0, 0),  # 0UNSHARD[0:1] is issued
-        (1, 10, 0, 0, 0),  # and waited for
-        (2, 0, 0, 0, 0),
-        (2, 10, 0, 0, 0),
-        (3, 10, 0, 0, 0),
-        (4, 10, 0, 0, 0),  # F is through
-        (4, 10, 20, 0, 0),
-        (6, 0, 20, 0, 0),
-        (6, 10, 20, 0, 0),
-        (6, 10, 0, 20, 0),
-        (7, 10, 20, 20, 0),
-        (9, 10, 20, 20, 0),
-        (9, 0, 20, 20, 0),
-        (9, 0, 0, 40, 0),
-        (10.75, 0, 0, 0, 0),
-    ]
+    told = " ".join(
+        f"{at:g}:{one.gathered},{one.gradients},{one.under_way}" for at, one in held_over_time(found, 0)
+    )
+    # The first gather is issued at 0 and waited for until 1. F ends at 4, BW at 9.
+    forward = "0:10,0,0 1:10,0,0 2:0,0,0 2:10,0,0 3:10,0,0 4:10,0,0"
+    backward = "4:10,20,0 6:0,20,0 6:10,20,0 6:10,0,20 7:10,20,20 9:10,20,20 9:0,20,20 9:0,0,40 10.75:0,0,0"
+    assert told == f"{forward} {backward}"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
