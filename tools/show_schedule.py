@@ -272,7 +272,7 @@ def run_measured(args: argparse.Namespace) -> str:
         w=costs.w if args.time_w is None else flags.w,
         held_after_b=flags.held_after_b,
     )
-    planned = drawable(simulate(step.plan, costs))
+    planned = drawable(simulate(step.plan, costs, step.lanes))
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     limits = limits_of(args, step.plan.placement.num_ranks)
     if args.html is not None:
