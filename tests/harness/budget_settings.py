@@ -1,0 +1,90 @@
+"""Settings of large models that one budget is tried on: Llama shapes on H100s by their published sizes.
+
+450 TFLOP/s while computing, sequences of 8192, one a microbatch, sequence parallel; 45 GB/s to data parallel peers of a
+machine of 8 GPUs, shared by its tensor parallel groups; weights in bf16, main weights, gradients and moments in fp32.
+Messages between stages and collectives of tensor parallelism are next to free: they are said to run on CPUs.
+"""
+
+import dataclasses
+
+from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.units import StateBytes
+from megatron.training.arguments import parse_config
+from megatron.training.launch_env import LaunchEnv
+
+FLOPS, MACHINE = 450e12, 8  # of a GPU, GPUs
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+_SHAPES = {  # layers, hidden size, ffn, heads
+    "70B": (80, 8192, 28672, 64),
+    "405B": (126, 16384, 53248, 128),
+}
+_SAME = (
+    "--num-query-groups 8 --group-query-attention --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 1 --sequence-parallel "
+    "--train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 128255 "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --allow-padding-num-layers"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """model: of the shapes. wire: bytes a second between machines. grad: bytes of an element that is reduced.
+    recomputes: SwiGLU and norms are computed again in the backward."""
+
+    model: str
+    tp: int
+    pp: int
+    dp: int
+    num_microbatches: int
+    wire: float = 45e9
+    grad: int = 4
+    recomputes: bool = False
+
+    @property
+    def staged(self):
+        """The model's stages."""
+        layers, hidden, ffn, heads = _SHAPES[self.model]
+        words = (
+            f"{_SAME} --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
+            f"--global-batch-size {self.num_microbatches * self.dp} --tensor-model-parallel-size {self.tp} "
+            f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule auto --distributed-backend gloo"
+        )
+        world = self.tp * self.pp * self.dp
+        staged = parse_config(words.split(), env=LaunchEnv(world_size=world)).staged_model
+        known = {one.name: getattr(staged.costs, one.name) for one in dataclasses.fields(ModelCosts)}
+        return dataclasses.replace(staged, costs=_Flash(**known, recomputes=self.recomputes))
+
+    def budget(self, limit, strategies=STRATEGIES):
+        """Of a limit in bytes, the same on all ranks."""
+        cut = {"optim": (1, 1), "optim_grads": (1, self.dp), "optim_grads_params": (self.dp, self.dp)}
+        rows = []
+        for one in strategies:
+            weights, grads = cut[one]
+            at_rest = ((2, weights), (4, grads), (12, self.dp))
+            sizes = StateBytes(128 * self.dp, 2, self.grad, at_rest, self.dp)
+            asked = Residency(one, ways=self.dp, policy="budget", limit=(float(limit),) * self.pp)
+            rows.append((asked, sizes))
+        return RankBudget(tuple(rows), FLOPS, self.wire * MACHINE / self.tp)
+
+    @property
+    def layer_seconds(self):
+        """Of the unit of costs."""
+        return self.staged.costs.layer().f / FLOPS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flash(ModelCosts):
+    """A kernel that leaves out what is masked, and computes scores again in the backward."""
+
+    recomputes: bool = False
+
+    def layer(self):
+        one, c = super().layer(), self.config
+        scores = 4 * c.seq_length**2 * self.micro_batch_size * c.num_attention_heads * c.kv_channels / self.tp
+        norms = 2 * self._column_input + self._norms(2) if self.recomputes else 0.0
+        return dataclasses.replace(
+            one, f=one.f - scores / 2, b=one.b - 0.75 * scores, saved=one.saved - norms
+        )
