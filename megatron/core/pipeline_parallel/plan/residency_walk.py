@@ -110,6 +110,7 @@ class _Walk:
         self.activation = 0.0
         self.most_transient = 0
         self.peak = self.most = Held(-1, -1, 0, 0, 0, 0.0)
+        self.peak_total = 0.0
         self.boundaries: list[Held] | None = [] if boundaries else None
 
     def run(self) -> None:
@@ -179,29 +180,19 @@ class _Walk:
         self._note(place, access)
 
     def _note(self, place: int, access: int) -> None:
-        units = self.held
-        held = Held(place, access, units.gathered, units.gradients, units.under_way, self.activation)
+        units, activation = self.held, self.activation
+        now = (units.gathered, units.gradients, units.under_way)
         if self.boundaries is not None:
-            self.boundaries.append(held)
-        transient = held.transient
-        if transient + held.activation > self.peak.total:
-            self.peak = held
-        self.most_transient = max(self.most_transient, transient)
+            self.boundaries.append(Held(place, access, *now, activation))
+        transient = now[0] + now[1] + now[2]
+        if transient + activation > self.peak_total:
+            self.peak = Held(place, access, *now, activation)
+            self.peak_total = transient + activation
+        if transient > self.most_transient:
+            self.most_transient = transient
         most = self.most
-        if (
-            held.gathered > most.gathered
-            or held.gradients > most.gradients
-            or held.under_way > most.under_way
-            or held.activation > most.activation
-        ):
-            self.most = Held(
-                -1,
-                -1,
-                max(held.gathered, most.gathered),
-                max(held.gradients, most.gradients),
-                max(held.under_way, most.under_way),
-                max(held.activation, most.activation),
-            )
+        if now[0] > most[2] or now[1] > most[3] or now[2] > most[4] or activation > most[5]:
+            self.most = Held(-1, -1, *map(max, now, most[2:5]), max(activation, most[5]))
 
     def _refuse(self, place: int, wrong: str) -> None:
         if wrong:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
@@ -26,8 +27,7 @@ class Span:
     end: RawOp
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
+class Gap(NamedTuple):
     """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it.
     weights: gathered ones; else gradients."""
 
@@ -35,7 +35,7 @@ class Gap:
     end: int
     size: int
     unit: int
-    index: int
+    index: int  # type: ignore[assignment]  # no one looks for values in a gap
     weights: bool
 
 
