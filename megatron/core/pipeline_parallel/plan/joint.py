@@ -95,9 +95,9 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
         try:
             below = float("inf") if best is None else best.simulation.cost * (1 - TOLERANCE)
             if bound >= below:
-                raise _NoFaster(bound)
+                raise _NoFasterError(bound)
             found = judge(spec, num_microbatches, below)
-        except _NoFaster as error:
+        except _NoFasterError as error:
             lines.append(f"{named(spec)}: takes at least {spec.told_time(error.bound)}")
             continue
         except PlanError as error:
@@ -133,7 +133,7 @@ def told(one: Judged) -> str:
     )
 
 
-class _NoFaster(PlanError):
+class _NoFasterError(PlanError):
     """Another candidate is known to be as fast as this one at its best: `bound`."""
 
     def __init__(self, bound: float) -> None:
@@ -221,7 +221,7 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
                 one = dataclasses.replace(spec, limits=limits)
                 bare = simulate(plan_for(one.bare, num_microbatches, Purpose.TRAIN), spec.costs).cost
                 if bare >= below:
-                    raise _NoFaster(bare)
+                    raise _NoFasterError(bare)
                 found[share] = dataclasses.replace(_judge(one, num_microbatches), share=share)
             except PlanError as error:
                 found[share] = error
@@ -229,10 +229,10 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
         if isinstance(known, Judged):
             return known.simulation.cost
         # Too slow without gathers: with less room it only gets slower. Else too much is held: look lower.
-        return known.bound if isinstance(known, _NoFaster) else float("inf")
+        return known.bound if isinstance(known, _NoFasterError) else float("inf")
 
     low, high = least, 1.0
-    if cost(high) < float("inf") and isinstance(found[high], _NoFaster):
+    if cost(high) < float("inf") and isinstance(found[high], _NoFasterError):
         raise found[high]
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     while len(found) < _ORDERS and high - low > 1e-3:

@@ -180,19 +180,25 @@ class _Walk:
         self._note(place, access)
 
     def _note(self, place: int, access: int) -> None:
-        units, activation = self.held, self.activation
-        now = (units.gathered, units.gradients, units.under_way)
+        units, activation, most = self.held, self.activation, self.most
+        gathered, gradients, under_way = units.gathered, units.gradients, units.under_way
         if self.boundaries is not None:
-            self.boundaries.append(Held(place, access, *now, activation))
-        transient = now[0] + now[1] + now[2]
+            self.boundaries.append(Held(place, access, gathered, gradients, under_way, activation))
+        transient = gathered + gradients + under_way
         if transient + activation > self.peak_total:
-            self.peak = Held(place, access, *now, activation)
+            self.peak = Held(place, access, gathered, gradients, under_way, activation)
             self.peak_total = transient + activation
         if transient > self.most_transient:
             self.most_transient = transient
-        most = self.most
-        if now[0] > most[2] or now[1] > most[3] or now[2] > most[4] or activation > most[5]:
-            self.most = Held(-1, -1, *map(max, now, most[2:5]), max(activation, most[5]))
+        if gathered > most[2] or gradients > most[3] or under_way > most[4] or activation > most[5]:
+            self.most = Held(
+                -1,
+                -1,
+                max(gathered, most[2]),
+                max(gradients, most[3]),
+                max(under_way, most[4]),
+                max(activation, most[5]),
+            )
 
     def _refuse(self, place: int, wrong: str) -> None:
         if wrong:

@@ -7,6 +7,7 @@ begins, or before the computation is called where it is the computation's first.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,6 +97,10 @@ class RowUses:
 
     def gaps(self) -> tuple[list[Gap], list[Gap]]:
         """Between uses of weights, and between contributions to gradients."""
+        return self._gaps
+
+    @functools.cached_property
+    def _gaps(self) -> tuple[list[Gap], list[Gap]]:
         grad_sizes = list(self.units.grad_bytes)
         for (unit, _), more in self.units.extra_bytes.items():
             grad_sizes[unit] += more

@@ -163,10 +163,11 @@ def _held_over(
     """By moment, what a row holds beyond the limit."""
     assert residency.limit is not None, residency
     free = residency.limit[uses.units.rank] - uses.units.shard_bytes
-    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only, boundaries=True)
     over = [0.0] * uses.num_moments
+    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only)
     if walk.peak.total <= free:
         return over
+    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only, boundaries=True)
     places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
     for held in walk.boundaries:
         computation = min(bisect_left(places, held.place), len(places) - 1)
