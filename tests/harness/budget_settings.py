@@ -8,9 +8,13 @@ Messages between stages and collectives of tensor parallelism are next to free: 
 import dataclasses
 
 from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.units import StateBytes
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts
+from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
 from megatron.training.arguments import parse_config
 from megatron.training.launch_env import LaunchEnv
 
@@ -48,7 +52,8 @@ class Setting:
         """The model's stages."""
         layers, hidden, ffn, heads = _SHAPES[self.model]
         words = (
-            f"{_SAME} --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
+            f"{_SAME} --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} "
+            f"--num-attention-heads {heads} "
             f"--global-batch-size {self.num_microbatches * self.dp} --tensor-model-parallel-size {self.tp} "
             f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule auto --distributed-backend gloo"
         )
@@ -69,10 +74,50 @@ class Setting:
             rows.append((asked, sizes))
         return RankBudget(tuple(rows), FLOPS, self.wire * MACHINE / self.tp)
 
-    @property
-    def layer_seconds(self):
-        """Of the unit of costs."""
-        return self.staged.costs.layer().f / FLOPS
+    def seconds(self, cost):
+        """Of a time in layers."""
+        return cost * self.staged.costs.layer().f / FLOPS
+
+    def chosen(self, limit, strategies=STRATEGIES):
+        """The choice under a limit, and its simulation."""
+        staged = self.staged
+        spec = staged.within(self.budget(limit, strategies), staged.costs)
+        return spec, timed(spec, plan_for(spec, self.num_microbatches, Purpose.TRAIN))
+
+    def torch_zbv(self):
+        """FSDP2 under torch's ZBVZeroBubble, as its passes would have it of our order: at most 3 stages are active, and
+        a rank has 2, so both are gathered before their first F and kept to the end; whole gradients from the first W;
+        one reduction a stage behind its last W. Its time and the bytes of its fullest rank."""
+        staged, strategy = self.staged, "optim_grads_params"
+        spec, costs = staged.spec("zbv"), staged.costs
+        asked, sizes = self.budget(1, (strategy,)).rows[0]
+        asked = dataclasses.replace(asked, policy="step", limit=None, overlap_reduce=False)
+        spec = dataclasses.replace(
+            spec,
+            limits=spec.costs.left_by_forwards(spec.placement, self.pp),
+            stages_units=tuple(map(_one_unit, stage_units(costs, spec.stages, spec.placement, sizes))),
+            residency=asked,
+        )
+        plan = plan_for(spec, self.num_microbatches, Purpose.TRAIN)  # no lanes: nothing is chosen by them
+        lanes = self.budget(1).lanes(costs.layer().f)
+        walks = verify_residency(plan, spec.stages_units, asked, spec.costs)
+        rests = (RankUnits(rank, plan.placement, spec.stages_units).shard_bytes for rank in range(self.pp))
+        peak = max(rest + walk.peak.total for rest, walk in zip(rests, walks, strict=True))
+        return timed(dataclasses.replace(spec, lanes=lanes), plan), peak
+
+
+def timed(spec, plan):
+    """A plan on the clock."""
+    return simulate(plan, spec.costs, spec.with_lanes(spec.lanes))
+
+
+def _one_unit(stage):
+    """All that a stage has is gathered and reduced together."""
+    sums = {
+        name: sum(getattr(unit, name) for unit in stage.units)
+        for name in ("f", "b", "w", "weight_bytes", "grad_bytes", "shard_bytes")
+    }
+    return StageUnits((UnitCosts(stage.units[0].name, **sums),), ((0,),), ((0,),))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.activations import peak_activation
+from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
@@ -78,6 +79,7 @@ def least_bytes(spec: ScheduleSpec) -> tuple[tuple[float, float, float], ...]:
     return tuple(parts)
 
 
+@without_collector()
 def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Judged, tuple[str, ...]]:
     """The best of the candidates, and a line for each that says why. candidates: each with units, a residency that has
     a limit, and what the wire costs.

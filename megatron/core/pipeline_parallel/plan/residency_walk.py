@@ -146,9 +146,9 @@ class _Walk:
         after = 0.0
         if self.activations is not None:
             _, self.activation, after = next(self.activations)
-        at, end, before = 0, len(pending), 1
+        at, end, before, every = 0, len(pending), 1, self.boundaries is not None
         for access, use in enumerate(uses):
-            if access:
+            if access and uses[access - 1].completes:
                 held.access_ends(uses[access - 1], stage)
             held.access_starts(use)
             while at < end and pending[at][1][3] <= access + 1:
@@ -160,13 +160,15 @@ class _Walk:
             wrong = held.access_needs(use, stage)
             if wrong:
                 raise self._wrong(place, wrong)
-            self._note(place, access)
+            if every or not access or use.begins or use.completes:  # else nothing more is held
+                self._note(place, access)
         if at < end:
             raise self._wrong(pending[at][0], f"{op_text(op)} has only {len(uses)} accesses")
         held.access_ends(uses[-1], stage)
         held.computation_ends()
         self.activation = after
-        self._note(place, -1)
+        if every:
+            self._note(place, -1)
 
     def _lane(self, place: int, op: RawOp, access: int) -> None:
         numbers = self.units.of.get(op[1], ())

@@ -127,6 +127,7 @@ class _Walk:
         starts, ends, length = self.starts[rank], self.ends[rank], len(self.rows[rank])
         total, offset, num_inputs, durations = self.total, self.offset, self.num_inputs, self.durations
         sent, posted, unmet = self.sent, self.posted, self.unmet[rank]
+        lane = self.lanes[rank] if self.lanes else None
         while place < length:
             op = row[place]
             kind = op[0]
@@ -159,7 +160,9 @@ class _Walk:
                 break
             behind = max(place, last) + 1
             clock = start
-            if self.lanes or op[4] >= 0:
+            if lane is not None and last < 0:
+                clock = lane.compute(place, op, start)
+            elif lane is not None or op[4] >= 0:
                 clock = self._compute(rank, place, behind, start)
             else:
                 clock += durations[kind][op[1]]

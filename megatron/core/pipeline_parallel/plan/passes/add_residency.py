@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
@@ -38,6 +39,7 @@ _TRIES, _BEFORE = 8, 4
 Groups = list[list[dict[int, int]]]
 
 
+@without_collector()
 def add_residency(
     plan: Plan,
     stages: Sequence[StageUnits],

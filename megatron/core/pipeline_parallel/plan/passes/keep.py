@@ -65,7 +65,8 @@ def _fill(gaps: Sequence[Gap], kept: bytearray, capacity: Sequence[float]) -> No
         left, key=lambda one: (gaps[one].end - gaps[one].start, gaps[one].start, gaps[one].unit)
     ):
         start, end, size = gaps[index][:3]
-        if room[start] < size or min(room[start:end]) < size:
+        ends_fit = room[start] >= size and room[end - 1] >= size and room[(start + end) // 2] >= size
+        if not ends_fit or min(room[start:end]) < size:
             continue
         kept[index] = 1
         for moment in range(start, end):
