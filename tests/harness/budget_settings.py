@@ -3,12 +3,17 @@
 450 TFLOP/s while computing, sequences of 8192, one a microbatch, sequence parallel; 45 GB/s to data parallel peers of a
 machine of 8 GPUs, shared by its tensor parallel groups; weights in bf16, main weights, gradients and moments in fp32.
 Messages between stages and collectives of tensor parallelism are next to free: they are said to run on CPUs.
+
+`python -m tests.harness.budget_settings S3 70 80` prints what is chosen under so many GB.
 """
 
 import dataclasses
+import sys
 
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
+from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
@@ -132,4 +137,25 @@ class _Flash(ModelCosts):
         norms = 2 * self._column_input + self._norms(2) if self.recomputes else 0.0
         return dataclasses.replace(
             one, f=one.f - scores / 2, b=one.b - 0.75 * scores, saved=one.saved - norms
+        )
+
+
+SETTINGS = {
+    "S1": Setting("70B", 4, 4, 4, 16),
+    "S3": Setting("405B", 8, 8, 8, 16),
+    "S3 bf16 reductions": Setting("405B", 8, 8, 8, 16, grad=2),
+    "S4": Setting("405B", 8, 16, 4, 32),
+    "S5": Setting("70B", 8, 4, 4, 16, wire=12e9),
+    "S6": Setting("405B", 8, 8, 8, 16, recomputes=True),
+    "S1 without a pipeline": Setting("70B", 4, 1, 16, 4),
+    "S3 without a pipeline": Setting("405B", 8, 1, 64, 2),
+}
+
+if __name__ == "__main__":
+    asked = SETTINGS[sys.argv[1]]
+    for size in sys.argv[2:]:
+        chosen, its = asked.chosen(float(size) * 1e9)
+        moved = [max(sum(op[0] == kind for op in row) for row in its.plan.rows) for kind in (UNSHARD, REDUCE)]
+        print(
+            f"{size} GB: {asked.seconds(its.cost):.3f} s, {its.work / its.cost:.3f}, {named(chosen)}, {moved}"
         )
