@@ -43,7 +43,7 @@ _WITHIN_LEFT = (
     Left(ahead=False, under_way=False, grads_first=True),
 )
 _LATER = (1, 2, 1 << 20)
-_FEWEST, _EFFORT = 8, 30_000
+_FEWEST, _EFFORT = 8, 8_000
 
 Groups = list[list[dict[int, int]]]
 
