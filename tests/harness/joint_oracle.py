@@ -20,7 +20,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron.core.pipeline_parallel.plan.ir import BW, REDUCE, RESHARD, UNSHARD, B, F, Plan, RawOp, W, compute
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    REDUCE,
+    RESHARD,
+    UNSHARD,
+    B,
+    F,
+    Plan,
+    RawOp,
+    W,
+    compute,
+)
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.plan.units import RankUnits
@@ -59,8 +70,8 @@ class _Row(NamedTuple):
     ops: tuple[RawOp, ...]
 
 
-def fastest(spec: ScheduleSpec, num_microbatches: int, cutoff: float) -> Plan | None:
-    """A plan of computations and operations of data parallelism that takes the least, if that is at most the cutoff.
+def fastest(spec: ScheduleSpec, num_microbatches: int, cutoff: float) -> tuple[float, Plan] | None:
+    """What takes the least, if that is at most the cutoff: its time, computations and operations of data parallelism.
 
     spec: on two ranks, with units that have an access each, a limit in bytes, and messages that take no time."""
     searches = [_Search(spec, rank, num_microbatches, cutoff) for rank in (0, 1)]
@@ -71,7 +82,7 @@ def fastest(spec: ScheduleSpec, num_microbatches: int, cutoff: float) -> Plan | 
             best, chosen = cost, (one, other)
     if chosen is None:
         return None
-    return Plan("optimal", spec.placement, num_microbatches, tuple(row.ops for row in chosen))
+    return best, Plan("optimal", spec.placement, num_microbatches, tuple(row.ops for row in chosen))
 
 
 def _cost(searches: Sequence[_Search], one: _Row, other: _Row, most: float) -> float:
@@ -125,10 +136,14 @@ class _Search:
         self.reduce = [lanes.reduce(one, residency) for one in every]
         windows = self._windows(lanes.unshard(stages[0].units[0], residency, first=True))
         self.arrivals = [op for op in windows if op[1] not in self.mine and self._goes_to(op) in self.mine]
-        self.sends = [op for op in windows if op[1] in self.mine and self._goes_to(op) not in (*self.mine, None)]
+        self.sends = [
+            op for op in windows if op[1] in self.mine and self._goes_to(op) not in (*self.mine, None)
+        ]
         self.window = [windows[op] for op in self.arrivals]
         self.due = [windows[op][1] for op in self.sends]
-        self.until = cutoff + (self.window[0][1] if rank else 0.0)  # from its first arrival on it has as long as rank 0
+        self.until = cutoff + (
+            self.window[0][1] if rank else 0.0
+        )  # from its first arrival on it has as long as rank 0
         self.from_first = cutoff if rank else math.inf
 
     def _windows(self, first: float) -> dict[RawOp, tuple[float, float]]:
@@ -184,8 +199,15 @@ class _Search:
                         for more, new, later, ops in self._steps(key, times):
                             kept = self._kept(new, later)
                             if kept is not None:
-                                front = layers[begun + more][len(new.gathered) - len(new.whole)].setdefault(new, [])
-                                _insert(front, (kept.clock, kept.free, *kept.gathered, *kept.under, *kept.sent), kept, (ops, trace))
+                                front = layers[begun + more][len(new.gathered) - len(new.whole)].setdefault(
+                                    new, []
+                                )
+                                _insert(
+                                    front,
+                                    (kept.clock, kept.free, *kept.gathered, *kept.under, *kept.sent),
+                                    kept,
+                                    (ops, trace),
+                                )
         rows = [_Row(*times, _written(trace)) for _, times, trace in found]
         return sorted(rows, key=lambda row: row.end[0])
 
@@ -193,7 +215,11 @@ class _Search:
         """What may come next: accesses that it takes, what is then, and operations."""
         begun = key.running[1] + 1 if key.running else 0
         for unit, size in enumerate(self.units.weight_bytes):
-            if unit not in key.gathered and self._read_again(key, unit) and self._held(key) + size <= self.room:
+            if (
+                unit not in key.gathered
+                and self._read_again(key, unit)
+                and self._held(key) + size <= self.room
+            ):
                 end = _plus(_later(times.clock, times.free), self.gather[unit])
                 gathered = (*times.gathered[:unit], end, *times.gathered[unit + 1 :])
                 yield (
@@ -237,7 +263,11 @@ class _Search:
             if min(weights) < backward and any(one[1] < self.total for one in key.done):
                 yield compute(W, stage, weights[0]), None
             elif min(weights) < backward:  # the rest are W's, nobody waits for them
-                yield from (((W, stage, one, 0, unit, unit + 1, -1, -1), None) for unit, one in enumerate(weights) if one < backward)
+                yield from (
+                    ((W, stage, one, 0, unit, unit + 1, -1, -1), None)
+                    for unit, one in enumerate(weights)
+                    if one < backward
+                )
 
     def _access(
         self, key: _Key, times: _Times, op: RawOp, access: int
@@ -257,7 +287,9 @@ class _Search:
         under = [one for one in under if one[0] not in use.begins]
         clock = _plus(clock, self.units.stages[op[1]].shares(op)[access] * self.takes[op[0]][op[1]])
         key = key._replace(
-            running=(op, access + 1), whole=key.whole.union(use.begins), under=tuple(unit for unit, _ in under)
+            running=(op, access + 1),
+            whole=key.whole.union(use.begins),
+            under=tuple(unit for unit, _ in under),
         )
         if self._held(key) > self.room:
             return
@@ -315,11 +347,14 @@ class _Search:
         """Moments without what other parts are never before; None if the rest takes too long."""
         left, lane = 0.0, sum(self.reduce[unit] for unit in key.whole)
         for stage, (forward, backward, *weights) in zip(self.mine, key.done, strict=True):
-            left += (self.total - forward) * self.takes[F][stage] + (self.total - backward) * self.takes[B][stage]
+            left += (self.total - forward) * self.takes[F][stage] + (self.total - backward) * self.takes[B][
+                stage
+            ]
             shares = self.units.stages[stage].shares(compute(W, stage, 0))[::-1]
-            left += sum((self.total - one) * share for one, share in zip(weights, shares, strict=True)) * self.takes[W][stage]
-        if left:
-            pass
+            left += (
+                sum((self.total - one) * share for one, share in zip(weights, shares, strict=True))
+                * self.takes[W][stage]
+            )
         clock = self._without(times.clock)
         if key.running is not None:
             op, access = key.running
@@ -327,7 +362,10 @@ class _Search:
         if left > ROUNDING:
             left += min(self.reduce)
         free = self._without(times.free)
-        if clock[0] + left > self.until + ROUNDING or max(clock[1:2], default=NEVER) + left > self.from_first + ROUNDING:
+        if (
+            clock[0] + left > self.until + ROUNDING
+            or max(clock[1:2], default=NEVER) + left > self.from_first + ROUNDING
+        ):
             return None
         if free[0] + lane > self.until + ROUNDING:
             return None
@@ -336,7 +374,9 @@ class _Search:
             return None
 
         def ahead(moment: Vector) -> Vector:
-            return tuple(one if one > now else NEVER for one, now in zip(self._without(moment), clock, strict=True))
+            return tuple(
+                one if one > now else NEVER for one, now in zip(self._without(moment), clock, strict=True)
+            )
 
         never = (NEVER,) * len(clock)
         gathered = tuple(
@@ -345,9 +385,12 @@ class _Search:
         return _Times(clock, ahead(free), gathered, tuple(map(ahead, times.under)), sent)
 
     def _without(self, moment: Vector) -> Vector:
-        first = max(moment[0], *(one + early for one, (early, _) in zip(moment[1:], self.window, strict=True)))
+        first = max(
+            moment[0], *(one + early for one, (early, _) in zip(moment[1:], self.window, strict=True))
+        )
         rest = (
-            one if one + late > first else NEVER for one, (_, late) in zip(moment[1:], self.window, strict=True)
+            one if one + late > first else NEVER
+            for one, (_, late) in zip(moment[1:], self.window, strict=True)
         )
         return (first, *rest)
 

@@ -155,7 +155,9 @@ def _room(spec: ScheduleSpec) -> tuple[float, ...]:
     weights_alone = dataclasses.replace(
         spec,
         stages_units=tuple(
-            dataclasses.replace(stage, units=tuple(dataclasses.replace(unit, grad_bytes=0) for unit in stage.units))
+            dataclasses.replace(
+                stage, units=tuple(dataclasses.replace(unit, grad_bytes=0) for unit in stage.units)
+            )
             for stage in spec.stages_units or ()
         ),
     )

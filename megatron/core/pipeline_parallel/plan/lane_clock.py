@@ -58,6 +58,7 @@ class LaneClock:
         """When a computation ends that starts at `clock`."""
         shares, duration = self._shares_of(op), self.durations[op[0]][op[1]]
         if not self._pending and self.free <= clock:
+            self._under.clear()  # all is through
             return clock + (duration if op[4] < 0 else duration * sum(shares))
         pending, at = self._pending, 0
         for access, (use, share) in enumerate(zip(self.units.uses(op), shares, strict=True)):

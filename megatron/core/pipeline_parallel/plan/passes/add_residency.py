@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_ga
 from megatron.core.pipeline_parallel.plan.passes.trailing_w import split_trailing
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
-from megatron.core.pipeline_parallel.plan.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -43,7 +43,7 @@ _WITHIN_LEFT = (
     Left(ahead=False, under_way=False, grads_first=True),
 )
 _LATER = (1, 2, 1 << 20)
-_FEWEST, _EFFORT = 8, 8_000
+_FEWEST, _EFFORT = 8, 4_000
 
 Groups = list[list[dict[int, int]]]
 
@@ -118,55 +118,56 @@ class _Maker:
         return best
 
     def _within_limit(self, plan: Plan) -> Plan:
-        """The best of what is left of the room, orders and parts of trailing W's: each with the best of those before,
-        and of a small plan each with all others. Raises PlanError where nothing fits."""
-        lefts = _WITHIN_LEFT if self.residency.weights_cut or self.residency.grads_cut else _LEFT[:1]
-        orders, parts = [plan], [0]
+        """The best of orders, of what is left of the room, and of parts of trailing W's: each with the best of the
+        others so far, then, of a small plan, one with any other. Raises PlanError where nothing fits."""
+        orders, lefts, parts = [plan], _LEFT[:1], (0,)
+        if self.residency.weights_cut or self.residency.grads_cut:
+            lefts = _WITHIN_LEFT
         if not plan.forward_only:
-            total, room = plan.num_microbatches, self._room(plan)
-            moved = [later(plan, by, self.costs, room) for by in _LATER]
-            joined = [
-                fused(one, max(0, first), everywhere=everywhere)
-                for one in (plan, *moved)
-                for everywhere in (False, True)
-                for first in (0, total - 2, total - 1)
-            ]
-            orders = list(dict.fromkeys([plan, *moved, *joined]))
+            orders = self._orders(plan)
             parts += _PARTS if self.residency.overlap_reduce else ()
-        most = max(_FEWEST, _EFFORT // plan.num_ops)
-        made: dict[Plan, list[RowUses]] = {}
-        best: tuple[tuple[float, ...], Plan, tuple[Plan, Left, int]] | None = None
-        errors: list[PlanError] = []
-        choice = (plan, lefts[0], 0)
-        tried = set()
-
-        def judge(choice: tuple[Plan, Left, int]) -> None:
-            nonlocal best
-            order, left, cut = choice
-            if cut:
-                order = split_trailing(order, self.stages, cut)
-            if (order, left) in tried or len(tried) >= most:
-                return
-            tried.add((order, left))
-            try:
-                other = self._add(order, made.setdefault(order, self._uses(order)), left)
-            except PlanError as error:
-                errors.append(error)
-                return
-            if best is None or (found := self._judged(other)) < best[0]:
-                best = (self._judged(other), other, choice)
-
-        for one in lefts:
-            judge((plan, one, 0))
-        for cut in parts:
-            judge((plan, best[2][1] if best else lefts[0], cut))
-        for order in orders:
-            judge((order, *(best[2][1:] if best else (lefts[0], 0))))
-        for one in itertools.product(orders, lefts, parts):
-            judge(one)
+        left_to_try = max(_FEWEST, _EFFORT // plan.num_ops)
+        chosen, refused = (plan, lefts[0], 0), None
+        best: tuple[tuple[float, float, float], Plan] | None = None
+        tried, uses = set(), {}
+        for axis in (1, 2, 0, 1, 2, None):
+            choices = itertools.product(orders, lefts, parts)
+            if axis is not None:
+                choices = iter(
+                    [(*chosen[:axis], one, *chosen[axis + 1 :]) for one in (orders, lefts, parts)[axis]]
+                )
+            for choice in choices:
+                order, left, count = choice
+                if count:
+                    order = split_trailing(order, self.stages, count)
+                if (order, left) in tried or len(tried) >= left_to_try:
+                    continue
+                tried.add((order, left))
+                if order not in uses:
+                    uses[order] = self._uses(order)
+                try:
+                    made = self._add(order, uses[order], left)
+                    judged = self._judged(made)
+                except PlanError as error:
+                    refused = refused or error
+                    continue
+                if best is None or judged < best[0]:
+                    best, chosen = (judged, made), choice
         if best is None:
-            raise errors[0]
+            assert refused is not None, "nothing was tried"
+            raise refused
         return best[1]
+
+    def _orders(self, plan: Plan) -> list[Plan]:
+        """The plan's, and with W's later or in one with their B's."""
+        moved = [plan, *(later(plan, by, self.costs, self._room(plan)) for by in _LATER)]
+        joined = (
+            fused(one, max(0, first), everywhere=everywhere)
+            for one in moved
+            for everywhere in (False, True)
+            for first in (0, plan.num_microbatches - 2, plan.num_microbatches - 1)
+        )
+        return list(dict.fromkeys([*moved, *joined]))
 
     def _room(self, plan: Plan) -> list[float]:
         """By rank, what activations may take beside the weights that one access reads."""

@@ -1,7 +1,7 @@
 """What a row keeps under a limit in bytes: room is known at every moment, and the row keeps to it by construction.
 
-A rank holds states at rest, activations, the weights that an access reads, gradients that are added to or under way. What
-gradients take follows from those that are kept over gaps; what they leave is for weights, kept and gathered ahead.
+A rank holds states at rest, activations, the weights that an access reads, gradients that are added to or under way.
+What gradients take follows from those that are kept over gaps; what they leave is for weights, kept and gathered ahead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _TRIES, _BEFORE = 8, 4
 
 
 class Left(NamedTuple):
-    """What is left of the room when gaps are chosen. share: to gathers ahead alone. ahead: besides, as many bytes as
-    bind gathers ahead elsewhere. under_way: to reductions, as much as where no gradients are kept. grads_first: no gap between uses of
-    weights has room that gradients could be kept in."""
+    """What is left of the room when gaps are chosen.
+
+    share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
+    reductions, as much as where no gradients are kept. grads_first: weights are kept in what gradients leave.
+    """
 
     share: float = 0.0
     ahead: bool = True

@@ -1,8 +1,8 @@
 """Orders with the same forwards and input gradients, whose weight gradients come later, or in one with theirs.
 
-A search that knows no gathers places a W where a rank would wait. Under a limit in bytes W's that come later, one behind
-the other, leave room for weights until then and have one reduction; and a BW has a unit's gradients complete while units
-before it are still computed, so that they are reduced beside that.
+A search that knows no gathers places a W where a rank would wait. Under a limit in bytes W's that come later, one
+behind the other, leave room for weights until then and have one reduction; and a BW has a unit's gradients complete
+while units before it are still computed, so that they are reduced beside that.
 """
 
 from __future__ import annotations
