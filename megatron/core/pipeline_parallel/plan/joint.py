@@ -184,11 +184,20 @@ class _Bare:
 
 
 def _room(spec: ScheduleSpec) -> tuple[float, ...]:
-    """By rank, the most that a searched schedule may hold of activations; more than twice what 1F1B holds is of no
-    use. Raises PlanError where that is less than it needs."""
+    """By rank, the most that a searched schedule may hold of activations, at a moment without whole gradients; more
+    than twice what 1F1B holds is of no use. Raises PlanError where that is less than it needs."""
     assert spec.residency is not None
     assert spec.residency.limit is not None
-    parts = least_bytes(spec)
+    weights_alone = dataclasses.replace(
+        spec,
+        stages_units=tuple(
+            dataclasses.replace(
+                stage, units=tuple(dataclasses.replace(unit, grad_bytes=0) for unit in stage.units)
+            )
+            for stage in spec.stages_units or ()
+        ),
+    )
+    parts = least_bytes(weights_alone)
     cap = 2 * spec.placement.num_ranks * spec.whole_stage
     room = tuple(
         min(cap, limit - rest - whole)

@@ -11,30 +11,40 @@ its reduction right behind the last of them.
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.passes.fit_limit import Left, fit_limit
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
+from megatron.core.pipeline_parallel.plan.passes.move_w import fused, later
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
 from megatron.core.pipeline_parallel.plan.passes.trailing_w import split_trailing
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of, walk_row
-from megatron.core.pipeline_parallel.plan.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
+from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 
-# Tried where there is something to choose: shares of the room that are left to gathers ahead, parts of trailing W's.
-_SHARES = (0.0, 0.25, 0.5)
+# Tried where there is something to choose: what is left of the room, parts of trailing W's.
+_LEFT = (Left(0.0), Left(0.25), Left(0.5))
 _PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
-# Rows that are made until one keeps to a limit in bytes.
-_TRIES, _BEFORE = 8, 4
+# Under a limit in bytes: W's that come later by so many computations; so many plans are tried, of small ones more.
+_WITHIN_LEFT = (
+    *_LEFT,
+    Left(ahead=False),
+    Left(under_way=False),
+    Left(ahead=False, under_way=False),
+    Left(ahead=False, under_way=False, grads_first=True),
+)
+_LATER = (1, 2, 1 << 20)
+_FEWEST, _EFFORT = 8, 4_000
 
 Groups = list[list[dict[int, int]]]
 
@@ -83,23 +93,25 @@ class _Maker:
     def fastest(self, plan: Plan) -> Plan:
         """The best of a few; the first of them where nothing tells what gathers and reductions take."""
         asked, uses = self.residency, self._uses(plan)
-        best, share = self._add(plan, uses, _SHARES[0]), _SHARES[0]
         divides = asked.policy == "budget" and asked.weights_cut and asked.overlap_gather
         keeps = not asked.grads_cut or asked.policy in ("step", "budget")
+        if asked.limit is not None and self.lanes is not None:
+            return self._within_limit(plan)
+        best, left = self._add(plan, uses, _LEFT[0]), _LEFT[0]
         if self.lanes is None or not (divides or keeps):
             return best
         judged = self._judged(best)
-        for one in _SHARES[1:] if divides else ():
+        for one in _LEFT[1:] if divides else ():
             other = self._add(plan, uses, one)
             if (found := self._judged(other)) >= judged:
                 break
-            best, judged, share = other, found, one
+            best, judged, left = other, found, one
         unsplit = judged
         for parts in _PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
             split = split_trailing(plan, self.stages, parts)
             if split is plan:
                 break
-            other = self._add(split, self._uses(split), share)
+            other = self._add(split, self._uses(split), left)
             found = self._judged(other)
             if found >= unsplit:  # then coarser parts are no better
                 break
@@ -107,14 +119,74 @@ class _Maker:
                 best, judged = other, found
         return best
 
+    def _within_limit(self, plan: Plan) -> Plan:
+        """The best of orders, of what is left of the room, and of parts of trailing W's: each with the best of the
+        others so far, then, of a small plan, one with any other. Raises PlanError where nothing fits."""
+        orders, lefts, parts = [plan], _LEFT[:1], (0,)
+        if self.residency.weights_cut or self.residency.grads_cut:
+            lefts = _WITHIN_LEFT
+        if not plan.forward_only:
+            orders = self._orders(plan)
+            parts += _PARTS if self.residency.overlap_reduce else ()
+        left_to_try = max(_FEWEST, _EFFORT // plan.num_ops)
+        chosen, refused = (plan, lefts[0], 0), None
+        best: tuple[tuple[float, float, float], Plan] | None = None
+        tried, uses = set(), {}
+        for axis in (1, 2, 0, 1, 2, None):
+            choices = itertools.product(orders, lefts, parts)
+            if axis is not None:
+                choices = iter(
+                    [(*chosen[:axis], one, *chosen[axis + 1 :]) for one in (orders, lefts, parts)[axis]]
+                )
+            for choice in choices:
+                order, left, count = choice
+                if count:
+                    order = split_trailing(order, self.stages, count)
+                if (order, left) in tried or len(tried) >= left_to_try:
+                    continue
+                tried.add((order, left))
+                if order not in uses:
+                    uses[order] = self._uses(order)
+                try:
+                    made = self._add(order, uses[order], left)
+                    judged = self._judged(made)
+                except PlanError as error:
+                    refused = refused or error
+                    continue
+                if best is None or judged < best[0]:
+                    best, chosen = (judged, made), choice
+        if best is None:
+            assert refused is not None, "nothing was tried"
+            raise refused
+        return best[1]
+
+    def _orders(self, plan: Plan) -> list[Plan]:
+        """The plan's, and with W's later or in one with their B's."""
+        moved = [plan, *(later(plan, by, self.costs, self._room(plan)) for by in _LATER)]
+        joined = (
+            fused(one, max(0, first), everywhere=everywhere)
+            for one in moved
+            for everywhere in (False, True)
+            for first in (0, plan.num_microbatches - 2, plan.num_microbatches - 1)
+        )
+        return list(dict.fromkeys([*moved, *joined]))
+
+    def _room(self, plan: Plan) -> list[float]:
+        """By rank, what activations may take beside the weights that one access reads."""
+        assert self.residency.limit is not None
+        room = []
+        for limit, one in zip(self.residency.limit, self._uses(plan), strict=True):
+            read = one.most_read if self.residency.weights_cut else 0
+            room.append(limit - one.units.shard_bytes - read)
+        return room
+
     def _uses(self, plan: Plan) -> list[RowUses]:
         overlap = self.residency.overlap_reduce
         units = (RankUnits(rank, plan.placement, self.stages) for rank in range(len(plan.rows)))
         return [RowUses(row, one, overlap_reduce=overlap) for row, one in zip(plan.rows, units, strict=True)]
 
-    def _add(self, plan: Plan, uses: Sequence[RowUses], share: float) -> Plan:
-        """With so large a share of the room for gathers ahead alone."""
-        made = [_row(one, plan, self.residency, self.costs, self.grouping, share) for one in uses]
+    def _add(self, plan: Plan, uses: Sequence[RowUses], left: Left) -> Plan:
+        made = [_row(one, plan, self.residency, self.costs, self.grouping, left) for one in uses]
         groups = grouping_of(plan.placement, [one.units for one in uses], [groups for _, groups in made])
         note = PlannedResidency.of(self.residency, self.stages, groups)
         return dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
@@ -134,77 +206,23 @@ def _row(
     residency: Residency,
     costs: CostModel,
     grouping: Grouping | None,
-    share: float,
+    left: Left,
 ) -> tuple[Row, Groups]:
-    """One rank's row, and its groups as in `RowWalk`. share: of the room that nothing is kept in.
-
-    Where the row of a limit in bytes holds too much at a moment it is made again with less room there: how many
-    reductions are under way beside what is kept is known once the row is written.
-    """
-    room = room_to_keep(uses, residency, costs, forward_only=plan.forward_only)
-    made = _with_room(uses, residency, grouping, room, share, forward_only=plan.forward_only)
-    if residency.limit is None:
-        return made
-    for attempt in range(_TRIES):
-        over = _held_over(made[0], uses, residency, costs, forward_only=plan.forward_only)
-        if not any(over):
-            break
-        for moment, more in enumerate(over):
-            if more:  # what is under way there was kept before
-                first = max(0, moment - attempt * _BEFORE)
-                room[first : moment + 1] = [
-                    min(one, room[moment]) - more * 2**attempt for one in room[first : moment + 1]
-                ]
-        made = _with_room(uses, residency, grouping, room, share, forward_only=plan.forward_only)
-    return made
-
-
-def _held_over(
-    row: Row, uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool
-) -> list[float]:
-    """By moment, what a row holds beyond the limit."""
-    assert residency.limit is not None, residency
-    free = residency.limit[uses.units.rank] - uses.units.shard_bytes
-    over = [0.0] * uses.num_moments
-    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only)
-    if walk.peak.total <= free:
-        return over
-    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only, boundaries=True)
-    places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
-    for held in walk.boundaries:
-        computation = min(bisect_left(places, held.place), len(places) - 1)
-        moment = uses.computations[computation][1] + max(0, held.access)
-        over[moment] = max(over[moment], held.total - free)
-    return over
-
-
-def _with_room(
-    uses: RowUses,
-    residency: Residency,
-    grouping: Grouping | None,
-    room: Sequence[float],
-    share: float,
-    *,
-    forward_only: bool,
-) -> tuple[Row, Groups]:
-    """room: by moment, bytes of weights and gradients that may be kept; where it is less than nothing, gathers
-    ahead have less than their bound."""
+    """One rank's row, and its groups as in `RowWalk`."""
+    if residency.limit is not None:
+        kept, bound = fit_limit(uses, residency, costs, grouping, left, forward_only=plan.forward_only)
+    else:
+        room = room_to_keep(uses, residency)
+        kept = kept_gaps(uses, residency, [one * (1 - left.share) for one in room], grouping)
+        bound = _bound(uses, residency, room, kept)
     lanes = LaneRow(uses, residency)
-    kept = kept_gaps(uses, residency, [max(0.0, one) * (1 - share) for one in room], grouping)
     gathered = stays(uses.reads, kept, weights=True)
     if residency.weights_cut:
-        if residency.policy == "backward":
-            room = [float(one) for one in bytes_kept(uses, kept, weights=True)]
-        ahead = residency.ahead_of(uses.units)
-        if residency.grads_cut and residency.policy == "budget":
-            grads = bytes_kept(uses, kept, weights=False)
-            room = [one - used for one, used in zip(room, grads, strict=True)]
-        bound = [ahead + one for one in room]
         moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=residency.overlap_gather)
         for stay, moment in zip(gathered, moments, strict=True):
             lanes.gather(stay, moment)
             lanes.free(stay)
-    elif residency.gathers_once and not forward_only:
+    elif residency.gathers_once and not plan.forward_only:
         for stay in gathered:
             lanes.gather(stay, 0)
     reduced = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
@@ -213,3 +231,14 @@ def _with_room(
     for stay in reduced:
         groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
     return lanes.write(), groups
+
+
+def _bound(uses: RowUses, residency: Residency, room: Sequence[float], kept: set[Gap]) -> list[float]:
+    """By moment, bytes that whole weights may take in all where there is no limit."""
+    if residency.policy == "backward":
+        room = bytes_kept(uses, (gap for gap in kept if gap.weights))
+    elif residency.grads_cut and residency.policy == "budget":
+        grads = bytes_kept(uses, (gap for gap in kept if not gap.weights))
+        room = [one - used for one, used in zip(room, grads, strict=True)]
+    ahead = residency.ahead_of(uses.units)
+    return [ahead + one for one in room]

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, RESHARD, UNSHARD, RawOp, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.residency import Residency
@@ -104,6 +105,40 @@ class LaneRow:
             if self._residency.outer > 1 and last[stay.unit] is stay:
                 waiting.append(self._op(HSDP_ALL_REDUCE, stay))
         self._reduced[end] += waiting
+
+    def gradients_held(self) -> list[int]:
+        """By moment, the most bytes of whole gradients and of those under way, as `HeldUnits` counts them."""
+        units = self._uses.units
+        begins: list[list[int]] = [[] for _ in self._reduced]
+        grows: list[list[tuple[int, int]]] = [[] for _ in self._reduced]
+        for unit, spans in enumerate(self._uses.adds):
+            for span in spans:
+                begins[span.first].append(unit)
+                if (unit, span.begin[1]) in units.extra_bytes:
+                    grows[span.last].append((unit, span.begin[1]))
+        whole: dict[int, int] = {}
+        grown: set[tuple[int, int]] = set()
+        under: list[tuple[int, int]] = []
+        held, most = 0, []
+        for moment in range(self._uses.num_moments):
+            most.append(held)
+            for op in self._reduced[moment]:
+                unit = units.of[op[1]][op[4]]
+                if unit not in whole:  # its sum over instances waits for its reduction
+                    under = [one for one in under if one[0] != unit]
+                under = [*under[len(under) + 1 - MOST_UNDER_WAY :], (unit, whole.pop(unit, 0))]
+                grown -= {one for one in grown if one[0] == unit}
+            for unit in begins[moment]:
+                if unit not in whole:
+                    under = [one for one in under if one[0] != unit]
+                    whole[unit] = units.grad_bytes[unit]
+            for one in grows[moment]:
+                if one not in grown:
+                    grown.add(one)
+                    whole[one[0]] += units.extra_bytes[one]
+            held = sum(whole.values()) + sum(size for _, size in under)
+            most[-1] = max(most[-1], held)
+        return most
 
     def _op(self, kind: int, stay: Stay) -> RawOp:
         """Named as a unit of the stage that uses it first, or last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron.core.pipeline_parallel.plan.activations import activations
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -13,36 +13,41 @@ from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 
 
-def room_to_keep(uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool) -> list[float]:
-    """By moment, bytes of weights and gradients that may be kept over gaps.
+def room_to_keep(uses: RowUses, residency: Residency) -> list[float]:
+    """By moment, bytes of weights and gradients that may be kept over gaps where no limit says so (see `fit_limit`)."""
+    room = math.inf if residency.policy == "step" else 0.0
+    if residency.budget is not None:
+        room = float(residency.budget[uses.units.rank])
+    return [room] * uses.num_moments
 
-    Of a limit in bytes what is left beside states at rest, activations, gathers ahead and the gradients that
-    are just being added to and reduced: C(t) of docs/design/007-one-plan.md. Less than nothing where gathers
-    ahead have to go without.
-    """
-    count = uses.num_moments
-    if residency.policy != "budget":
-        return [math.inf if residency.policy == "step" else 0.0] * count
-    rank = uses.units.rank
-    room = [math.inf if residency.budget is None else float(residency.budget[rank])] * count
-    if residency.limit is None:
-        return room
-    gathered = max(residency.ahead_of(uses.units), uses.most_read) if residency.weights_cut else 0
-    adding = uses.most_adding if residency.grads_cut else 0
-    free = residency.limit[rank] - uses.units.shard_bytes - gathered - adding
-    ends = [first for _, first in uses.computations[1:]] + [count]
+
+def room_beside_activations(
+    uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool
+) -> list[float]:
+    """By moment, bytes of a limit that states at rest and activations leave: C(t) of docs/design/007-one-plan.md."""
+    assert residency.limit is not None, residency
+    free = residency.limit[uses.units.rank] - uses.units.shard_bytes
+    ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
     held = activations(uses.row, costs, forward_only=forward_only)
+    room: list[float] = []
     for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
-        room[first:end] = [min(room[first], free - used)] * (end - first)
+        room += [free - used] * (end - first)
     return room
 
 
 def kept_gaps(
-    uses: RowUses, residency: Residency, room: Sequence[float], grouping: Grouping | None
+    uses: RowUses,
+    residency: Residency,
+    room: Sequence[float],
+    grouping: Grouping | None,
+    *,
+    grads_alone: bool = False,
 ) -> set[Gap]:
     """The gaps over which weights and gradients are kept. grouping: which gradients are, whatever the policy
-    says."""
+    says. grads_alone: of what comes and goes."""
     weights, grads = uses.gaps()
+    if grads_alone and residency.weights_cut:
+        weights = []
     kept: set[Gap] = set()
     if not residency.weights_cut:  # whole at rest
         kept, weights = set(weights), []
@@ -66,13 +71,12 @@ def kept_gaps(
     return kept | keep_gaps(weights + grads, left)
 
 
-def bytes_kept(uses: RowUses, kept: set[Gap], *, weights: bool) -> list[int]:
+def bytes_kept(uses: RowUses, kept: Iterable[Gap]) -> list[int]:
     """By moment."""
     change = [0] * (uses.num_moments + 1)
     for gap in kept:
-        if gap.weights == weights:
-            change[gap.start] += gap.size
-            change[gap.end] -= gap.size
+        change[gap.start] += gap.size
+        change[gap.end] -= gap.size
     total, found = 0, []
     for one in change[:-1]:
         total += one

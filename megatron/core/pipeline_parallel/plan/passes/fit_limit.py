@@ -1,0 +1,109 @@
+"""What a row keeps under a limit in bytes: room is known at every moment, and the row keeps to it by construction.
+
+A rank holds states at rest, activations, the weights that an access reads, gradients that are added to or under way.
+What gradients take follows from those that are kept over gaps; what they leave is for weights, kept and gathered ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.passes.keep import keep_gaps
+from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, stays
+from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_beside_activations
+from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
+from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
+
+# Choices of gradients that are made until one fits; each looks for room in so many more moments ahead of a full one.
+_TRIES, _BEFORE = 8, 4
+
+
+class Left(NamedTuple):
+    """What is left of the room when gaps are chosen.
+
+    share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
+    reductions, as much as where no gradients are kept. grads_first: weights are kept in what gradients leave.
+    """
+
+    share: float = 0.0
+    ahead: bool = True
+    under_way: bool = True
+    grads_first: bool = False
+
+
+def fit_limit(
+    uses: RowUses,
+    residency: Residency,
+    costs: CostModel,
+    grouping: Grouping | None,
+    left: Left,
+    *,
+    forward_only: bool,
+) -> tuple[set[Gap], list[float]]:
+    """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises
+    PlanError where even the least is too much."""
+    count = uses.num_moments
+    free = room_beside_activations(uses, residency, costs, forward_only=forward_only)
+    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_cut else [0] * count
+    ahead = residency.ahead_of(uses.units) if residency.weights_cut else 0
+    spare = [max(0, ahead - one) if left.ahead and residency.overlap_gather else 0 for one in reads]
+    most = float("inf") if residency.budget is None else float(residency.budget[uses.units.rank])
+
+    def to_keep(room: Sequence[float]) -> list[float]:
+        return [
+            (1 - left.share) * max(0.0, min(most, one - more)) for one, more in zip(room, spare, strict=True)
+        ]
+
+    least = kept_gaps(uses, residency, [0.0] * count, grouping)
+    kept, held = least, _gradients(uses, residency, least)
+    if residency.grads_cut:
+        other = held if left.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
+        room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
+        for attempt in range(_TRIES):
+            kept = kept_gaps(uses, residency, to_keep(room), grouping, grads_alone=left.grads_first)
+            held = _gradients(uses, residency, kept)
+            over = [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
+            if max(over, default=0) <= 0:
+                break
+            taken = bytes_kept(uses, kept)
+            for moment, more in enumerate(over):
+                for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
+                    room[one] = min(room[one], spare[one] + taken[one]) - more
+        else:
+            kept, held = least, _gradients(uses, residency, least)
+    over = max((read + more - one for one, read, more in zip(free, reads, held, strict=True)), default=0)
+    if over > 0:
+        rank = uses.units.rank
+        raise PlanError(
+            f"rank {rank} holds {residency.limit[rank] + over:.0f} bytes, the limit is {residency.limit[rank]:.0f}"
+        )
+    bound = [one - more for one, more in zip(free, held, strict=True)]
+    if residency.budget is not None:
+        grads = bytes_kept(uses, {gap for gap in kept if not gap.weights})
+        bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
+    if residency.weights_cut:
+        room = [one - read for one, read in zip(bound, reads, strict=True)]
+        kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps()[0], to_keep(room))
+    return kept, bound
+
+
+def _gradients(uses: RowUses, residency: Residency, kept: set[Gap]) -> list[int]:
+    """By moment, what whole gradients and those under way take."""
+    if not residency.grads_cut:
+        return [0] * uses.num_moments
+    lanes = LaneRow(uses, residency)
+    lanes.reduce(sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last))
+    return lanes.gradients_held()
+
+
+def _in_use(spans: Sequence[Sequence[Span]], sizes: Sequence[int], count: int) -> list[int]:
+    """By moment, bytes of what is used."""
+    held = [0] * count
+    for mine, size in zip(spans, sizes, strict=True):
+        for span in mine:
+            for moment in range(span.first, span.last + 1):
+                held[moment] += size
+    return held
