@@ -35,7 +35,7 @@ from megatron.core.pipeline_parallel.plan.verify import verify
 # Tried where there is something to choose: what is left of the room, parts of trailing W's.
 _LEFT = (Left(0.0), Left(0.25), Left(0.5))
 _PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
-# Under a limit in bytes: W's that come later by so many computations; so many plans are tried, of small ones more.
+# Under a limit in bytes: W's that come later by so many computations.
 _WITHIN_LEFT = (
     *_LEFT,
     Left(ahead=False),
@@ -44,7 +44,8 @@ _WITHIN_LEFT = (
     Left(ahead=False, under_way=False, grads_first=True),
 )
 _LATER = (1, 2, 1 << 20)
-_FEWEST, _EFFORT = 8, 4_000
+# Plans that are tried at least, and how many of how many operations in all.
+_FEWEST, _TRIED = 3, ((8, 200_000), (1 << 20, 4_000))
 
 Groups = list[list[dict[int, int]]]
 
@@ -122,13 +123,11 @@ class _Maker:
     def _within_limit(self, plan: Plan) -> Plan:
         """The best of orders, of what is left of the room, and of parts of trailing W's: each with the best of the
         others so far, then, of a small plan, one with any other. Raises PlanError where nothing fits."""
-        orders, lefts, parts = [plan], _LEFT[:1], (0,)
-        if self.residency.weights_cut or self.residency.grads_cut:
-            lefts = _WITHIN_LEFT
-        if not plan.forward_only:
-            orders = self._orders(plan)
-            parts += _PARTS if self.residency.overlap_reduce else ()
-        left_to_try = max(_FEWEST, _EFFORT // plan.num_ops)
+        cut = self.residency.weights_cut or self.residency.grads_cut
+        lefts = _WITHIN_LEFT if cut else _WITHIN_LEFT[:1]
+        orders = [plan] if plan.forward_only else self._orders(plan)
+        parts = (0, *_PARTS) if self.residency.overlap_reduce and not plan.forward_only else (0,)
+        most = max(_FEWEST, *(min(count, ops // plan.num_ops) for count, ops in _TRIED))
         chosen, refused = (plan, lefts[0], 0), None
         best: tuple[tuple[float, float, float], Plan] | None = None
         tried, uses = set(), {}
@@ -142,7 +141,7 @@ class _Maker:
                 order, left, count = choice
                 if count:
                     order = split_trailing(order, self.stages, count)
-                if (order, left) in tried or len(tried) >= left_to_try:
+                if (order, left) in tried or len(tried) >= most:
                     continue
                 tried.add((order, left))
                 if order not in uses:

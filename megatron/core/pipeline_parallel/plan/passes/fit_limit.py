@@ -74,12 +74,11 @@ def fit_limit(
                     room[one] = min(room[one], spare[one] + taken[one]) - more
         else:
             kept, held = least, _gradients(uses, residency, least)
-    over = max((read + more - one for one, read, more in zip(free, reads, held, strict=True)), default=0)
-    if over > 0:
-        rank = uses.units.rank
-        raise PlanError(
-            f"rank {rank} holds {residency.limit[rank] + over:.0f} bytes, the limit is {residency.limit[rank]:.0f}"
-        )
+    beyond = max((read + more - one for one, read, more in zip(free, reads, held, strict=True)), default=0.0)
+    if beyond > 0:
+        assert residency.limit is not None
+        rank, limit = uses.units.rank, residency.limit[uses.units.rank]
+        raise PlanError(f"rank {rank} holds {limit + beyond:.0f} bytes, the limit is {limit:.0f}")
     bound = [one - more for one, more in zip(free, held, strict=True)]
     if residency.budget is not None:
         grads = bytes_kept(uses, {gap for gap in kept if not gap.weights})
