@@ -20,7 +20,7 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -c requirements.lock -e '.[dev]'
 	touch $@
 
-# A corpus, training on 2 CPU ranks, a resume, a report and a sample: about a minute after installation.
+# A corpus, training on 4 CPU ranks, a resume, a report and a sample: less than two minutes after installation.
 quickstart: $(VENV)/.base
 	PYTHON=$(BIN)/python examples/quickstart/run.sh
 

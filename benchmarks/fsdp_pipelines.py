@@ -17,7 +17,7 @@ gradients reduced in fp32. foreign: the share of the machine that other processe
 Memory: each contestant in ranks of its own. Of each of ours and each rank, what its plan holds where it is fullest, by
 kind, and the most whole weights and gradients, as planned and as the engine has counted: the same to the byte. Of all,
 the peak of live bytes over what was alive before the contestant was built, in steps after the warm-up. `below optim`:
-how much lower the fullest rank's peak is than that of `ours optim`, and what plans say.
+how much lower the fullest rank's peak is than that of `ours optim`, and what plans say. Both print which bars are held.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ DP = 2
 SIZES = {
     "small": {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 4096},
     "deep": {"layers": 24, "hidden": 384, "heads": 6, "seq": 128, "vocab": 1024},
-    "tiny": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 1024},
+    "tiny": {"layers": 8, "hidden": 128, "heads": 4, "seq": 128, "vocab": 1024},
 }
 FSDP = ("--use-custom-fsdp", "--data-parallel-sharding-strategy")
 OURS = {
@@ -73,7 +73,9 @@ OURS = {
 }
 TORCH = "torch fsdp2"
 CONTESTANTS = (*OURS, TORCH)
-CPU_BARS = {"ours step / ours optim": 1.10, "ours memory / ours optim": 1.25}
+# Ours over another one, at most. `step` holds what torch's schedules hold: whole weights and gradients for a step.
+CPU_BARS = {"ours step / ours optim": 1.10, "ours memory / ours optim": 1.25, "ours step / torch fsdp2": 0.85}
+LIVE_BARS = {"ours step / torch fsdp2": 0.90, "ours memory / ours step": 1.0}
 MEMORY_BAR = 0.02  # of the peak of `ours optim`: how far what is saved may be from what plans say
 WARM_UP, MEMORY_STEPS = 2, 3
 
@@ -169,13 +171,21 @@ def run_time(work: Work, names: Sequence[str], args: argparse.Namespace) -> dict
     dtype = dtype_of(work)
     by_rank = run_ranks(timed_ranks, NUM_RANKS * DP, work, names, args.steps, timeout=args.timeout)
     case = {"dtype": dtype, "work": dataclasses.asdict(work), **timing(by_rank, WARM_UP, TOLERANCES[dtype])}
-    case["missed"] = [
-        f"{dtype}: {pair}: CPU {case['cpu_ratios'][pair]:.3f}, at most {bar}"
-        for pair, bar in CPU_BARS.items()
-        if case["cpu_ratios"].get(pair, 0.0) > bar
-    ]
     show(case, work.micro_batch * work.num_microbatches * DP * work.seq)
+    case["missed"] = judged(f"{dtype}: CPU time", case["cpu_ratios"], CPU_BARS)
     return case
+
+
+def judged(what: str, ratios: dict[str, float], bars: dict[str, float]) -> list[str]:
+    """Print of each bar whether it is held, where both took part; those that are not."""
+    lines = {
+        f"{what} of {pair}: {ratios[pair]:.3f}, at most {bar}": ratios[pair] <= bar
+        for pair, bar in bars.items()
+        if pair in ratios
+    }
+    for line, held in lines.items():
+        print(f"{'held' if held else 'MISSED'}: {line}", flush=True)
+    return [line for line, held in lines.items() if not held]
 
 
 def run_memory(work: Work, names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -222,6 +232,8 @@ def run_memory(work: Work, names: Sequence[str], args: argparse.Namespace) -> di
         "missed": missed,
     }
     show_memory(case, held)
+    over = {f"{one} / {other}": live[one] / live[other] for one in live for other in live}
+    missed += judged(f"{dtype}: live peak", over, LIVE_BARS)
     return case
 
 
@@ -300,7 +312,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         )
     missed = [line for case in cases for line in case["missed"]]
     for line in missed:
-        print(f"MISSED: {line}")
+        print(f"not held: {line}")
     if args.check and missed:
         raise SystemExit(1)
     return cases

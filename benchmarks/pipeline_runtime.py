@@ -4,6 +4,8 @@
         --time-f 18.5 --time-b 18.1 --time-w 9.3 --time-comm 0.6
     python benchmarks/pipeline_runtime.py --schedules 1f1b interleaved --stages 4 --microbatches 12 --time-comm 2
     python benchmarks/pipeline_runtime.py --schedules 1f1b --stages 4 --microbatches 8 --timeline DIR
+    python benchmarks/pipeline_runtime.py --schedules zbv gis --stages 2 --microbatches 8 --time-comm 0.6 \\
+        --time-f 60 --time-b 60 --time-w 60 --policies memory step budget [--wire-mb-per-s 3] --check
 
 Times are milliseconds of a whole stage, one number or one a stage with commas, divided over a stage's chunks; plans are
 made for them. A computation sleeps to an absolute deadline, so that many stages are meaningful on few cores: that the
@@ -15,6 +17,10 @@ The same processes run all schedules, their steps in turn. Printed for each: pla
 their difference in points; and the executor's own time an operation. The bubble rate is
 (cost - m * max over stages(F+B+W)) / cost, where cost is the most that a rank takes from its first start to its last
 end; of the steps' costs the median counts. foreign_cpu: share of the machine that other processes took meanwhile.
+
+--policies: chunks have units, sharded over 2 data parallel ranks (optim_grads_params); the plan's gathers, frees and
+reductions are really done by the engine (sleeping_units.py), each step's sums are looked at, and the wire's costs are
+measured, or --wire-mb-per-s. Bar: 3 % over the simulated step.
 """
 
 from __future__ import annotations
@@ -28,15 +34,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.sleeping_stages import (
     MS,
+    Clock,
     Load,
+    SleepingStage,
     duration,
     interleaved,
     median_and_least,
@@ -45,13 +51,14 @@ from benchmarks.sleeping_stages import (
     share_text,
     times,
 )
+from benchmarks.sleeping_units import DP, SlowEngine, sharded, wire_of_ranks
 from megatron.core import collectives
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.echoes import Key
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, W
+from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
@@ -60,61 +67,7 @@ from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from tests.harness.ranks import RankContext, run_ranks
 
-
-class Clock:
-    """The time of one rank, less `late_s`: how late the system woke it from its last sleep."""
-
-    def __init__(self) -> None:
-        self.late_s = 0.0
-
-    def now(self) -> float:
-        return time.monotonic() - self.late_s
-
-    def sleep_until(self, deadline: float) -> None:
-        """Afterwards it is `deadline`, unless it was later already."""
-        deadline = max(deadline, self.now())
-        left = deadline - time.monotonic()
-        if left > 0:
-            time.sleep(left)
-        self.late_s = time.monotonic() - deadline
-
-
-class SleepingStage:
-    """`protocols.Stage` whose computations take a given time. Its tensors say when they were computed, and how late
-    their sender is."""
-
-    splits = True
-
-    def __init__(self, stage: int, costs: CostModel, clock: Clock, log: list[tuple[float, float]]) -> None:
-        self.times = {kind: costs.durations()[kind][stage] * MS for kind in (F, B, W, BW)}
-        self.clock, self.log = clock, log
-
-    def _compute(self, kind: int) -> Tensor:
-        start = self.clock.now()
-        end = start + self.times[kind]
-        message = np.array(
-            [end, 0.0]
-        )  # shares its memory with the tensor: little is left to do after the sleep
-        tensor = torch.from_numpy(message)
-        self.log.append((start, end))
-        self.clock.sleep_until(end)
-        message[1] = self.clock.late_s
-        return tensor
-
-    def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor:
-        return self._compute(F)
-
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor:
-        return self._compute(BW)
-
-    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor:
-        return self._compute(B)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._compute(W)
-
-    def check_empty(self) -> None:
-        pass
+BAR = 1.03  # a measured step over the simulated one
 
 
 class SlowChannel:
@@ -208,14 +161,30 @@ class Contestant:
         place = plan.placement
         self.writer = None if timeline is None else TimelineWriter(timeline, ps)
         mine = [place.stage_of(rank, chunk) for chunk in range(place.num_chunks)]
-        stages = {stage: SleepingStage(stage, costs, channel.clock, self.log) for stage in mine}
-        self.executor = Executor(plan, rank, stages, channel, recorder=self.writer)
+        sharded = bool(simulation.timeline.lanes)
+        self.engine = engine = SlowEngine(simulation, ps, channel.clock, self.log) if sharded else None
+        self.executor = Executor(
+            plan,
+            rank,
+            {stage: SleepingStage(stage, costs, channel.clock, self.log) for stage in mine}
+            if engine is None
+            else engine.stages,
+            channel,
+            engine,
+            units=engine and engine.units,
+            boundaries=engine and engine.listener,
+            recorder=self.writer,
+        )
 
     def step(self) -> Step:
         self.log.clear()
         collectives.barrier(self.ps.control_group)
         cpu = time.process_time()
+        if self.engine is not None:
+            self.engine.engine.begin_step(self.executor.plan.num_microbatches)
         self.executor.run(self.iteration)
+        if self.engine is not None:
+            self.engine.finish()
         self.iteration += 1
         return Step(self.log[-1][1] - self.log[0][0], time.process_time() - cpu)
 
@@ -228,7 +197,8 @@ def run_all(
     ctx: RankContext, simulations: dict[str, Simulation], repeat: int, timeline: Path | None
 ) -> dict[str, list[Step]]:
     """On one rank: every step of every schedule but the first, in which ranks shake hands."""
-    ps = ctx.make_ps(pp=ctx.world_size)
+    dp = DP if next(iter(simulations.values())).timeline.lanes else 1
+    ps = ctx.make_ps(pp=ctx.world_size // dp, dp=dp)
     transport, clock = P2P(ps), Clock()
     contestants = {
         name: Contestant(
@@ -268,6 +238,9 @@ def figures(simulation: Simulation, by_rank: list[list[Step]]) -> dict[str, Any]
         "peak_activation": max(simulation.peak_activation),
         "computations_per_rank": max(sum(IS_COMPUTE[op[0]] for op in row) for row in rows),
         "messages": simulation.num_messages,
+        "measured_over_planned": median / simulation.cost,
+        "exposed_ms": max(simulation.exposed, default=0.0),
+        "lane_share": max(simulation.lane_share, default=0.0),
     }
 
 
@@ -286,10 +259,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         for name in args.schedules
     }
+    if args.policies:
+        (wire, *_) = run_ranks(wire_of_ranks, args.stages * DP)
+        if args.wire_mb_per_s is not None:
+            wire = LaneCosts(bandwidth=args.wire_mb_per_s * 1e6 * MS)
+        print(f"wire: {1e3 * wire.latency:.0f} us a collective, {wire.bandwidth / 1e6 / MS:.0f} MB/s")
+        simulations = {
+            f"{name} {policy}": sharded(one, policy, wire)
+            for name, one in simulations.items()
+            for policy in args.policies
+        }
     overhead = overhead_us()
     timeout = 60 + 3 * (args.repeat + 1) * sum(one.makespan for one in simulations.values()) * MS
     with Load() as load:
-        by_rank = run_ranks(run_all, args.stages, simulations, args.repeat, args.timeline, timeout=timeout)
+        num_ranks = args.stages * (DP if args.policies else 1)
+        by_rank = run_ranks(run_all, num_ranks, simulations, args.repeat, args.timeline, timeout=timeout)
     own_s = sum(step.cpu_s for steps in by_rank for every in steps.values() for step in every)
     settings = ("stages", "microbatches", "time_f", "time_b", "time_w", "time_comm", "repeat")
     return {
@@ -311,6 +295,12 @@ def table(result: dict[str, Any]) -> str:
             f"  {one['difference_points']:+6.2f} | {one['planned_cost_ms']:15.1f}  {one['measured_cost_ms']:6.1f}"
             f"  {one['least_cost_ms']:6.1f}"
         )
+        if one["exposed_ms"]:
+            ratio = one["measured_over_planned"]
+            lines[-1] += (
+                f" | ratio {ratio:.3f} {'held' if ratio <= BAR else 'MISSED'}  lane busy {one['lane_share']:.0%}, "
+                f"exposed {one['exposed_ms']:.1f} ms"
+            )
     lines.append(f"CPU of other processes meanwhile: {share_text(result['foreign_cpu'])}")
     return "\n".join(lines)
 
@@ -349,13 +339,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures there, not to the console"
     )
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=("memory", "step", "budget"),
+        default=[],
+        help="gather and reduce by these",
+    )
+    parser.add_argument(
+        "--wire-mb-per-s", type=duration, help="of gathers and reductions, not what is measured"
+    )
+    parser.add_argument("--check", action="store_true", help="status 1 where a step is over the bar")
     args = parser.parse_args(argv)
     args.schedules = list(dict.fromkeys(args.schedules))
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Status 2 for what cannot be planned."""
+    """Status 2 for what cannot be planned, 1 with --check and a step over the bar."""
     args = parse(argv)
     try:
         result = measure(args)
@@ -368,7 +369,8 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(text + "\n")
     else:
         print(text)
-    return 0
+    over = [one for one in result["schedules"].values() if one["measured_over_planned"] > BAR]
+    return int(args.check and bool(over))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,13 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from benchmarks.machine_load import busy_s
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -38,6 +43,62 @@ def planned(
     chunks = None if placement.kind == LINEAR else placement.num_chunks
     plan = build_plan(schedule, Request(num_ranks, num_microbatches, chunks, costs=costs))
     return simulate(lower(plan, costs), costs)
+
+
+class Clock:
+    """The time of one rank, less `late_s`: how late the system woke it from its last sleep."""
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() - self.late_s
+
+    def sleep_until(self, deadline: float) -> None:
+        """Afterwards it is `deadline`, unless it was later already."""
+        deadline = max(deadline, self.now())
+        left = deadline - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        self.late_s = time.monotonic() - deadline
+
+
+class SleepingStage:
+    """`protocols.Stage` whose computations take a given time. Its tensors say when they were computed, and how late
+    their sender is."""
+
+    splits = True
+
+    def __init__(self, stage: int, costs: CostModel, clock: Clock, log: list[tuple[float, float]]) -> None:
+        self.times = {kind: costs.durations()[kind][stage] * MS for kind in (F, B, W, BW)}
+        self.clock, self.log = clock, log
+
+    def _compute(self, kind: int) -> Tensor:
+        start = self.clock.now()
+        end = start + self.times[kind]
+        message = np.array(
+            [end, 0.0]
+        )  # shares its memory with the tensor: little is left to do after the sleep
+        tensor = torch.from_numpy(message)
+        self.log.append((start, end))
+        self.clock.sleep_until(end)
+        message[1] = self.clock.late_s
+        return tensor
+
+    def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor:
+        return self._compute(F)
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor:
+        return self._compute(BW)
+
+    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor:
+        return self._compute(B)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._compute(W)
+
+    def check_empty(self) -> None:
+        pass
 
 
 class Load:

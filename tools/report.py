@@ -1,6 +1,6 @@
 """Write one self-contained HTML page about a run from its metrics.jsonl.
 
-python tools/report.py RUN_DIR_OR_METRICS_FILE [--out report.html] [--title TEXT]
+python tools/report.py RUN_DIR_OR_METRICS_FILE [--out report.html] [--title TEXT] [--timeline DIR]
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="default: report.html beside the metrics")
     parser.add_argument("--title", default=None, help="heading; default: the run's folder")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        help="of --log-pipeline-timeline: its last step beside the plan, and what that holds",
+    )
     args = parser.parse_args(argv)
     metrics = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
     if not metrics.exists():
@@ -40,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{metrics} holds no record: nothing to report on")
         if target.is_dir():
             raise ValueError(f"--out {target}: is a directory: give a file")
-        out = write_report(metrics, target, title=title)
+        out = write_report(metrics, target, title=title, timeline=args.timeline)
     except OSError as error:
         print(f"report.py: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
         return 2

@@ -105,6 +105,7 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
     )
     made.add_argument("--html", type=Path, metavar="FILE", help="compare the schedules on one page")
     made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")
+    made.add_argument("--playground", type=Path, metavar="FILE", help="a page with sliders, of nothing else")
     made.add_argument("--measured", type=Path, metavar="DIR", help="set this run's timeline beside the plan")
     made.add_argument("--iteration", type=int, metavar="N", help="of --measured; default: the last one")
     _add_data_parallel_flags(made)

@@ -106,6 +106,13 @@ COMPARED = ("text", "json", "table")
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
+    if args.playground is not None:
+        if args != parser(None, [*FORMATS, "table"]).parse_args([f"--playground={args.playground}"]):
+            raise PlanError(
+                "--playground writes a page that asks for everything itself: leave the other flags out"
+            )
+        page = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
+        return f"wrote {write(args.playground, page, '--playground')}\n"
     if args.rank_memory_limit is not None:
         from tools import schedule_budget  # with all that the trainer knows of flags
 
@@ -265,7 +272,7 @@ def run_measured(args: argparse.Namespace) -> str:
         w=costs.w if args.time_w is None else flags.w,
         held_after_b=flags.held_after_b,
     )
-    planned = drawable(simulate(step.plan, costs))
+    planned = drawable(simulate(step.plan, costs, step.lanes))
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     limits = limits_of(args, step.plan.placement.num_ranks)
     if args.html is not None:

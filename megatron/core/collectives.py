@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -74,9 +74,14 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             finish, self._finish = self._finish, None  # never on what has not arrived
-            lost = _peer_loss_named(self._op, self._group, self._started, self._peer)
-            with self._group.traffic.waiting(), lost:
+            traffic, began = self._group.traffic, time.monotonic()
+            traffic.waits = True  # by hand: context managers cost as much as all else here
+            try:
                 work.wait()
+            except RuntimeError as error:
+                _blame(error, self._op, self._group, self._started, self._peer)
+            traffic.waits = False
+            traffic.waited_s += time.monotonic() - began
             if finish is not None:
                 finish()
         self._buffers = ()
@@ -421,8 +426,11 @@ def _launch(
     temporaries: tuple[Tensor, ...] = (),
 ) -> Pending:
     _observe(op, group)
-    with _peer_loss_named(op, group, time.monotonic()):
+    started = time.monotonic()
+    try:
         work = call()
+    except RuntimeError as error:
+        _blame(error, op, group, started)
     temporary_bytes = sum(tensor.numel() * tensor.element_size() for tensor in temporaries)
     pending = Pending(op, group, work, (*buffers, *temporaries), finish, temporary_bytes=temporary_bytes)
     if not async_op:
@@ -446,6 +454,13 @@ def _observe(op: str, group: Group) -> None:
 
 def _done(op: str, group: Group) -> Pending:
     return Pending(op, group, None)
+
+
+def _blame(error: RuntimeError, op: str, group: Group, started: float, peer: int | None = None) -> NoReturn:
+    """Raise it: as PeerLostError where a peer is to blame."""
+    with _peer_loss_named(op, group, started, peer):
+        raise error
+    raise AssertionError("not reached: an error passes or is told in other words")
 
 
 def _peer_loss_named(

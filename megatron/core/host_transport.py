@@ -210,7 +210,8 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 
 def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:
     """The tensor in a slot that begins at a place."""
-    return slot[place : place + like.nbytes].view(like.dtype).view(like.shape)
+    piece = slot[place : place + like.nbytes].view(like.dtype)
+    return piece if like.dim() == 1 else piece.view(like.shape)
 
 
 def _new_file(token: int) -> int:

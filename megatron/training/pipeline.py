@@ -281,7 +281,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
-    return PipelineRunner(
+    runner = PipelineRunner(
         spec,
         session.ps,
         engine,
@@ -297,3 +297,6 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
             lambda: sum(engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")),
         ),
     )
+    if recorder is not None:
+        recorder.lanes, recorder.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()
+    return runner

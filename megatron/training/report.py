@@ -23,10 +23,19 @@ from megatron.training.chart import Mark, Series, line_chart
 from megatron.training.exit_status import DESCRIPTIONS, ExitRecord, ExitStatus, read_exit_json
 from megatron.training.metrics_file import read_metrics
 from megatron.training.progress import format_duration
+from megatron.training.report_pipeline import pipeline_section
 
 NOT_LOSSES = frozenset(
     {"iteration", "consumed_samples", "time", "learning-rate", "decoupled-learning-rate", "batch-size"}
-    | {"loss-scale", "iteration-time", "skipped-iterations", "nan-iterations", "throughput", "grad-norm"}
+    | {
+        "loss-scale",
+        "iteration-time",
+        "skipped-iterations",
+        "nan-iterations",
+        "throughput",
+        "grad-norm",
+        "rollbacks",
+    }
     | {"num-zeros", "params-norm", "tokens-per-second", "world-size"}
     | {"mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
 )
@@ -85,6 +94,7 @@ class RunRecord:
 
 
 _OF_A_PLAN = ("planned-", "measured-")
+_KINDS_HELD = ("-at-rest-bytes", "-gathered-bytes", "-gradients-bytes", "-activations-bytes")
 _HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
 
 
@@ -123,16 +133,19 @@ def write_report(
     title: str = "Training report",
     facts: Mapping[str, Any] | None = None,
     exit_record: ExitRecord | None = None,
+    timeline: Path | None = None,
 ) -> Path:
     """Write the page of a run to `out_path` (atomically) and return it.
 
-    facts: further rows of the summary, name -> value. exit_record: default, `exit.json` beside the metrics.
-    Raises ValueError for damaged metrics, OSError.
+    facts: further rows of the summary, name -> value. exit_record: default, `exit.json` beside the metrics. timeline:
+    the folder of --log-pipeline-timeline.
+    Raises ValueError for damaged metrics and timelines, OSError.
     """
     run = read_run(metrics_path)
     record = exit_record or read_exit_json(Path(metrics_path).parent)
     try:
-        page = render(run, title=title, facts=facts or {}, exit_record=record)
+        pipeline = "" if timeline is None else pipeline_section(timeline)
+        page = render(run, title=title, facts=facts or {}, exit_record=record, pipeline=pipeline)
     except RecursionError:  # JSON may be nested more deeply than it can be written
         raise ValueError(f"{metrics_path}: an event holds lists in lists without end") from None
     out = Path(out_path)
@@ -143,15 +156,21 @@ def write_report(
 
 
 def render(
-    run: RunRecord, *, title: str, facts: Mapping[str, Any], exit_record: ExitRecord | None = None
+    run: RunRecord,
+    *,
+    title: str,
+    facts: Mapping[str, Any],
+    exit_record: ExitRecord | None = None,
+    pipeline: str = "",
 ) -> str:
-    """The page as text."""
+    """The page as text. pipeline: its section on that, HTML."""
     body = [
         f"<header><h1>{html.escape(title)}</h1>{_status(exit_record)}</header>",
         _tiles(run),
         '<main class="charts">',
         *_charts(run),
         "</main>",
+        pipeline,
         _history(run),
         _table("Summary", {**_settings(run), **facts, **_exit_facts(exit_record)}, is_open=True),
         _table("Whole configuration", _config(run)),
@@ -187,6 +206,14 @@ def _charts(run: RunRecord) -> list[str]:
             charts.append(
                 line_chart(name, [Series(tag, points)], marks=marks, log_y=log_y, from_zero=from_zero)
             )
+    held = [tag for tag in run.curves if tag.startswith(_OF_A_PLAN) and tag.endswith(_KINDS_HELD)]
+    if held:
+        memory = [Series(tag, run.curves[tag], points=tag.startswith("measured-")) for tag in sorted(held)]
+        charts.append(
+            line_chart(
+                "Memory by kind: the most on the fullest rank", memory, marks=marks, from_zero=True, wide=True
+            )
+        )
     return charts
 
 
@@ -336,8 +363,9 @@ figcaption { font-weight: 600; display: flex; flex-wrap: wrap; gap: 2px 16px; al
 .key { color: var(--dim); font-weight: 400; font-size: 13px; }
 .key i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
 .key i.dot { width: 9px; height: 9px; border-radius: 50%; }
+.plan { margin-top: 14px; } .plan svg { margin-top: 8px; background: #fff; }
 svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--dim); font-size: 12px; font-family: inherit; }
+.charts svg text { fill: var(--dim); font-size: 12px; font-family: inherit; }
 svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--axis); }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg .hit { fill: transparent; } svg .hit:hover { fill: var(--fg); fill-opacity: .75; }

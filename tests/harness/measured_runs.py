@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.measured import Span, file_name, header_line, op_lines
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 
 
 def lowered(name: str, ranks: int, microbatches: int, comm: float = 0.0) -> Plan:
@@ -51,3 +53,13 @@ def figures_of_run(
         ]
         made.append(figures_of(done, world))
     return made
+
+
+def write_timeline(folder: Path, ran: Simulation, lanes: Lanes | None = None, at_rest: int = 0) -> None:
+    """Of ranks 0, 1, ..., one step as simulated. lanes: in ns. at_rest: of the first rank, a byte more of each next."""
+    for rank, row in enumerate(ran.plan.rows):
+        pipeline = tuple(range(len(ran.plan.rows)))
+        lines = [header_line(ran.plan, rank, pipeline, 1000.0, lanes, at_rest + rank)]
+        times = zip(op_lines(row), ran.timeline.starts[rank], ran.timeline.ends[rank], strict=True)
+        lines += [line % (1, start, end, 0.0, 0.0)[: line.count("%")] for line, start, end in times]
+        (folder / file_name(rank)).write_text("".join(lines))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import pipeline_runtime, pipeline_vs_torch
+from benchmarks import fsdp_pipelines, pipeline_runtime, pipeline_vs_torch
 from benchmarks.pipeline_vs_torch import check_same, closed_formula, figures
 from benchmarks.sleeping_blocks import Sleeper
 from benchmarks.sleeping_stages import interleaved, planned
@@ -33,6 +33,38 @@ def test_schedules_in_turn_against_their_plans(tmp_path, capsys):
         )
         assert f"\n{name}" in printed
     assert result["schedules"]["1f1b"]["planned_cost_ms"] > result["schedules"]["zbv"]["planned_cost_ms"]
+
+
+def test_plans_with_gathers_and_reductions_against_a_slow_wire(tmp_path, capsys):
+    """The engine's sums are looked at inside; no step beats its plan, which waits for the wire: 32 KiB of a unit of
+    64 KiB take 1.09 ms, and nothing hides the first gather and the last sum."""
+    file = tmp_path / "figures.json"
+    flags = "--stages 2 --microbatches 4 --time-f 4 --time-b 4 --time-w 2 --repeat 1 --wire-mb-per-s 30"
+    words = ["--schedules", "zbv", "gis", "--policies", "memory", "budget", "step", *flags.split()]
+    assert pipeline_runtime.main([*words, "--json", str(file)]) == 0
+    assert "wire: 0 us a collective, 30 MB/s" in capsys.readouterr().out
+    found = json.loads(file.read_text())["schedules"]
+    assert list(found) == [f"{name} {policy}" for name in ("zbv", "gis") for policy in words[4:7]]
+    for name, one in found.items():
+        bare = planned(name.split()[0], 2, 4, time_f=[4.0], time_b=[4.0], time_w=[2.0], comm=0.0)
+        assert one["planned_cost_ms"] >= bare.cost + 2 * 32768 / 30e3 - 0.01
+        assert one["least_cost_ms"] >= 0.999 * one["planned_cost_ms"]
+        assert one["exposed_ms"] >= 2 * 32768 / 30e3 - 0.01
+    assert (
+        found["zbv memory"]["lane_share"]
+        > found["zbv budget"]["lane_share"]
+        > found["zbv step"]["lane_share"]
+    )
+
+
+def test_bars_of_sharded_pipelines_are_judged(capsys):
+    bars = {"a / b": 0.85, "a / c": 0.9, "a / not there": 0.5}
+    (missed,) = fsdp_pipelines.judged("fp32: CPU time", {"a / b": 0.86, "a / c": 0.9}, bars)
+    assert missed == "fp32: CPU time of a / b: 0.860, at most 0.85"
+    assert capsys.readouterr().out.splitlines() == [
+        f"MISSED: {missed}",
+        "held: fp32: CPU time of a / c: 0.900, at most 0.9",
+    ]
 
 
 def test_timelines_of_several_schedules_lie_apart(tmp_path):

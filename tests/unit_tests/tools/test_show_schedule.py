@@ -161,6 +161,7 @@ def test_the_same_words_give_the_same_plan():
             "of one schedule",
         ),
         ((*SMALL, "--html", "/proc/no/page.html"), "--html /proc/no/page.html: "),
+        ((*SMALL, "--playground", "page.html"), "leave the other flags out"),
         (
             ("--schedule", "auto", "--stages", 2, "--microbatches", 4, "--memory-limit", 0.1),
             "no pipeline schedule can run within the memory limit",

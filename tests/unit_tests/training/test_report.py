@@ -1,5 +1,6 @@
 """The page: well formed, self-contained, small, and it says what the metrics say."""
 
+import dataclasses
 import importlib.util
 import math
 import re
@@ -8,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
+from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.training.exit_status import ExitRecord, ExitStatus, write_exit_json
 from megatron.training.metrics_file import MetricsFile
 from megatron.training.report import read_run, write_report
+from tests.harness.measured_runs import lowered, write_timeline
+from tests.harness.unit_stages import asked, model
 
 ROOT = Path(__file__).resolve().parents[3]
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -95,6 +103,49 @@ def test_page_is_well_formed_and_asks_for_nothing(tmp_path):
         assert expected in page.text, expected
 
 
+def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
+    bare = lowered("zbv", 2, 4)
+    stages, residency = model(bare.placement, 1), asked("optim_grads_params", "memory", 2)
+    stages = tuple(
+        dataclasses.replace(one, units=tuple(dataclasses.replace(unit, activation=5e6) for unit in one.units))
+        for one in stages
+    )
+    costs = CostModel.of_ranks(bare.placement, time_f=[3.0], time_b=[3.0], time_w=[3.0])
+    plan = add_residency(bare, stages, residency, costs)
+    lanes = Lanes(stages, residency, LaneCosts(latency=1e9, bandwidth=1.0))
+    write_timeline(tmp_path, simulate(plan, costs), lanes, at_rest=10_000_000)
+    metrics = tmp_path / "metrics.jsonl"
+    kinds = {
+        "planned-gathered-bytes": 9,
+        "measured-gathered-bytes": 9,
+        "measured-moved-bytes": 1,
+        "rollbacks": 1,
+    }
+    file = MetricsFile(metrics)
+    file.record({"lm loss": 2.0, **kinds}, 1, 8)
+    file.close()
+    assert read_run(metrics).losses == ["lm loss"]
+    page = Page(write_report(metrics, tmp_path / "report.html", timeline=tmp_path).read_text())
+    assert page.requests == []
+    for expected in (
+        *(
+            "Memory by kind",
+            "planned-gathered-bytes",
+            "measured-gathered-bytes",
+            "iteration 1, ranks 0, 1, seconds",
+        ),
+        *("0 planned", "0 measured", "1 planned", "1 measured", "gather", "reduction", "states at rest"),
+        *("activations", "gathered weights", "whole gradients", "measured zbv: 2 stages x 2 chunks"),
+    ):
+        assert expected in page.text, expected
+    held = tuple(5e6 * len(stage.units) for stage in stages)
+    in_bytes = dataclasses.replace(costs, activation=held, held_after_b=(0.0,) * len(held))
+    peaks = [1e6 * float(told) for told in re.findall(r"peak (\d+(?:\.\d+)?) MB", page.text)]
+    expected = [10e6 + most for most in simulate(plan, in_bytes).peak_activation]
+    assert peaks == pytest.approx(expected, rel=1e-3), "at rest and activations: other bytes are few"
+    assert "moved-bytes" not in page.text
+
+
 def test_size_stays_small_for_long_runs(tmp_path):
     out = write_report(write_metrics(tmp_path, 30_000), tmp_path / "report.html")
     assert out.stat().st_size < 2_000_000
@@ -147,6 +198,8 @@ def test_tool(tmp_path, tool, capsys):
     assert "KiB" in capsys.readouterr().out
     assert tool.main([str(metrics), "--out", str(tmp_path / "x.html"), "--title", "T1"]) == 0
     assert "<title>T1</title>" in (tmp_path / "x.html").read_text()
+    assert tool.main([str(metrics), "--timeline", str(tmp_path)]) == 2
+    assert f"{tmp_path}: no timeline" in capsys.readouterr().err
     metrics.write_text("nonsense\n{}\n")
     assert tool.main([str(metrics)]) == 2
     assert "line 1" in capsys.readouterr().err

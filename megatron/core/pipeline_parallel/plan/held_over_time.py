@@ -17,6 +17,13 @@ def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
     return lanes[0].lanes.residency.limit if lanes else None
 
 
+def counts_bytes(simulation: Simulation) -> bool:
+    """Whether activations are bytes as weights are: so they are in limits, and where units say what they keep."""
+    lanes = simulation.timeline.lanes
+    said = bool(lanes) and any(unit.activation for stage in lanes[0].lanes.stages for unit in stage.units)
+    return said or limits_in_bytes(simulation) is not None
+
+
 def size_text(size: float, unit: str = "bytes") -> str:
     """Bytes in GB of 1e9, what is small in less; anything else as it is."""
     if unit != "bytes":
@@ -27,7 +34,7 @@ def size_text(size: float, unit: str = "bytes") -> str:
 
 def activation_text(simulation: Simulation, size: float) -> str:
     """In the unit in which a simulation counts activations."""
-    return size_text(size, "" if limits_in_bytes(simulation) is None else "bytes")
+    return size_text(size, "bytes" if counts_bytes(simulation) else "")
 
 
 def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]]:
@@ -56,7 +63,7 @@ def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]
         clock = max(clock, starts[place])
         if IS_COMPUTE[op[0]]:
             clock = moments[place, -1] = again.compute(place, op, clock)
-    counted = None if limits_in_bytes(simulation) is None else costs
+    counted = costs if counts_bytes(simulation) else None
     walk = walk_row(
         row, lane.units, lane.lanes.residency, counted, forward_only=plan.forward_only, boundaries=True
     )

@@ -13,9 +13,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.activations import peak_activation
+from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
+from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
+from megatron.core.pipeline_parallel.plan.search.problem import Problem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
@@ -48,7 +52,7 @@ class Judged:
         return peak_bytes(self.spec, self.plan)
 
 
-def least_bytes(spec: ScheduleSpec) -> tuple[tuple[int, float, float], ...]:
+def least_bytes(spec: ScheduleSpec) -> tuple[tuple[float, float, float], ...]:
     """By rank, without which nothing runs: states at rest; the weights that one access reads and the gradients of the
     largest unit; one microbatch's activations."""
     assert spec.stages_units is not None
@@ -68,32 +72,37 @@ def least_bytes(spec: ScheduleSpec) -> tuple[tuple[int, float, float], ...]:
     return tuple(parts)
 
 
+@without_collector()
 def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Judged, tuple[str, ...]]:
     """The best of the candidates, and a line for each that says why. candidates: each with units, a residency that has
     a limit, and what the wire costs.
 
-    Gathers and reductions can only add to what computations and messages take by themselves, so that candidates come in
-    the order of that, and none is tried that could not be better. Raises PlanError where nothing keeps to the limit,
-    saying what would hold the least.
+    Gathers and reductions can only add to what computations and messages take by themselves, so that none is tried that
+    could not be better. Orders that are fixed come first, by that bound, searched ones behind them. Raises PlanError
+    where nothing keeps to the limit, saying what would hold the least.
     """
     best: Judged | None = None
     lines: list[str] = []
-    bounds = [_bound(one, num_microbatches) for one in candidates]
-    for bound, spec in sorted(zip(bounds, candidates, strict=True), key=lambda one: one[0]):
-        name = named(spec)
-        if best is not None and bound >= best.simulation.cost * (1 - TOLERANCE):
-            lines.append(f"{name}: takes at least {spec.told_time(bound)}")
-            continue
+    bare = _Bare(num_microbatches)
+    bounds = [bare.bound(spec) for spec in candidates]
+    order = sorted(range(len(candidates)), key=lambda at: (candidates[at].row.searched, bounds[at]))
+    for spec, bound in ((candidates[at], bounds[at]) for at in order):
         try:
-            found = judge(spec, num_microbatches)
-        except PlanError as error:
-            lines.append(f"{name}: not possible: {error}")
+            below = float("inf") if best is None else best.simulation.cost * (1 - TOLERANCE)
+            if bound >= below:
+                raise _NoFasterError(bound)
+            found = judge(spec, num_microbatches, below)
+        except _NoFasterError as error:
+            lines.append(f"{named(spec)}: takes at least {spec.told_time(error.bound)}")
             continue
-        lines.append(f"{name}: {told(found)}")
+        except PlanError as error:
+            lines.append(f"{named(spec)}: not possible: {error}")
+            continue
+        lines.append(f"{named(spec)}: {told(found)}")
         if best is None or found.merit < best.merit:
             best = found
     if best is None:
-        raise PlanError(_least(candidates))
+        raise PlanError(bare.least(candidates))
     return best, (f"{named(best.spec)}: chosen", *lines)
 
 
@@ -119,25 +128,59 @@ def told(one: Judged) -> str:
     )
 
 
-def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
-    """What the candidate takes without gathers and reductions, with all the room for activations."""
-    try:
+class _NoFasterError(PlanError):
+    """Another candidate is known to be as fast as this one at its best: `bound`."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"takes at least {bound:g}")
+        self.bound = bound
+
+
+class _Bare:
+    """What candidates take and hold without gathers and reductions: alike for all rows of the sharding table."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        self._known: dict[ScheduleSpec, tuple[float, tuple[float, ...]]] = {}
+
+    def bound(self, spec: ScheduleSpec) -> float:
+        """No plan of the candidate takes less; 0 where there is none, which `judge` says."""
+        try:
+            if spec.row.searched:
+                return lower_bound(Problem(spec.placement, self.num_microbatches, spec.costs, _room(spec)))
+            return self._order(spec)[0]
+        except PlanError:
+            return 0.0
+
+    def least(self, candidates: Sequence[ScheduleSpec]) -> str:
+        """Of the candidate whose fullest rank holds the least."""
+
+        def parts_of(spec: ScheduleSpec) -> tuple[tuple[float, float, float], ...]:
+            parts = least_bytes(spec)
+            if spec.row.searched:
+                return parts
+            _, peaks = self._order(spec)
+            return tuple((rest, whole, peak) for (rest, whole, _), peak in zip(parts, peaks, strict=True))
+
+        known = []
+        for spec in candidates:
+            try:
+                known.append((spec, parts_of(spec)))
+            except PlanError:
+                continue  # an order that these microbatches do not make
+        if not known:
+            return "; ".join(f"{named(spec)}: no such order" for spec in candidates)
+        spec, parts = min(known, key=lambda one: max(map(sum, one[1])))
+        return f"nothing fits; the least is that of {named(spec)}: {_too_little(spec, parts)}"
+
+    def _order(self, spec: ScheduleSpec) -> tuple[float, tuple[float, ...]]:
+        """Time and activations by rank of a fixed order."""
         bare = spec.bare
-        if spec.row.searched:
-            bare = dataclasses.replace(bare, limits=_room(spec))
-        return simulate(plan_for(bare, num_microbatches, Purpose.TRAIN), spec.costs).cost
-    except PlanError:
-        return 0.0  # `judge` says why
-
-
-def _least(candidates: Sequence[ScheduleSpec]) -> str:
-    """Of the candidate whose fullest rank holds the least."""
-
-    def fullest(spec: ScheduleSpec) -> float:
-        return max(sum(parts) for parts in least_bytes(spec))
-
-    spec = min(candidates, key=fullest)
-    return f"nothing fits; the least is that of {named(spec)}: {_too_little(spec, least_bytes(spec))}"
+        if bare not in self._known:
+            plan = plan_for(bare, self.num_microbatches, Purpose.ORDER)
+            found = simulate(plan, spec.costs)
+            self._known[bare] = (found.cost, found.peak_activation)
+        return self._known[bare]
 
 
 def _room(spec: ScheduleSpec) -> tuple[float, ...]:
@@ -156,9 +199,11 @@ def _room(spec: ScheduleSpec) -> tuple[float, ...]:
     return room
 
 
-def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
-    """spec: with units, a residency that has a limit, and lanes. Raises PlanError where nothing keeps to the limit."""
+def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")) -> Judged:
+    """spec: with units, a residency that has a limit, and lanes. below: what takes longer need not be found. Raises
+    PlanError where nothing keeps to the limit, or is below."""
     if not spec.row.searched:
+        _refuse_full(spec, plan_for(spec.bare, num_microbatches, Purpose.ORDER))
         return _judge(spec, num_microbatches)
     most = _room(spec)
     least = max(small / one for one, (_, _, small) in zip(most, least_bytes(spec), strict=True))
@@ -166,18 +211,24 @@ def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
 
     def cost(share: float) -> float:
         if share not in found:
+            limits = tuple(share * one for one in most)
             try:
-                limits = tuple(share * one for one in most)
-                found[share] = dataclasses.replace(
-                    _judge(dataclasses.replace(spec, limits=limits), num_microbatches), share=share
-                )
+                one = dataclasses.replace(spec, limits=limits)
+                bare = simulate(plan_for(one.bare, num_microbatches, Purpose.TRAIN), spec.costs).cost
+                if bare >= below:
+                    raise _NoFasterError(bare)
+                found[share] = dataclasses.replace(_judge(one, num_microbatches), share=share)
             except PlanError as error:
                 found[share] = error
-        one = found[share]
-        return one.simulation.cost if isinstance(one, Judged) else float("inf")
+        known = found[share]
+        if isinstance(known, Judged):
+            return known.simulation.cost
+        # Too slow without gathers: with less room it only gets slower. Else too much is held: look lower.
+        return known.bound if isinstance(known, _NoFasterError) else float("inf")
 
     low, high = least, 1.0
-    cost(high)
+    if cost(high) < float("inf") and isinstance(found[high], _NoFasterError):
+        raise found[high]
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     while len(found) < _ORDERS and high - low > 1e-3:
         # Where both fail the limit leaves too little beside activations: look lower.
@@ -191,12 +242,25 @@ def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
     return min(judged, key=lambda one: one.merit)
 
 
+def _refuse_full(spec: ScheduleSpec, order: Plan) -> None:
+    """Where states at rest and activations alone are more than a rank may hold, before anything else is tried."""
+    assert spec.residency is not None
+    assert spec.residency.limit is not None
+    for rank, ((rest, _, _), limit) in enumerate(zip(least_bytes(spec), spec.residency.limit, strict=True)):
+        peak = peak_activation(rank, order.rows[rank], spec.costs)
+        if rest + peak > limit:
+            raise PlanError(
+                f"rank {rank} holds {rest / 1e9:.2f} GB at rest and {peak / 1e9:.2f} of activations, the limit is "
+                f"{limit / 1e9:.2f}"
+            )
+
+
 def _judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
     plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
     return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)))
 
 
-def _too_little(spec: ScheduleSpec, parts: Sequence[tuple[int, float, float]]) -> str:
+def _too_little(spec: ScheduleSpec, parts: Sequence[tuple[float, float, float]]) -> str:
     rank, (rest, whole, activation) = max(enumerate(parts), key=lambda one: sum(one[1]))
     return (
         f"rank {rank} holds at least {(rest + whole + activation) / 1e9:.2f} GB: {rest / 1e9:.2f} at rest, "

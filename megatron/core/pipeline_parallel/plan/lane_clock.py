@@ -58,9 +58,15 @@ class LaneClock:
 
     def compute(self, place: int, op: RawOp, clock: float) -> float:
         """When a computation ends that starts at `clock`."""
-        shares, duration = self._shares_of(op), self.durations[op[0]][op[1]]
-        if not self._pending and self.free <= clock and self.moments is None:
-            return clock + (duration if op[4] < 0 else duration * sum(shares))
+        duration = self.durations[op[0]][op[1]]
+        idle = not self._pending and self.free <= clock and self.moments is None
+        if idle:
+            self._under.clear()  # all through: else a later reduction of this unit would be waited for with an old one
+            if op[4] < 0:
+                return clock + duration
+        shares = self._shares_of(op)
+        if idle:
+            return clock + duration * sum(shares)
         pending, at = self._pending, 0
         for access, (use, share) in enumerate(zip(self.units.uses(op), shares, strict=True)):
             while at < len(pending) and pending[at][1][3] <= access + 1:

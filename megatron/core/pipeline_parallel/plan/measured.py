@@ -7,7 +7,10 @@ file, and comes again where the rank goes on with another plan:
      "num_microbatches": 8, "bitwise": true, "forward_only": false, "rank": place in the pipeline,
      "pipeline": [world ranks], "stages": [global stages], "num_ops": length of the row, "clock_unix_s": ...}
 
-and a line an operation, in the order of the row:
+Where a row has operations of data parallelism, "residency" is what the plan was made for, "at_rest" the bytes that the
+rank holds between steps, and the pipeline's first rank has "lanes": the units of all stages, what they are cut by, and
+what the wire costs in ns. Behind a header comes
+a line an operation, in the order of the row:
 
     {"iteration": 7, "op": "2F0", "start_s": 0.5, "end_s": 0.6, "wait_s": 0.02}
 
@@ -33,7 +36,10 @@ from typing import Any
 from megatron.core import safe_files
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.measured_lanes import lanes_of_json
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 VERSION = 1
@@ -60,12 +66,15 @@ class Span:
 @dataclass(frozen=True)
 class MeasuredStep:
     """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank, `span_key` of an
-    operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step."""
+    operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step. lanes: what gathers
+    and reductions are about, and cost in seconds; None where there are none. at_rest: by pipeline rank, then, bytes."""
 
     iteration: int
     pipeline: tuple[int, ...]
     plan: Plan
+    lanes: Lanes | None
     spans: tuple[dict[str, Span], ...]
+    at_rest: tuple[int, ...] | None
 
 
 def span_key(place: int, op: RawOp) -> str:
@@ -78,8 +87,15 @@ def file_name(world_rank: int) -> str:
     return f"rank-{world_rank:05d}.jsonl"
 
 
-def header_line(plan: Plan, rank: int, pipeline: tuple[int, ...], clock_unix_s: float) -> str:
-    """Opens what a rank writes about a plan. rank: its place in the pipeline."""
+def header_line(
+    plan: Plan,
+    rank: int,
+    pipeline: tuple[int, ...],
+    clock_unix_s: float,
+    lanes: Lanes | None = None,
+    at_rest: int = 0,
+) -> str:
+    """Opens what a rank writes about a plan. rank: its place in the pipeline. lanes: in ns. at_rest: its bytes."""
     placement = plan.placement
     stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
     content = {
@@ -96,6 +112,10 @@ def header_line(plan: Plan, rank: int, pipeline: tuple[int, ...], clock_unix_s: 
         "num_ops": len(plan.rows[rank]),
         "clock_unix_s": clock_unix_s,
     }
+    if plan.residency is not None:
+        content |= {"residency": plan.residency.as_json(), "at_rest": at_rest}
+        if lanes is not None and rank == 0:
+            content["lanes"] = dataclasses.asdict(lanes)
     return json.dumps(content) + "\n"
 
 
@@ -137,7 +157,7 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
                 f"{directory}: {', '.join(missing)} is missing of the pipeline of ranks {pipeline}"
             )
     whole = [step for step in parts.values() if len(step) == len(next(iter(step.values())).pipeline)]
-    plans: dict[str, Plan] = {}
+    plans: dict[str, tuple[Plan, Lanes | None]] = {}
     steps = [_step(step, plans) for step in whole]
     return sorted(steps, key=lambda step: (step.iteration, step.pipeline))
 
@@ -203,6 +223,8 @@ def _header(content: dict[str, Any]) -> dict[str, Any]:
         _of(content, name, str)
     for name in ("num_microbatches", "num_ops", "rank"):
         _of(content, name, int)
+    if not 0 <= _of({"at_rest": 0, **content}, "at_rest", int) <= 1 << 60:
+        raise PlanError(f"at rest {content['at_rest']!r:.40} bytes")
     for name in ("bitwise", "forward_only"):
         _of(content, name, bool)
     _seconds(content, "clock_unix_s")
@@ -228,16 +250,19 @@ def _seconds(content: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
+def _step(parts: dict[int, _Part], plans: dict[str, tuple[Plan, Lanes | None]]) -> MeasuredStep:
     first = parts[0]
     header = first.header
     if header["plan"] not in plans:
         place = header["placement"]
         try:
-            placement = Placement(place["kind"], place["ranks"], place["chunks"])
+            placement, residency = Placement(place["kind"], place["ranks"], place["chunks"]), None
+            if "residency" in header:
+                num_ops = sum(len(part.ops) for part in parts.values())
+                residency = PlannedResidency.from_json(header["residency"], num_ops)
         except (KeyError, ValueError) as error:
             raise PlanError(
-                f"iteration {first.iteration}: the header's placement is wrong: {error}"
+                f"iteration {first.iteration}: the header's placement or residency is wrong: {error}"
             ) from None
         plan = Plan(
             header["schedule"],
@@ -246,6 +271,7 @@ def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
             tuple(tuple(parts[rank].ops) for rank in range(len(parts))),
             header["bitwise"],
             header["forward_only"],
+            residency,
         )
         if plan_hash(plan) != header["plan"]:
             raise PlanError(
@@ -255,7 +281,8 @@ def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
             verify(plan)
         except PlanError as error:
             raise PlanError(f"iteration {first.iteration}: no plan that could have run: {error}") from None
-        plans[header["plan"]] = plan
+        lanes = lanes_of_json(parts[0].header["lanes"], plan) if "lanes" in parts[0].header else None
+        plans[header["plan"]] = (plan, lanes)
     begin = min(part.spans[0].start_s for part in parts.values() if part.spans)
     spans = tuple(
         {
@@ -266,4 +293,7 @@ def _step(parts: dict[int, _Part], plans: dict[str, Plan]) -> MeasuredStep:
         }
         for rank in range(len(parts))
     )
-    return MeasuredStep(first.iteration, first.pipeline, plans[header["plan"]], spans)
+    at_rest = None
+    if plans[header["plan"]][1] is not None:
+        at_rest = tuple(parts[rank].header.get("at_rest", 0) for rank in range(len(parts)))
+    return MeasuredStep(first.iteration, first.pipeline, *plans[header["plan"]], spans, at_rest)

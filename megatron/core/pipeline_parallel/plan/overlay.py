@@ -36,6 +36,7 @@ from megatron.core.pipeline_parallel.plan.render import (
     trace_json,
     trace_slice,
 )
+from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 
@@ -146,14 +147,15 @@ def overlay_text(planned: Simulation, measured: Simulation) -> str:
     return f"planned {to_text(planned, scale)}measured {to_text(measured, scale)}"
 
 
-def overlay_svg(planned: Simulation, measured: Simulation) -> str:
-    """Two lanes a rank on one axis, planned above measured."""
+def overlay_svg(planned: Simulation, measured: Simulation, strips: Strips | None = None) -> str:
+    """Two lanes a rank on one axis, planned above measured. strips: of the planned one, drawn below it."""
     lanes = [
         Lane(f"{rank} {name}", simulation, rank)
         for rank in range(len(planned.plan.rows))
         for name, simulation in (("planned", planned), ("measured", measured))
     ]
-    return lanes_svg([f"planned {summary(planned)}", f"measured {summary(measured)}"], lanes)
+    titles = [f"planned {summary(planned)}", f"measured {summary(measured, held=False)}"]
+    return lanes_svg(titles, lanes, strips=strips)
 
 
 def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> str:

@@ -41,14 +41,15 @@ class Lane:
     rank: int
 
 
-def summary(simulation: Simulation) -> str:
-    """One line of figures."""
+def summary(simulation: Simulation, *, held: bool = True) -> str:
+    """One line of figures. held: with what is held, which a measured step does not know."""
     plan = simulation.plan
+    most = activation_text(simulation, max(simulation.peak_activation))
     return (
         f"{plan.schedule}: {plan.placement.num_ranks} stages x {plan.placement.num_chunks} chunks, "
         f"{plan.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
-        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%}), "
-        f"peak activation {activation_text(simulation, max(simulation.peak_activation))}"
+        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
+        + (f", peak activation {most}" if held else "")
     )
 
 

@@ -6,7 +6,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan.held_over_time import held_over_time, limits_in_bytes, size_text
+from megatron.core.pipeline_parallel.plan.held_over_time import (
+    counts_bytes,
+    held_over_time,
+    limits_in_bytes,
+    size_text,
+)
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
@@ -28,22 +33,29 @@ _LIMIT = "#c0392b"
 
 class Strips:
     """Of one simulation. limits: by rank, in the unit of activations, for plans without gathers and reductions; others
-    know what limit they were made for. unit: of what is held, where that is not bytes. height: of a rank's strips.
-    left, right: room for their texts. peaks: by rank, the most that it
-    holds. most: what is as high as a strip."""
+    know what limit they were made for. unit: of what is held, where that is not bytes. at_rest: by rank, else as units
+    say. height: of a rank's strips. left, right: room for their texts. peaks: by rank, the most that it holds. most:
+    what is as high as a strip."""
 
     left, right = 52, 96
 
-    def __init__(self, simulation: Simulation, limits: Sequence[float] | None, unit: str) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        limits: Sequence[float] | None,
+        unit: str,
+        at_rest: Sequence[float] | None = None,
+    ) -> None:
         self.simulation = simulation
         self.lanes, in_bytes = simulation.timeline.lanes, limits_in_bytes(simulation)
         self.limits = in_bytes if self.lanes else limits
-        self.unit = unit if in_bytes is None else "bytes"
+        self.unit = "bytes" if counts_bytes(simulation) else unit
         self.end = simulation.makespan
         self.rows = simulation.plan.rows
         self._held: list[list[tuple[float, list[float]]]] = []  # by rank: time, sums of kinds from below
         for rank in range(len(self.rows)):
-            rest = float(self.lanes[rank].units.shard_bytes) if self.lanes else 0.0
+            of_units = self.lanes[rank].units.shard_bytes if self.lanes else 0.0
+            rest = float(of_units if at_rest is None else at_rest[rank])
             self._held.append([(0.0, [rest] * len(_MEMORY))])
             for at, one in held_over_time(simulation, rank):
                 kinds = (rest, one.activation, one.gathered, one.gradients, one.under_way)

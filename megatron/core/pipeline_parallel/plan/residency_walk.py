@@ -110,6 +110,7 @@ class _Walk:
         self.activation = 0.0
         self.most_transient = 0
         self.peak = self.most = Held(-1, -1, 0, 0, 0, 0.0)
+        self.peak_total = 0.0
         self.boundaries: list[Held] | None = [] if boundaries else None
 
     def run(self) -> None:
@@ -145,9 +146,9 @@ class _Walk:
         after = 0.0
         if self.activations is not None:
             _, self.activation, after = next(self.activations)
-        at, end, before = 0, len(pending), 1
+        at, end, before, every = 0, len(pending), 1, self.boundaries is not None
         for access, use in enumerate(uses):
-            if access:
+            if access and uses[access - 1].completes:
                 held.access_ends(uses[access - 1], stage)
             held.access_starts(use)
             while at < end and pending[at][1][3] <= access + 1:
@@ -159,13 +160,15 @@ class _Walk:
             wrong = held.access_needs(use, stage)
             if wrong:
                 raise self._wrong(place, wrong)
-            self._note(place, access)
+            if every or not access or use.begins or use.completes:  # else nothing more is held
+                self._note(place, access)
         if at < end:
             raise self._wrong(pending[at][0], f"{op_text(op)} has only {len(uses)} accesses")
         held.access_ends(uses[-1], stage)
         held.computation_ends()
         self.activation = after
-        self._note(place, -1)
+        if every:
+            self._note(place, -1)
 
     def _lane(self, place: int, op: RawOp, access: int) -> None:
         numbers = self.units.of.get(op[1], ())
@@ -179,28 +182,24 @@ class _Walk:
         self._note(place, access)
 
     def _note(self, place: int, access: int) -> None:
-        units = self.held
-        held = Held(place, access, units.gathered, units.gradients, units.under_way, self.activation)
+        units, activation, most = self.held, self.activation, self.most
+        gathered, gradients, under_way = units.gathered, units.gradients, units.under_way
         if self.boundaries is not None:
-            self.boundaries.append(held)
-        transient = held.transient
-        if transient + held.activation > self.peak.total:
-            self.peak = held
-        self.most_transient = max(self.most_transient, transient)
-        most = self.most
-        if (
-            held.gathered > most.gathered
-            or held.gradients > most.gradients
-            or held.under_way > most.under_way
-            or held.activation > most.activation
-        ):
+            self.boundaries.append(Held(place, access, gathered, gradients, under_way, activation))
+        transient = gathered + gradients + under_way
+        if transient + activation > self.peak_total:
+            self.peak = Held(place, access, gathered, gradients, under_way, activation)
+            self.peak_total = transient + activation
+        if transient > self.most_transient:
+            self.most_transient = transient
+        if gathered > most[2] or gradients > most[3] or under_way > most[4] or activation > most[5]:
             self.most = Held(
                 -1,
                 -1,
-                max(held.gathered, most.gathered),
-                max(held.gradients, most.gradients),
-                max(held.under_way, most.under_way),
-                max(held.activation, most.activation),
+                max(gathered, most[2]),
+                max(gradients, most[3]),
+                max(under_way, most[4]),
+                max(activation, most[5]),
             )
 
     def _refuse(self, place: int, wrong: str) -> None:

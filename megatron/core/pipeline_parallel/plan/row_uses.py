@@ -7,8 +7,10 @@ begins, or before the computation is called where it is the computation's first.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
@@ -26,8 +28,7 @@ class Span:
     end: RawOp
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
+class Gap(NamedTuple):
     """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it.
     weights: gathered ones; else gradients."""
 
@@ -35,7 +36,7 @@ class Gap:
     end: int
     size: int
     unit: int
-    index: int
+    index: int  # type: ignore[assignment]  # no one looks for values in a gap
     weights: bool
 
 
@@ -96,6 +97,10 @@ class RowUses:
 
     def gaps(self) -> tuple[list[Gap], list[Gap]]:
         """Between uses of weights, and between contributions to gradients."""
+        return self._gaps
+
+    @functools.cached_property
+    def _gaps(self) -> tuple[list[Gap], list[Gap]]:
         grad_sizes = list(self.units.grad_bytes)
         for (unit, _), more in self.units.extra_bytes.items():
             grad_sizes[unit] += more

@@ -125,13 +125,23 @@ class _Walk:
         """Run a rank until it waits or is through; ranks that it wakes are added to `ready`."""
         row, place, clock = self.rows[rank], self.place[rank], self.clock[rank]
         starts, ends, length = self.starts[rank], self.ends[rank], len(self.rows[rank])
+        total, offset, num_inputs, durations = self.total, self.offset, self.num_inputs, self.durations
+        sent, posted, unmet = self.sent, self.posted, self.unmet[rank]
+        lane = self.lanes[rank] if self.lanes else None
         while place < length:
             op = row[place]
-            if not IS_COMPUTE[op[0]]:
-                if IS_TRANSFER[op[0]]:
-                    self._post(rank, op, clock, ready)
+            kind = op[0]
+            if not IS_COMPUTE[kind]:
+                if IS_TRANSFER[kind]:
+                    target = op[1] * total + op[2] + offset[kind]
+                    if kind in (SEND_F, SEND_B):
+                        self._provide(sent, target, clock, target, ready)
+                        if self.blocking_sends:
+                            unmet.append(target)
+                    else:
+                        self._provide(posted, target, clock, num_inputs + target, ready)
                 else:
-                    wait = self._exchange_state if IS_VALIDATION[op[0]] else self._issue
+                    wait = self._exchange_state if IS_VALIDATION[kind] else self._issue
                     later = wait(rank, op, clock, ready)
                     if later < 0:
                         break
@@ -141,19 +151,26 @@ class _Walk:
                 place += 1
                 continue
             last = partner_of(row, place) if op[7] >= 0 else -1
-            ops = (op, row[last]) if last >= 0 else (op,)
-            start = self._start(rank, ops, clock)
+            start = self._meet(rank, clock) if unmet else clock
+            if start >= 0:
+                start = self._arrived(rank, op, start)
+            if start >= 0 and last >= 0:
+                start = self._arrived(rank, row[last], start)
             if start < 0:
                 break
             behind = max(place, last) + 1
             clock = start
-            if self.lanes or op[4] >= 0:
+            if lane is not None and last < 0:
+                clock = lane.compute(place, op, start)
+            elif lane is not None or op[4] >= 0:
                 clock = self._compute(rank, place, behind, start)
             else:
-                for one in ops:
-                    clock += self.durations[one[0]][one[1]]
-            for one in ops:
-                self._finish(one, clock, ready)
+                clock += durations[kind][op[1]]
+                if last >= 0:
+                    clock += durations[row[last][0]][row[last][1]]
+            self._finish(op, clock, ready)
+            if last >= 0:
+                self._finish(row[last], clock, ready)
             self.done.append((rank, place))
             starts += [start] * (behind - place)
             ends += [clock] * (behind - place)
@@ -181,25 +198,19 @@ class _Walk:
                 clock += self.durations[op[0]][op[1]] * share
         return clock
 
-    def _start(self, rank: int, ops: tuple[RawOp, ...], clock: float) -> float:
-        """When the computations can start, or -1 after noting what the rank waits for."""
-        if self.unmet[rank]:
-            clock = self._meet(rank, clock)
-            if clock < 0:
-                return clock
-        for op in ops:
-            kind, stage = op[0], op[1]
-            if kind == W or (kind == F and stage == 0):
-                continue
-            need = stage * self.total + op[2] + (0 if kind == F else self.size)
-            sent = self.sent[need]
-            if sent < 0:
-                return self._wait(rank, need)
-            if self.crosses[stage - 1 if kind == F else stage]:
-                sent = max(sent, self.posted[need]) + self.costs.comm
-            if sent > clock:
-                clock = sent
-        return clock
+    def _arrived(self, rank: int, op: RawOp, clock: float) -> float:
+        """When a computation has its input, at `clock` or later, or -1 after noting that the rank waits for it."""
+        kind, stage = op[0], op[1]
+        if kind == W or (kind == F and stage == 0):
+            return clock
+        need = stage * self.total + op[2] + (0 if kind == F else self.size)
+        sent = self.sent[need]
+        if sent < 0:
+            return self._wait(rank, need)
+        if self.crosses[stage - 1 if kind == F else stage]:
+            posted = self.posted[need]
+            sent = (sent if sent > posted else posted) + self.costs.comm
+        return sent if sent > clock else clock
 
     def _meet(self, rank: int, clock: float) -> float:
         """When all sends have met their receives, or -1."""
@@ -229,17 +240,6 @@ class _Walk:
             return
         if not (crosses and self.by_message):
             self._provide(self.sent, target, end, target, ready)
-
-    def _post(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> None:
-        """Post a transfer."""
-        kind = op[0]
-        target = op[1] * self.total + op[2] + self.offset[kind]
-        if kind not in (SEND_F, SEND_B):
-            self._provide(self.posted, target, clock, self.num_inputs + target, ready)
-            return
-        self._provide(self.sent, target, clock, target, ready)
-        if self.blocking_sends:
-            self.unmet[rank].append(target)
 
     def _exchange_state(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
         """An operation of post-validation: when it is done, or -1 after noting what the rank waits for."""
@@ -274,9 +274,8 @@ class _Walk:
 
     def _provide(self, times: list[float], target: int, time: float, event: int, ready: list[int]) -> None:
         times[target] = time
-        rank = self.waiter.pop(event, -1)
-        if rank >= 0:
-            ready.append(rank)
+        if event in self.waiter:
+            ready.append(self.waiter.pop(event))
 
     def describe(self, event: int) -> str:
         """What a stopped rank waits for, in words."""

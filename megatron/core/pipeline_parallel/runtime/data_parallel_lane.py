@@ -22,6 +22,8 @@ from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync
 
+_UNSHARD, _RESHARD = int(Kind.UNSHARD), int(Kind.RESHARD)
+
 
 @dataclass
 class _Gather:
@@ -50,6 +52,7 @@ class DataParallelLane:
             stage: [grad_sync.unit_number(chunk, unit) for unit in range(len(units[stage].units))]
             for stage, chunk in chunks.items()
         }
+        self._names = {stage: [unit.name for unit in units[stage].units] for stage in chunks}
         self._calls: dict[int, Callable[[int], None]] = {
             Kind.UNSHARD: grad_sync.gathers.start,
             Kind.RESHARD: grad_sync.gathers.free,
@@ -83,7 +86,7 @@ class DataParallelLane:
 
     def name(self, stage: int, unit: int) -> str:
         """The unit's name, which is the rank's."""
-        return self._units[stage].units[unit].name
+        return self._names[stage][unit]
 
     def names(self, op: RawOp) -> list[str]:
         """Those of the units that an operation is about."""
@@ -98,31 +101,36 @@ class DataParallelLane:
         """Do one operation. place: in the row."""
         kind, stage = op[0], op[1]
         start = self._now()
-        for unit in self._of(op):
-            if kind == Kind.RESHARD:
+        call, numbers, units = self._calls[kind], self._numbers[stage], self._of(op)
+        for unit in units:
+            if kind == _RESHARD:
                 self.wait(stage, unit)
-                self._gathered.discard(self.name(stage, unit))
-            with _named(f"{op_text(op)}, unit {self.name(stage, unit)!r}"):
-                self._calls[kind](self._numbers[stage][unit])
+                self._gathered.discard(self._names[stage][unit])
+            try:
+                call(numbers[unit])
+            except Exception as error:
+                _name(error, f"{op_text(op)}, unit {self.name(stage, unit)!r}")
+                raise
         end = self._now()
         self.spent_s += end - start
-        gather = _Gather(place, op, start, end, left=0)
-        if kind == Kind.UNSHARD:
-            names = self.names(op)
-            gather.left = len(names)
+        if kind == _UNSHARD:
+            names = self._names[stage][units.start : units.stop]
             self._gathered.update(names)
-            self._gathers.update(dict.fromkeys(names, gather))
-        else:
-            self._record(gather)
+            self._gathers.update(dict.fromkeys(names, _Gather(place, op, start, end, left=len(names))))
+        elif self._recorder is not None:
+            self._record(_Gather(place, op, start, end, left=0))
 
     def wait(self, stage: int, unit: int) -> None:
         """Return once the unit's weights are whole."""
-        gather = self._gathers.pop(self.name(stage, unit), None)
+        gather = self._gathers.pop(self._names[stage][unit], None)
         if gather is None:
             return
         start = self._now()
-        with _named(f"waiting for {op_text(gather.op)}, unit {self.name(stage, unit)!r}"):
+        try:
             self._gatherer.wait(self._numbers[stage][unit])
+        except Exception as error:
+            _name(error, f"waiting for {op_text(gather.op)}, unit {self.name(stage, unit)!r}")
+            raise
         gather.end_s = self._now()
         gather.waited_s += gather.end_s - start
         self.spent_s += gather.end_s - start
@@ -250,13 +258,9 @@ class Crossing:
         return any(op[0] == Kind.REDUCE and name in self._lane.names(op) for _, op in done)
 
 
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Errors inside say what was being done."""
-    try:
-        yield
-    except PeerLostError as error:
+def _name(error: Exception, what: str) -> None:
+    """An error says what was being done. By hand: between computations nothing is in the caches, and a context manager
+    for each operation costs as much as the operation's own lines."""
+    if isinstance(error, PeerLostError):
         raise error.at(what) from error
-    except Exception as error:
-        error.add_note(what)
-        raise
+    error.add_note(what)

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.core import host_data
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
 from megatron.core.safe_files import SHARED_MODE, open_for_append
 
@@ -22,6 +23,8 @@ class TimelineWriter:
     number that is free, a timeline of its own. Communicates over the world: every rank makes one. Raises OSError, on
     every rank where it is the first one that cannot move files.
 
+    lanes: of the run's plans, in ns. at_rest: bytes that this rank holds between steps. Both are to be set before the
+    first step, where plans have operations of data parallelism.
     A step's lines are written at its end, in one piece. On CUDA every operation is waited for, so a run that is
     measured overlaps less than one that is not.
     """
@@ -34,6 +37,8 @@ class TimelineWriter:
         self._file = os.fdopen(open_for_append(directory / file_name(ps.rank), mode=SHARED_MODE), "w")
         # Both clocks at once: what is written counts from here.
         self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
+        self.lanes: Lanes | None = None
+        self.at_rest = 0
         self._plan: Plan | None = None
         self._templates: list[str] = []
         self._iteration = 0
@@ -49,7 +54,9 @@ class TimelineWriter:
         """A pipeline rank begins its row; a header where the plan is another one than before."""
         if plan is not self._plan:
             self._plan, self._templates = plan, op_lines(plan.rows[rank])
-            self._header = header_line(plan, rank, self._pipeline, self._clock_unix_s)
+            self._header = header_line(
+                plan, rank, self._pipeline, self._clock_unix_s, self.lanes, self.at_rest
+            )
         self._iteration = iteration
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
@@ -38,6 +39,7 @@ _TRIES, _BEFORE = 8, 4
 Groups = list[list[dict[int, int]]]
 
 
+@without_collector()
 def add_residency(
     plan: Plan,
     stages: Sequence[StageUnits],
@@ -163,8 +165,11 @@ def _held_over(
     """By moment, what a row holds beyond the limit."""
     assert residency.limit is not None, residency
     free = residency.limit[uses.units.rank] - uses.units.shard_bytes
-    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only, boundaries=True)
     over = [0.0] * uses.num_moments
+    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only)
+    if walk.peak.total <= free:
+        return over
+    walk = walk_row(row, uses.units, residency, costs, forward_only=forward_only, boundaries=True)
     places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
     for held in walk.boundaries:
         computation = min(bisect_left(places, held.place), len(places) - 1)

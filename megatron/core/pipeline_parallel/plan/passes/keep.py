@@ -11,6 +11,7 @@ going is filled up again with the shortest gaps that fit.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.row_uses import Gap
@@ -21,47 +22,52 @@ def keep_gaps(gaps: Sequence[Gap], capacity: Sequence[float]) -> set[Gap]:
     kept = _furthest_goes(gaps, capacity)
     if len({gap.size for gap in gaps}) > 1:
         _fill(gaps, kept, capacity)
-    return kept
+    return {gap for gap, stays in zip(gaps, kept, strict=True) if stays}
 
 
-def _furthest_goes(gaps: Sequence[Gap], capacity: Sequence[float]) -> set[Gap]:
-    starting: list[list[Gap]] = [[] for _ in capacity]
-    kept = {gap for gap in gaps if gap.start == gap.end}
-    for gap in gaps:
+def _furthest_goes(gaps: Sequence[Gap], capacity: Sequence[float]) -> bytearray:
+    """By gap, whether it is kept."""
+    starting: list[list[int]] = [[] for _ in capacity]
+    ending: list[list[int]] = [[] for _ in range(len(capacity) + 1)]
+    for index, gap in enumerate(gaps):
         if gap.start < gap.end:
-            starting[gap.start].append(gap)
-    ending: list[list[Gap]] = [[] for _ in range(len(capacity) + 1)]
-    furthest: list[
-        tuple[int, int, int, Gap]
-    ] = []  # the one with the latest end, of these the largest, is first
+            starting[gap.start].append(index)
+            ending[gap.end].append(index)
+    kept = bytearray(b"\1") * len(gaps)
+    furthest: list[tuple[int, int, int, int]] = []  # the latest end, of these the largest, is first
     held, count = 0, 0
     for moment, room in enumerate(capacity):
-        for gap in ending[moment]:
-            if gap in kept:
-                held -= gap.size
-        for gap in starting[moment]:
-            kept.add(gap)
-            ending[gap.end].append(gap)
+        for index in ending[moment]:
+            if kept[index]:
+                held -= gaps[index].size
+        for index in starting[moment]:
+            gap = gaps[index]
             held += gap.size
             count += 1
-            heapq.heappush(furthest, (-gap.end, -gap.size, count, gap))
+            heapq.heappush(furthest, (-gap.end, -gap.size, count, index))
         while held > room and furthest:
-            gap = heapq.heappop(furthest)[3]
-            if gap.end > moment:
-                kept.discard(gap)
-                held -= gap.size
+            end, size, _, index = heapq.heappop(furthest)
+            if -end > moment:
+                kept[index] = 0
+                held += size
     return kept
 
 
-def _fill(gaps: Sequence[Gap], kept: set[Gap], capacity: Sequence[float]) -> None:
-    room = list(capacity)
-    for gap in kept:
-        for moment in range(gap.start, gap.end):
-            room[moment] -= gap.size
-    left = [gap for gap in gaps if gap not in kept]
-    for gap in sorted(left, key=lambda gap: (gap.end - gap.start, gap.start, gap.unit)):
-        if room[gap.start] < gap.size or min(room[gap.start : gap.end]) < gap.size:
+def _fill(gaps: Sequence[Gap], kept: bytearray, capacity: Sequence[float]) -> None:
+    change = [0] * (len(capacity) + 1)
+    for gap, stays in zip(gaps, kept, strict=True):
+        if stays:
+            change[gap.start] += gap.size
+            change[gap.end] -= gap.size
+    room = [free - held for free, held in zip(capacity, itertools.accumulate(change), strict=False)]
+    left = [index for index, stays in enumerate(kept) if not stays]
+    for index in sorted(
+        left, key=lambda one: (gaps[one].end - gaps[one].start, gaps[one].start, gaps[one].unit)
+    ):
+        start, end, size = gaps[index][:3]
+        ends_fit = room[start] >= size and room[end - 1] >= size and room[(start + end) // 2] >= size
+        if not ends_fit or min(room[start:end]) < size:
             continue
-        kept.add(gap)
-        for moment in range(gap.start, gap.end):
-            room[moment] -= gap.size
+        kept[index] = 1
+        for moment in range(start, end):
+            room[moment] -= size

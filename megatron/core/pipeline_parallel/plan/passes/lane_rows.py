@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -75,9 +76,9 @@ class LaneRow:
     def __init__(self, uses: RowUses, residency: Residency) -> None:
         self._uses, self._residency = uses, residency
         self._firsts = [first for _, first in uses.computations]
-        self._freed: list[list[RawOp]] = [[] for _ in range(uses.num_moments + 1)]
-        self._gathered: list[list[RawOp]] = [[] for _ in range(uses.num_moments + 1)]
-        self._reduced: list[list[RawOp]] = [[] for _ in range(uses.num_moments + 1)]
+        self._freed: defaultdict[int, list[RawOp]] = defaultdict(list)
+        self._gathered: defaultdict[int, list[RawOp]] = defaultdict(list)
+        self._reduced: defaultdict[int, list[RawOp]] = defaultdict(list)
 
     def gather(self, stay: Stay, moment: int) -> None:
         self._gathered[moment].append(self._op(UNSHARD, stay))
@@ -113,6 +114,7 @@ class LaneRow:
     def write(self) -> Row:
         """The row. What belongs to its end stands behind its last transfer and before the step is decided on."""
         row, firsts = self._uses.row, [*self._firsts, self._uses.num_moments]
+        moments = {*self._freed, *self._gathered, *self._reduced}
         written: list[RawOp] = []
         computation = 0
         end = 1 + max(place for place, op in enumerate(row) if not IS_VALIDATION[op[0]])
@@ -121,9 +123,9 @@ class LaneRow:
                 written += self._at(self._uses.num_moments, 0)
             if IS_COMPUTE[op[0]]:
                 first, behind = firsts[computation], firsts[computation + 1]
-                written += self._at(first, 0)
-                for moment in range(first + 1, behind):
-                    written += self._at(moment, moment - first + 1)
+                for moment in range(first, behind):
+                    if moment in moments:
+                        written += self._at(moment, moment - first + 1 if moment > first else 0)
                 computation += 1
             written.append(op)
         if end == len(row):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.measured import (
     Span,
     file_name,
@@ -13,10 +17,15 @@ from megatron.core.pipeline_parallel.plan.measured import (
     op_lines,
     read_timeline,
 )
+from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
+from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tests.harness.measured_runs import write_timeline
+from tests.harness.unit_stages import asked, model
 
 
 def plan_of(num_ranks=2, microbatches=2):
@@ -87,4 +96,53 @@ def test_what_is_no_timeline_is_told(tmp_path):
             read_timeline(tmp_path)
     path.unlink()
     with pytest.raises(PlanError, match=r"rank-00006.jsonl is missing of the pipeline of ranks \(4, 6\)"):
+        read_timeline(tmp_path)
+
+
+@pytest.fixture
+def shared_by_4(tmp_path):
+    """A written step of ranks that share their states, and what its lanes are in ns."""
+    plan = plan_of()
+    stages, residency = model(plan.placement, 1), asked("optim_grads_params", "budget", 2)
+    plan = add_residency(plan, stages, residency, CostModel.of_ranks(plan.placement))
+    lanes = Lanes(stages, residency, LaneCosts(latency=2e9, bandwidth=3e-9))
+    write_timeline(tmp_path, simulate(plan, CostModel.of_ranks(plan.placement)), lanes, at_rest=70)
+    return plan, lanes
+
+
+def test_gathers_and_reductions_are_read_back_with_what_they_are_about(tmp_path, shared_by_4):
+    plan, lanes = shared_by_4
+    (step,) = read_timeline(tmp_path)
+    assert (step.plan, step.at_rest) == (plan, (70, 71))
+    wire = LaneCosts(latency=2.0, bandwidth=pytest.approx(3.0))  # of a second
+    assert step.lanes == dataclasses.replace(lanes, costs=wire)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["residency"].update(ways=-1),
+        lambda header: header.update(at_rest="70"),
+        lambda header: header.update(lanes=7),
+        lambda header: header["lanes"]["costs"].update(latency="none"),
+        lambda header: header["lanes"]["costs"].update(bandwidth=float("nan")),
+        lambda header: header["lanes"]["costs"].update(bandwidth=0),
+        lambda header: header["lanes"]["residency"].update(policy="whim"),
+        lambda header: header["lanes"]["residency"].update(budget=[10**400, 1]),
+        lambda header: header["lanes"]["stages"].pop(),
+        lambda header: header["lanes"]["stages"][0]["units"][0].update(weight_bytes=-1),
+        lambda header: header["lanes"]["stages"][0]["units"][0].update(surprise=1),
+        lambda header: header["lanes"]["stages"][0].update(forward=[[[0]]]),
+        lambda header: header["lanes"]["stages"][0].update(forward=[[0]]),
+    ],
+)
+def test_a_header_that_says_something_else_is_told(tmp_path, shared_by_4, change):
+    path = tmp_path / file_name(0)
+    first, *lines = path.read_text().splitlines(keepends=True)
+    header = json.loads(first)
+    change(header)
+    path.write_text("".join([json.dumps(header) + "\n", *lines]))
+    with pytest.raises(
+        PlanError, match=r"rank-00000.jsonl, line 1|header's (lanes are|placement or residency is) wrong"
+    ):
         read_timeline(tmp_path)

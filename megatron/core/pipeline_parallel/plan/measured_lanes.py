@@ -1,0 +1,56 @@
+"""What the gathers and reductions of a measured plan are about, read from the header of its timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
+from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
+
+_LARGEST = 1 << 60  # of bytes and times
+_NS_PER_S = 1e9
+_KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def lanes_of_json(content: Any, plan: Plan) -> Lanes:
+    """What `dataclasses.asdict` made of lanes in ns, in seconds. Raises PlanError where it is no such thing, or of
+    another plan."""
+    try:
+        stages = tuple(
+            StageUnits(
+                tuple(_record(UnitCosts, unit) for unit in stage["units"]),
+                *(tuple(map(tuple, stage[name])) for name in ("forward", "backward")),
+            )
+            for stage in content["stages"]
+        )
+        asked = dict(content["residency"])
+        limits = {name: _numbers(asked.pop(name)) for name in ("budget", "limit")}
+        residency, wire = _record(Residency, asked, **limits), _record(LaneCosts, content["costs"])
+        if not wire.bandwidth:
+            raise ValueError("no bandwidth")
+        for rank, row in enumerate(plan.rows):
+            walk_row(row, RankUnits(rank, plan.placement, stages), residency, forward_only=plan.forward_only)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
+        raise PlanError(f"the header's lanes are wrong: {error!r:.200}") from None
+    return Lanes(stages, residency, LaneCosts(wire.latency / _NS_PER_S, wire.bandwidth * _NS_PER_S))
+
+
+def _numbers(content: Any) -> tuple[float, ...] | None:
+    found = None if content is None else tuple(map(float, content))
+    if found is not None and not all(0 <= one <= _LARGEST for one in found):
+        raise ValueError(f"bytes {found!r:.80}")
+    return found
+
+
+def _record(cls: Any, content: dict[str, Any], **more: Any) -> Any:
+    """A dataclass of numbers and words."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    for name, value in content.items():
+        is_number = type(value) in (int, float)
+        if type(value) not in _KINDS[kinds[name]] or (is_number and not 0 <= value <= _LARGEST):
+            raise ValueError(f"{name!r} is {value!r:.40}")
+    return cls(**content, **more)
