@@ -8,7 +8,7 @@ import dataclasses
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
-from megatron.core.pipeline_parallel.plan.schedules import AUTO
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
@@ -17,6 +17,7 @@ from megatron.training.command_line import read_command_line
 from megatron.training.config import Config
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.problems import ConfigurationError
+from megatron.training.rule_table import spelled
 from tools.schedule_flags import names_of
 from tools.schedule_residency import Shown
 
@@ -75,7 +76,9 @@ def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
 
 def _config(args: argparse.Namespace) -> Config:
     """As a run would have it. Raises PlanError with all that is wrong."""
-    strategy = args.data_parallel_sharding_strategy or AUTO
+    strategy, name = args.data_parallel_sharding_strategy or AUTO, names_of(args)[0]
+    row = SCHEDULES.get(name)  # it says which flag is of its groups
+    group = (row and row.group_size) or "microbatch_group_size_per_vp_stage"
     words = ["--use-distributed-optimizer" if strategy == "optim" else "--use-custom-fsdp", "--lr", "1"]
     words += ["--micro-batch-size", "1", "--train-iters", "1", *args.model_words]
     said = read_command_line(words).values
@@ -83,12 +86,12 @@ def _config(args: argparse.Namespace) -> Config:
     for flag, value in (
         ("--rank-memory-limit", args.rank_memory_limit),
         ("--data-parallel-sharding-strategy", strategy),
-        ("--pipeline-schedule", names_of(args)[0]),
+        ("--pipeline-schedule", name),
         ("--pipeline-model-parallel-size", args.stages),
         ("--num-layers", args.num_layers),
         ("--global-batch-size", batch),
         ("--num-virtual-stages-per-pipeline-rank", args.chunks),
-        ("--microbatch-group-size-per-virtual-pipeline-stage", args.group_size),
+        (spelled(group), args.group_size),
     ):
         words += [] if value is None else [flag, str(value)]
     world = args.stages * args.data_parallel_size * said.get("tensor_model_parallel_size", 1)

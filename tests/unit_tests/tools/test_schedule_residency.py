@@ -142,6 +142,9 @@ def test_a_named_schedule_under_a_limit_chooses_the_rest(capsys):
     assert show_schedule.main([*LIMITED, "--schedule", "zb-1p", "--rank-memory-limit", "64M"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"^zb-1p, \w+: chosen$", told, re.MULTILINE)
+    groups = ("--microbatch-group-size-per-virtual-pipeline-stage", "1", "--chunks", "2", "--schedule", "gis")
+    assert show_schedule.main([*LIMITED, "--rank-memory-limit", "64M", *groups]) == 0
+    assert re.search(r"^gis, 2 chunks, groups of 1, \w+: chosen$", capsys.readouterr().out, re.MULTILINE)
     assert re.search(r"^rank 1: holds [\d.]+ MB of 67.11 MB; ", told, re.MULTILINE)
 
 
