@@ -263,7 +263,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         (wire, *_) = run_ranks(wire_of_ranks, args.stages * DP)
         if args.wire_mb_per_s is not None:
             wire = LaneCosts(bandwidth=args.wire_mb_per_s * 1e6 * MS)
-        print(f"wire: {1e3 * wire.latency:.0f} us a collective, {wire.bandwidth / 1e6 / MS:.0f} MB/s")
+        print(f"wire: {1e3 * wire.latency:.0f} us a collective, {wire.bandwidth / 1e6 / MS:.4g} MB/s")
         simulations = {
             f"{name} {policy}": sharded(one, policy, wire)
             for name, one in simulations.items()
