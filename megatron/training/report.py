@@ -27,16 +27,8 @@ from megatron.training.report_pipeline import pipeline_section
 
 NOT_LOSSES = frozenset(
     {"iteration", "consumed_samples", "time", "learning-rate", "decoupled-learning-rate", "batch-size"}
-    | {
-        "loss-scale",
-        "iteration-time",
-        "skipped-iterations",
-        "nan-iterations",
-        "throughput",
-        "grad-norm",
-        "rollbacks",
-    }
-    | {"num-zeros", "params-norm", "tokens-per-second", "world-size"}
+    | {"loss-scale", "iteration-time", "skipped-iterations", "nan-iterations", "throughput", "grad-norm"}
+    | {"num-zeros", "params-norm", "tokens-per-second", "world-size", "rollbacks"}
     | {"mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
 )
 SUMMARY_SETTINGS = (
@@ -209,11 +201,8 @@ def _charts(run: RunRecord) -> list[str]:
     held = [tag for tag in run.curves if tag.startswith(_OF_A_PLAN) and tag.endswith(_KINDS_HELD)]
     if held:
         memory = [Series(tag, run.curves[tag], points=tag.startswith("measured-")) for tag in sorted(held)]
-        charts.append(
-            line_chart(
-                "Memory by kind: the most on the fullest rank", memory, marks=marks, from_zero=True, wide=True
-            )
-        )
+        title = "Memory by kind: the most on the fullest rank"
+        charts.append(line_chart(title, memory, marks=marks, from_zero=True, wide=True))
     return charts
 
 

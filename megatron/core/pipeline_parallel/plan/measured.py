@@ -9,8 +9,7 @@ file, and comes again where the rank goes on with another plan:
 
 Where a row has operations of data parallelism, "residency" is what the plan was made for, "at_rest" the bytes that the
 rank holds between steps, and the pipeline's first rank has "lanes": the units of all stages, what they are cut by, and
-what the wire costs in ns. Behind a header comes
-a line an operation, in the order of the row:
+what the wire costs in ns. Behind a header comes a line an operation, in the order of the row:
 
     {"iteration": 7, "op": "2F0", "start_s": 0.5, "end_s": 0.6, "wait_s": 0.02}
 

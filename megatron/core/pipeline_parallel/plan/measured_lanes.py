@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
@@ -13,7 +12,6 @@ from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, Un
 
 _LARGEST = 1 << 60  # of bytes and times
 _NS_PER_S = 1e9
-_KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
 def lanes_of_json(content: Any, plan: Plan) -> Lanes:
@@ -40,17 +38,19 @@ def lanes_of_json(content: Any, plan: Plan) -> Lanes:
 
 
 def _numbers(content: Any) -> tuple[float, ...] | None:
-    found = None if content is None else tuple(map(float, content))
-    if found is not None and not all(0 <= one <= _LARGEST for one in found):
-        raise ValueError(f"bytes {found!r:.80}")
-    return found
+    return None if content is None else tuple(map(_checked, content))
 
 
 def _record(cls: Any, content: dict[str, Any], **more: Any) -> Any:
-    """A dataclass of numbers and words."""
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    """A dataclass of numbers and words: of the kinds of their defaults, words without one."""
     for name, value in content.items():
-        is_number = type(value) in (int, float)
-        if type(value) not in _KINDS[kinds[name]] or (is_number and not 0 <= value <= _LARGEST):
+        if isinstance(value, str) != isinstance(getattr(cls, name, ""), str):
             raise ValueError(f"{name!r} is {value!r:.40}")
+        _checked(0 if isinstance(value, str) else value)
     return cls(**content, **more)
+
+
+def _checked(value: Any) -> float:
+    if not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r:.40} is no size")
+    return float(value)
