@@ -87,7 +87,7 @@ def fastest(spec: ScheduleSpec, num_microbatches: int, cutoff: float) -> tuple[f
 
 def _cost(searches: Sequence[_Search], one: _Row, other: _Row, most: float) -> float:
     """Of two rows together; infinite if it is more than `most`, as it is where they wait for each other."""
-    arrivals = [[earliest for earliest, _ in search.window] for search in searches]
+    arrivals = [list(search.early) for search in searches]
     while True:
         before = [list(times) for times in arrivals]
         for row, search, (sender, to) in zip((one, other), searches, ((0, 1), (1, 0)), strict=True):
@@ -115,8 +115,7 @@ def _plus(one: Vector, time: float) -> Vector:
 
 
 class _Search:
-    """Rows of one rank. arrivals, sends: results that it gets and gives. window: by arrival, the earliest moment, and
-    the latest that leaves rank 0 time for the rest by the cutoff. due: by result that it gives, the latest."""
+    """Rows of one rank. arrivals, sends: results that it gets and gives. early: by arrival, no plan has it before."""
 
     def __init__(self, spec: ScheduleSpec, rank: int, total: int, cutoff: float) -> None:
         residency, lanes, stages = spec.residency, spec.lanes, spec.stages_units
@@ -134,24 +133,20 @@ class _Search:
         every = [units.unit(number) for number in range(len(units))]
         self.gather = [lanes.unshard(one, residency, first=False) for one in every]
         self.reduce = [lanes.reduce(one, residency) for one in every]
-        windows = self._windows(lanes.unshard(stages[0].units[0], residency, first=True))
-        self.arrivals = [op for op in windows if op[1] not in self.mine and self._goes_to(op) in self.mine]
+        early = self._earliest(lanes.unshard(stages[0].units[0], residency, first=True))
+        self.arrivals = [op for op in early if op[1] not in self.mine and self._goes_to(op) in self.mine]
         self.sends = [
-            op for op in windows if op[1] in self.mine and self._goes_to(op) not in (*self.mine, None)
+            op for op in early if op[1] in self.mine and self._goes_to(op) not in (*self.mine, None)
         ]
-        self.window = [windows[op] for op in self.arrivals]
-        self.due = [windows[op][1] for op in self.sends]
-        self.until = cutoff + (
-            self.window[0][1] if rank else 0.0
-        )  # from its first arrival on it has as long as rank 0
+        self.early = [early[op] for op in self.arrivals]
+        self.until = 2 * cutoff if rank else cutoff  # rank 1 begins with its first arrival
         self.from_first = cutoff if rank else math.inf
 
-    def _windows(self, first: float) -> dict[RawOp, tuple[float, float]]:
-        """Of each F and B, when it ends at the earliest and at the latest. first: what rank 0 waits for."""
+    def _earliest(self, first: float) -> dict[RawOp, float]:
+        """Of each F and B, when it ends. first: what rank 0 waits for."""
         stages = range(self.last + 1)
         chain = [(F, stage) for stage in stages] + [(B, stage) for stage in reversed(stages)]
         early: dict[RawOp, float] = {}
-        late: dict[RawOp, float] = {}
         for (before, (kind, stage)), one in itertools.product(
             zip([None, *chain], chain, strict=False), range(self.total)
         ):
@@ -159,16 +154,7 @@ class _Search:
             if one:
                 begin = max(begin, early[compute(kind, stage, one - 1)])
             early[compute(kind, stage, one)] = begin + self.takes[kind][stage]
-        for (behind, op), one in itertools.product(
-            zip([None, *chain[::-1]], chain[::-1], strict=False), reversed(range(self.total))
-        ):
-            end = self.cutoff - (self.total - one) * self.takes[W][0]
-            if behind:
-                end = late[compute(*behind, one)] - self.takes[behind[0]][behind[1]]
-            if one + 1 < self.total:
-                end = min(end, late[compute(*op, one + 1)] - self.takes[op[0]][op[1]])
-            late[compute(*op, one)] = end
-        return {op: (early[op], late[op]) for op in early}
+        return early
 
     def _goes_to(self, op: RawOp) -> int | None:
         """The stage that needs a result."""
@@ -186,11 +172,9 @@ class _Search:
         layers: list[dict[int, dict[_Key, list[Any]]]] = [defaultdict(dict) for _ in range(count + 1)]
         layers[0][0][_Key(done, None, frozenset(), frozenset(), ())] = [((), times, None)]
         found: list[Any] = []
-        self.seen = 0
         for begun, layer in enumerate(layers):
             for level in range(-len(self.units), len(self.units) + 1):
                 for key, front in layer.pop(level, {}).items():
-                    self.seen += len(front)
                     for _, times, trace in front:
                         if begun == count and not key.whole and not key.gathered:
                             end = _later(times.clock, times.free)
@@ -199,15 +183,9 @@ class _Search:
                         for more, new, later, ops in self._steps(key, times):
                             kept = self._kept(new, later)
                             if kept is not None:
-                                front = layers[begun + more][len(new.gathered) - len(new.whole)].setdefault(
-                                    new, []
-                                )
-                                _insert(
-                                    front,
-                                    (kept.clock, kept.free, *kept.gathered, *kept.under, *kept.sent),
-                                    kept,
-                                    (ops, trace),
-                                )
+                                others = layers[begun + more][len(new.gathered) - len(new.whole)]
+                                moments = (kept.clock, kept.free, *kept.gathered, *kept.under, *kept.sent)
+                                _insert(others.setdefault(new, []), moments, kept, (ops, trace))
         rows = [_Row(*times, _written(trace)) for _, times, trace in found]
         return sorted(rows, key=lambda row: row.end[0])
 
@@ -355,22 +333,20 @@ class _Search:
                 sum((self.total - one) * share for one, share in zip(weights, shares, strict=True))
                 * self.takes[W][stage]
             )
-        clock = self._without(times.clock)
         if key.running is not None:
             op, access = key.running
             left -= sum(self.units.stages[op[1]].shares(op)[:access]) * self.takes[op[0]][op[1]]
         if left > ROUNDING:
             left += min(self.reduce)
-        free = self._without(times.free)
-        if (
-            clock[0] + left > self.until + ROUNDING
-            or max(clock[1:2], default=NEVER) + left > self.from_first + ROUNDING
-        ):
-            return None
-        if free[0] + lane > self.until + ROUNDING:
-            return None
+        clock, free = self._without(times.clock), self._without(times.free)
         sent = tuple(map(self._without, times.sent))
-        if any(one[0] > due + ROUNDING for one, due in zip(sent, self.due, strict=True)):
+        over = (
+            clock[0] + left - self.until,
+            free[0] + lane - self.until,
+            clock[1] + left - self.from_first,
+            *(one[0] - self.cutoff for one in sent),
+        )
+        if max(over) > ROUNDING:
             return None
 
         def ahead(moment: Vector) -> Vector:
@@ -382,17 +358,11 @@ class _Search:
         gathered = tuple(
             ahead(one) if unit in key.gathered else never for unit, one in enumerate(times.gathered)
         )
-        return _Times(clock, ahead(free), gathered, tuple(map(ahead, times.under)), sent)
+        return _Times(clock, ahead(times.free), gathered, tuple(map(ahead, times.under)), sent)
 
     def _without(self, moment: Vector) -> Vector:
-        first = max(
-            moment[0], *(one + early for one, (early, _) in zip(moment[1:], self.window, strict=True))
-        )
-        rest = (
-            one if one + late > first else NEVER
-            for one, (_, late) in zip(moment[1:], self.window, strict=True)
-        )
-        return (first, *rest)
+        first = max(moment[0], *map(operator.add, moment[1:], self.early))
+        return (first, *(one if one + self.cutoff > first else NEVER for one in moment[1:]))
 
     def _op(self, kind: int, unit: int, begun: int) -> RawOp:
         stage, place = self.units.home[unit]

@@ -156,8 +156,8 @@ class StagedModel:
         Raises StageLayersError where no schedule's stages fit the layers, PlanError where nothing fits the limit.
         """
         named = self.parallel.pipeline_schedule
-        specs, impossible = (
-            ([self.spec(named)], []) if named in SCHEDULES else self.candidates(_CHUNKS, every_group=True)
+        specs, impossible = self.candidates(
+            _CHUNKS, every_group=True, named=named if named in SCHEDULES else None
         )
         lanes = budget.lanes(costs.layer().f)
         every = [
@@ -191,19 +191,21 @@ class StagedModel:
             return spec  # neither fits, which whoever plans will say
 
     def candidates(
-        self, chunks: Sequence[int] = (), *, every_group: bool = False
+        self, chunks: Sequence[int] = (), *, every_group: bool = False, named: str | None = None
     ) -> tuple[list[ScheduleSpec], list[str]]:
         """What can be chosen from, and a line for each schedule whose stages do not fit the layers.
 
         chunks: on each rank where no flag says how many; (): as many as the schedule's row has. every_group: gis with
-        groups of half as many microbatches as ranks to as many.
+        groups of half as many microbatches as ranks to as many, where no flag says so. named: of this schedule alone.
         """
         specs: list[ScheduleSpec] = []
         errors: list[tuple[str, StageLayersError]] = []
         ranks = self.parallel.pipeline_model_parallel_size
-        groups = range(-(-ranks // 2), ranks + 1) if every_group else ()
+        groups = range(-(-ranks // 2), ranks + 1) if every_group else range(0)
         for name, row in SCHEDULES.items():
-            if row.like is not None or (ranks == 1 and name != "1f1b"):
+            if named not in (None, name) or (named is None and row.like is not None):
+                continue
+            if ranks == 1 and name != (named or "1f1b"):
                 continue
             for count in (chunks or (row.chunks,)) if row.placement == LOOPED else (None,):
                 try:
@@ -216,7 +218,7 @@ class StagedModel:
                 if row.placement == LINEAR and one.placement.num_chunks > 1:
                     continue
                 if one not in specs:
-                    sized = groups if name == "gis" else ()
+                    sized = groups if name == "gis" and not self.parallel.interleave_group_size else range(0)
                     specs += [dataclasses.replace(one, group_size=group) for group in sized] or [one]
         if not specs:
             raise errors[0][1]

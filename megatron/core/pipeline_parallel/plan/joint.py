@@ -236,8 +236,10 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
         return known.bound if isinstance(known, _NoFasterError) else float("inf")
 
     low, high = least, 1.0
-    if cost(high) < float("inf") and isinstance(found[high], _NoFasterError):
-        raise found[high]
+    cost(high)
+    at_best = found[high]
+    if isinstance(at_best, _NoFasterError):
+        raise at_best
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     while len(found) < _ORDERS and high - low > 1e-3:
         # Where both fail the limit leaves too little beside activations: look lower.

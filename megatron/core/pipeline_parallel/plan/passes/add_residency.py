@@ -130,14 +130,14 @@ class _Maker:
         most = max(_FEWEST, *(min(count, ops // plan.num_ops) for count, ops in _TRIED))
         chosen, refused = (plan, lefts[0], 0), None
         best: tuple[tuple[float, float, float], Plan] | None = None
-        tried, uses = set(), {}
-        for axis in (1, 2, 0, 1, 2, None):
-            choices = itertools.product(orders, lefts, parts)
-            if axis is not None:
-                choices = iter(
-                    [(*chosen[:axis], one, *chosen[axis + 1 :]) for one in (orders, lefts, parts)[axis]]
-                )
-            for choice in choices:
+        tried: set[tuple[Plan, Left]] = set()
+        uses: dict[Plan, list[RowUses]] = {}
+        for turn in ("parts", "lefts", "orders", "parts", "lefts", "all"):
+            for choice in itertools.product(
+                orders if turn in ("orders", "all") else [chosen[0]],
+                lefts if turn in ("lefts", "all") else [chosen[1]],
+                parts if turn in ("parts", "all") else [chosen[2]],
+            ):
                 order, left, count = choice
                 if count:
                     order = split_trailing(order, self.stages, count)

@@ -109,8 +109,8 @@ class LaneRow:
     def gradients_held(self) -> list[int]:
         """By moment, the most bytes of whole gradients and of those under way, as `HeldUnits` counts them."""
         units = self._uses.units
-        begins: list[list[int]] = [[] for _ in self._reduced]
-        grows: list[list[tuple[int, int]]] = [[] for _ in self._reduced]
+        begins: defaultdict[int, list[int]] = defaultdict(list)
+        grows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for unit, spans in enumerate(self._uses.adds):
             for span in spans:
                 begins[span.first].append(unit)
@@ -122,17 +122,17 @@ class LaneRow:
         held, most = 0, []
         for moment in range(self._uses.num_moments):
             most.append(held)
-            for op in self._reduced[moment]:
+            for op in self._reduced.get(moment, ()):
                 unit = units.of[op[1]][op[4]]
                 if unit not in whole:  # its sum over instances waits for its reduction
                     under = [one for one in under if one[0] != unit]
                 under = [*under[len(under) + 1 - MOST_UNDER_WAY :], (unit, whole.pop(unit, 0))]
                 grown -= {one for one in grown if one[0] == unit}
-            for unit in begins[moment]:
+            for unit in begins.get(moment, ()):
                 if unit not in whole:
                     under = [one for one in under if one[0] != unit]
                     whole[unit] = units.grad_bytes[unit]
-            for one in grows[moment]:
+            for one in grows.get(moment, ()):
                 if one not in grown:
                     grown.add(one)
                     whole[one[0]] += units.extra_bytes[one]
