@@ -166,9 +166,7 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
         if spec.file is not None:
             return spec.file.order(num_microbatches)
         return build_plan(spec.schedule, spec.request(num_microbatches))
-    if (
-        spec.stages_units is not None and spec.residency is not None and spec.residency.moves
-    ):  # the last pass of all
+    if spec.stages_units is not None and spec.residency is not None:  # the last pass of all
         plan = plan_for(spec.bare, num_microbatches, purpose)
         if plan.residency is not None:  # a file's own
             verify(plan, spec.costs, stages=spec.stages_units, residency=spec.residency)
