@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.activations import peak_activation
 from megatron.core.pipeline_parallel.plan.collector import without_collector
+from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
@@ -147,7 +148,9 @@ class _Bare:
         """No plan of the candidate takes less; 0 where there is none, which `judge` says."""
         try:
             if spec.row.searched:
-                return lower_bound(Problem(spec.placement, self.num_microbatches, spec.costs, _room(spec)))
+                return lower_bound(
+                    Problem(spec.placement, self.num_microbatches, _least_held(spec), _room(spec))
+                )
             return self._order(spec)[0]
         except PlanError:
             return 0.0
@@ -181,6 +184,15 @@ class _Bare:
             found = simulate(plan, spec.costs)
             self._known[bare] = (found.cost, found.peak_activation)
         return self._known[bare]
+
+
+def _least_held(spec: ScheduleSpec) -> CostModel:
+    """Costs by which nothing is held longer than a schedule needs: a linear one may come to fused backwards, which
+    hold what F left."""
+    costs = spec.costs
+    if spec.placement.num_chunks > 1:
+        return costs
+    return dataclasses.replace(costs, held_after_b=tuple(map(min, costs.held_after_b, costs.activation)))
 
 
 def _room(spec: ScheduleSpec) -> tuple[float, ...]:

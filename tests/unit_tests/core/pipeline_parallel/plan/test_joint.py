@@ -78,3 +78,13 @@ def test_less_than_the_least_is_refused_with_its_parts():
         joint(asked, 4)
     rest, whole, activation = least_bytes(asked[0])[0]
     assert rest + whole + activation > 50.0
+
+
+def test_what_would_hold_the_least_is_no_fixed_order_that_holds_more():
+    asked = [one for one in candidates(3, 50.0, random.Random(0), (SHARDED,)) if one.schedule != "gis"]
+    assert [one.schedule for one in asked] == [
+        "1f1b",
+        "zbv",
+    ]  # the first holds three microbatches, whatever the limit
+    with pytest.raises(PlanError, match="the least is that of zbv"):
+        joint(asked, 6)
