@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +16,15 @@ def available_bytes() -> int | None:
         sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
     found = [sizes.get("MemAvailable"), left_in_container(Path("/sys/fs/cgroup"))]
     return min((size for size in found if size is not None), default=None)
+
+
+def total_bytes() -> int:
+    """Memory of this machine, or what its container may have of it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
+        with contextlib.suppress(OSError, ValueError):
+            return min(machine, int(Path("/sys/fs/cgroup", name).read_text()))
+    return machine
 
 
 def left_in_container(root: Path) -> int | None:

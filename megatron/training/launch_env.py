@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.core import available_memory
 from megatron.core.config_base import RANKS, THREADS
 
 _MAX_DIGITS = 40
@@ -104,11 +104,7 @@ class LaunchEnv:
     @staticmethod
     def memory_bytes() -> int:
         """Memory of this machine, or what its container may have of it."""
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
-            with contextlib.suppress(OSError, ValueError):
-                return min(machine, int(Path("/sys/fs/cgroup", name).read_text()))
-        return machine
+        return available_memory.total_bytes()
 
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""
