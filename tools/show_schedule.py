@@ -107,7 +107,8 @@ COMPARED = ("text", "json", "table")
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
     if args.playground is not None:
-        if args != parser(None, [*FORMATS, "table"]).parse_args([f"--playground={args.playground}"]):
+        alone = argparse.Namespace(words=args.words, model_words=[])  # as main sets them
+        if args != parser(None, [*FORMATS, "table"]).parse_args([f"--playground={args.playground}"], alone):
             raise PlanError(
                 "--playground writes a page that asks for everything itself: leave the other flags out"
             )
