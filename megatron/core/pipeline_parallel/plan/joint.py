@@ -125,7 +125,7 @@ def told(one: Judged) -> str:
     )
     return (
         f"{one.spec.told_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
-        f"{one.peaks[rank] / 1e9:.2f} GB (rank {rank})"
+        f"{_size(one.peaks[rank])} (rank {rank})"
     )
 
 
@@ -273,8 +273,7 @@ def _refuse_full(spec: ScheduleSpec, order: Plan) -> None:
         peak = peak_activation(rank, order.rows[rank], spec.costs)
         if rest + peak > limit:
             raise PlanError(
-                f"rank {rank} holds {rest / 1e9:.2f} GB at rest and {peak / 1e9:.2f} of activations, the limit is "
-                f"{limit / 1e9:.2f}"
+                f"rank {rank} holds {_size(rest)} at rest and {_size(peak)} of activations, the limit is {_size(limit)}"
             )
 
 
@@ -286,6 +285,11 @@ def _judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
 def _too_little(spec: ScheduleSpec, parts: Sequence[tuple[float, float, float]]) -> str:
     rank, (rest, whole, activation) = max(enumerate(parts), key=lambda one: sum(one[1]))
     return (
-        f"rank {rank} holds at least {(rest + whole + activation) / 1e9:.2f} GB: {rest / 1e9:.2f} at rest, "
-        f"{whole / 1e9:.2f} of a unit gathered and reduced, {activation / 1e9:.2f} of a microbatch's activations"
+        f"rank {rank} holds at least {_size(rest + whole + activation)}: {_size(rest)} at rest, {_size(whole)} of a unit "
+        f"gathered and reduced, {_size(activation)} of a microbatch's activations"
     )
+
+
+def _size(size: float) -> str:
+    """What is smaller than a tenth of a GB (1e9 bytes) in MB."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -102,8 +102,8 @@ def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap
                 kept.append(by_place[unit, index])
             elif groups[index] > groups[index + 1]:
                 raise PlanError(
-                    f"rank {uses.units.rank}: unit {uses.units.unit(unit).name} cannot be reduced as the stored "
-                    "grouping says: two stages add to it in another order; leave the stored grouping out"
+                    f"rank {uses.units.rank}: two stages share unit {uses.units.unit(unit).name}, and this order adds "
+                    "their gradients in another order than the stored grouping, which keeps a run's bits, allows"
                 )
     return kept
 
