@@ -285,8 +285,8 @@ def _judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
 def _too_little(spec: ScheduleSpec, parts: Sequence[tuple[float, float, float]]) -> str:
     rank, (rest, whole, activation) = max(enumerate(parts), key=lambda one: sum(one[1]))
     return (
-        f"rank {rank} holds at least {_size(rest + whole + activation)}: {_size(rest)} at rest, {_size(whole)} of a unit "
-        f"gathered and reduced, {_size(activation)} of a microbatch's activations"
+        f"rank {rank} holds at least {_size(rest + whole + activation)}: {_size(rest)} at rest, {_size(whole)} of a "
+        f"unit gathered and reduced, {_size(activation)} of a microbatch's activations"
     )
 
 
