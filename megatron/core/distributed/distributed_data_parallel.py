@@ -151,7 +151,7 @@ class DistributedDataParallel(GradSync):
 
     def residency(self, pipeline_ranks: int, limit: tuple[float, ...] | None = None) -> Residency:
         """How it cuts states, for plans. limit: as `Residency` has it."""
-        element = max(arena.weights.element_size() for arena in self.buffer.arenas)
+        element = max((arena.weights.element_size() for arena in self.buffer.arenas), default=1)
         asked = residency_of(self.config, self.sharding, self.place, pipeline_ranks, element_bytes=element)
         return asked if limit is None else asked.within(limit)
 
