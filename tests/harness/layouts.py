@@ -132,7 +132,13 @@ class Run:
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
         self.runner = PipelineRunner(
-            self.spec, self.ps, self.engine, forward_step, Timers(0), per_token_loss=self._per_token
+            self.spec,
+            self.ps,
+            self.engine,
+            forward_step,
+            Timers(0),
+            per_token_loss=self._per_token,
+            work=self.spec.stages_units,
         )
         self.global_batch, self.masked = global_batch, masked
         self.num_microbatches = global_batch // layout.dp
