@@ -92,11 +92,9 @@ class PipelineRunner:
         self._boundaries = UnitBoundaries()
         self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
-        asked = spec.residency  # with a limit, where one was chosen under
-        residency = engine.model.residency(spec.placement.num_ranks, None if asked is None else asked.limit)
-        if not residency.moves:
-            self.spec = spec.bare
-        else:
+        residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
+        self.spec = spec.bare
+        if residency.moves:
             units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_lines
+from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
@@ -24,13 +24,9 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     """
     config, tell = session.config, session.print_rank_0
     spec, parallel = config.schedule_spec, config.parallel
-    by = "--pipeline-schedule auto"
-    if spec.residency is not None:
-        speeds = f"{parallel.achieved_tflops:g} TFLOP/s, {parallel.dp_bandwidth_gb_per_s:g} GB/s"
-        by = f"--rank-memory-limit {parallel.rank_memory_limit}"
-        tell(f" > {by}: planned for {speeds} (--achieved-tflops, --dp-bandwidth-gb-per-s)")
-    for line in spec.reasons:
-        tell(f" > {by}: {line}")
+    speeds = parallel.achieved_tflops, parallel.dp_bandwidth_gb_per_s
+    for line in reason_lines(spec, parallel.rank_memory_limit, *speeds):
+        tell(line)
     if config.staged_model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes, planned_residency
+from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines, planned_residency
 from megatron.core.pipeline_parallel.plan.residency_lines import (
     HeldBytes,
     StepMoves,
@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.residency_lines import (
     moves_line,
     residency_line,
 )
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import Purpose
 from megatron.training.build import Engine
 from megatron.training.pipeline import PipelineRunner
 from megatron.training.session import Session
@@ -39,14 +39,7 @@ class ResidencyReport:
             return []
         rank, held, moves = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
         lines = [residency_line(spec.schedule, spec.residency, rank, held), moves_line(rank, moves)]
-        if spec.residency.limit is not None:
-            peaks = peak_bytes(spec, plan_for(spec, num_microbatches, self._purpose))
-            fullest = max(range(len(peaks)), key=peaks.__getitem__)
-            limit = f"{spec.residency.limit[fullest]:,.0f} of --rank-memory-limit"
-            lines.append(
-                f" > at once pipeline rank {fullest} holds at most {peaks[fullest]:,.0f} bytes, {limit}"
-            )
-        return lines
+        return lines + at_once_lines(spec, num_microbatches, self._purpose)
 
     def after_step(
         self, iteration: int, num_microbatches: int, costs: CostModel | None

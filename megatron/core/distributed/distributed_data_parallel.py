@@ -149,11 +149,11 @@ class DistributedDataParallel(GradSync):
             self.gathers.wait(unit)
         return self.chunks[0](*args, **kwargs)
 
-    def residency(self, pipeline_ranks: int, limit: tuple[float, ...] | None = None) -> Residency:
-        """How it cuts states, for plans. limit: as `Residency` has it."""
+    def residency(self, pipeline_ranks: int, chosen: Residency | None = None) -> Residency:
+        """How it cuts states, for plans. chosen: whose limit, if it has one, is kept to."""
         element = max((arena.weights.element_size() for arena in self.buffer.arenas), default=1)
         asked = residency_of(self.config, self.sharding, self.place, pipeline_ranks, element_bytes=element)
-        return asked if limit is None else asked.within(limit)
+        return asked if chosen is None or chosen.limit is None else asked.within(chosen.limit)
 
     def stage_units(self) -> tuple[StageUnits, ...]:
         """By chunk, what a plan has to know; times and activations are 0. Units with one name are one unit."""

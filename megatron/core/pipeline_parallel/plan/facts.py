@@ -65,6 +65,18 @@ def facts_lines(spec: ScheduleSpec, num_microbatches: int | None) -> list[str]:
     return [", ".join(told), *("  auto: " + line for line in spec.reasons)]
 
 
+def reason_lines(
+    spec: ScheduleSpec, limit: int | str | None, tflops: float | None, gb_per_s: float | None
+) -> list[str]:
+    """What the log says of a choice. limit: --rank-memory-limit, under which the speeds decide."""
+    by, lines = "--pipeline-schedule auto", list(spec.reasons)
+    if limit is not None:
+        by = f"--rank-memory-limit {limit}"
+        speeds = f"{tflops:g} TFLOP/s, {gb_per_s:g} GB/s (--achieved-tflops, --dp-bandwidth-gb-per-s)"
+        lines.insert(0, f"planned for {speeds}")
+    return [f" > {by}: {line}" for line in lines]
+
+
 def limit_lines(spec: ScheduleSpec, *, sequence_parallel: bool) -> list[str]:
     """What the log says of limits of activations, and of what they have room for."""
     lines = []

@@ -34,6 +34,16 @@ def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
     return tuple(peaks)
 
 
+def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> list[str]:
+    """What the log says of a limit: how much of it the fullest rank needs."""
+    if spec.residency is None or spec.residency.limit is None:
+        return []
+    peaks = peak_bytes(spec, plan_for(spec, num_microbatches, purpose))
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    limit = f"{spec.residency.limit[rank]:,.0f} of --rank-memory-limit"
+    return [f" > at once pipeline rank {rank} holds at most {peaks[rank]:,.0f} bytes, {limit}"]
+
+
 @functools.lru_cache(maxsize=4)
 def planned_residency(
     spec: ScheduleSpec,
