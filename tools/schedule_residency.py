@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held_over_time import size_text
 from megatron.core.pipeline_parallel.plan.ir import PlanError, Row, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
@@ -20,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
 

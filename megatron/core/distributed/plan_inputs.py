@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.residency_lines import StepMoves
-from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts, with_work_of
+from megatron.core.pipeline_parallel.plan.units import StageUnits, with_work_of
 
 _REPEATS = 5
 _SMALL = 1 << 12  # elements a rank
@@ -40,18 +39,10 @@ def units_of_all_stages(
     told: dict[int, StageUnits] = {}
     for of_rank in host_data.all_gather_json(own, model.ps.control_group):
         for stage, content in of_rank.items():
-            units = _stage_units(content)
+            units = StageUnits.of_dict(content)
             known = told.setdefault(int(stage), units)
             assert known == units, f"stage {stage} has units {known} on one rank, {units} on another"
     return tuple(told[stage] for stage in sorted(told))
-
-
-def _stage_units(content: dict[str, Any]) -> StageUnits:
-    return StageUnits(
-        tuple(UnitCosts(**unit) for unit in content["units"]),
-        tuple(map(tuple, content["forward"])),
-        tuple(map(tuple, content["backward"])),
-    )
 
 
 def measured_wire(model: DistributedDataParallel) -> LaneCosts:

@@ -202,11 +202,9 @@ class StagedModel:
         errors: list[tuple[str, StageLayersError]] = []
         ranks = self.parallel.pipeline_model_parallel_size
         groups = range(-(-ranks // 2), ranks + 1) if every_group else range(0)
-        for name, row in SCHEDULES.items():
-            if named not in (None, name) or (named is None and row.like is not None):
-                continue
-            if ranks == 1 and name != (named or "1f1b"):
-                continue
+        open_ones = [name for name, row in SCHEDULES.items() if row.like is None] if ranks > 1 else ["1f1b"]
+        for name in open_ones if named is None else [named]:
+            row = SCHEDULES[name]
             for count in (chunks or (row.chunks,)) if row.placement == LOOPED else (None,):
                 try:
                     one = self.spec(name)

@@ -7,8 +7,7 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARAL
 from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock
 from megatron.core.pipeline_parallel.plan.residency_walk import Held, walk_row
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+from megatron.core.pipeline_parallel.plan.sizes import size_text
 
 
 def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
@@ -22,14 +21,6 @@ def counts_bytes(simulation: Simulation) -> bool:
     lanes = simulation.timeline.lanes
     said = bool(lanes) and any(unit.activation for stage in lanes[0].lanes.stages for unit in stage.units)
     return said or limits_in_bytes(simulation) is not None
-
-
-def size_text(size: float, unit: str = "bytes") -> str:
-    """Bytes in GB of 1e9, what is small in less; anything else as it is."""
-    if unit != "bytes":
-        return f"{size:.4g}"
-    factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
-    return f"{size / factor:.4g} {name}"
 
 
 def activation_text(simulation: Simulation, size: float) -> str:

@@ -12,16 +12,19 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.activations import peak_activation
 from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
+from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
+from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 
@@ -39,37 +42,35 @@ class Judged:
     simulation: Simulation
     share: float | None = None
 
-    @property
-    def merit(self) -> tuple[float, float, float]:
-        """Time, time exposed, time on the wire; the least is the best."""
-        found = self.simulation
-        unit = TOLERANCE * max(found.work, 1e-300)
-        cost = round(found.cost / unit) * unit
-        return cost, round(sum(found.exposed), 6), round(sum(lane.busy for lane in found.timeline.lanes), 6)
-
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
         """By rank, bytes that it holds in all."""
         return peak_bytes(self.spec, self.plan)
 
 
-def least_bytes(spec: ScheduleSpec) -> tuple[tuple[float, float, float], ...]:
-    """By rank, without which nothing runs: states at rest; the weights that one access reads and the gradients of the
-    largest unit; one microbatch's activations."""
+class Least(NamedTuple):
+    """Bytes without which a rank can do nothing: states at rest; the weights that one access reads; gradients that are
+    added to and reduced, if each is reduced at once; one microbatch's activations."""
+
+    rest: float
+    weights: float
+    gradients: float
+    activation: float
+
+
+def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
+    """By rank."""
+    asked = spec.residency
     assert spec.stages_units is not None
-    assert spec.residency is not None
+    assert asked is not None
     parts = []
     for rank in range(spec.placement.num_ranks):
-        units, mine = RankUnits(rank, spec.placement, spec.stages_units), spec.local_stages(rank)
-        whole = 0.0
-        for stage in mine:
-            one = spec.stages_units[stage]
-            if spec.residency.weights_cut:
-                read = (sum(one.units[unit].weight_bytes for unit in access) for access in one.forward)
-                whole = max(whole, *read)
-        if spec.residency.grads_cut:
-            whole += max(units.grad_bytes, default=0)
-        parts.append((units.shard_bytes, whole, spec.costs.least_activation(sorted(mine))))
+        units, mine = RankUnits(rank, spec.placement, spec.stages_units), sorted(spec.local_stages(rank))
+        row = [compute(F, stage, 0) for stage in mine]
+        row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
+        uses = RowUses(tuple(row), units, overlap_reduce=asked.overlap_reduce)
+        weights, gradients = uses.most_read * asked.weights_cut, uses.most_adding * asked.grads_cut
+        parts.append(Least(units.shard_bytes, weights, gradients, spec.costs.least_activation(mine)))
     return tuple(parts)
 
 
@@ -100,7 +101,7 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
             lines.append(f"{named(spec)}: not possible: {error}")
             continue
         lines.append(f"{named(spec)}: {told(found)}")
-        if best is None or found.merit < best.merit:
+        if best is None or found.simulation.merit < best.simulation.merit:
             best = found
     if best is None:
         raise PlanError(bare.least(candidates))
@@ -125,7 +126,7 @@ def told(one: Judged) -> str:
     )
     return (
         f"{one.spec.told_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
-        f"{_size(one.peaks[rank])} (rank {rank})"
+        f"{size_text(one.peaks[rank])} (rank {rank})"
     )
 
 
@@ -158,12 +159,12 @@ class _Bare:
     def least(self, candidates: Sequence[ScheduleSpec]) -> str:
         """Of the candidate whose fullest rank holds the least."""
 
-        def parts_of(spec: ScheduleSpec) -> tuple[tuple[float, float, float], ...]:
+        def parts_of(spec: ScheduleSpec) -> tuple[Least, ...]:
             parts = least_bytes(spec)
             if spec.row.searched:
                 return parts
             _, peaks = self._order(spec)
-            return tuple((rest, whole, peak) for (rest, whole, _), peak in zip(parts, peaks, strict=True))
+            return tuple(one._replace(activation=peak) for one, peak in zip(parts, peaks, strict=True))
 
         known = []
         for spec in candidates:
@@ -174,7 +175,7 @@ class _Bare:
         if not known:
             return "; ".join(f"{named(spec)}: no such order" for spec in candidates)
         spec, parts = min(known, key=lambda one: max(map(sum, one[1])))
-        return f"nothing fits; the least is that of {named(spec)}: {_too_little(spec, parts)}"
+        return f"nothing fits; the least is that of {named(spec)}: {_too_little(parts)}"
 
     def _order(self, spec: ScheduleSpec) -> tuple[float, tuple[float, ...]]:
         """Time and activations by rank of a fixed order."""
@@ -200,23 +201,14 @@ def _room(spec: ScheduleSpec) -> tuple[float, ...]:
     than twice what 1F1B holds is of no use. Raises PlanError where that is less than it needs."""
     assert spec.residency is not None
     assert spec.residency.limit is not None
-    weights_alone = dataclasses.replace(
-        spec,
-        stages_units=tuple(
-            dataclasses.replace(
-                stage, units=tuple(dataclasses.replace(unit, grad_bytes=0) for unit in stage.units)
-            )
-            for stage in spec.stages_units or ()
-        ),
-    )
-    parts = least_bytes(weights_alone)
+    parts = least_bytes(spec)
     cap = 2 * spec.placement.num_ranks * spec.whole_stage
     room = tuple(
-        min(cap, limit - rest - whole)
-        for limit, (rest, whole, _) in zip(spec.residency.limit, parts, strict=True)
+        min(cap, limit - one.rest - one.weights)
+        for limit, one in zip(spec.residency.limit, parts, strict=True)
     )
-    if any(one < least for one, (_, _, least) in zip(room, parts, strict=True)):
-        raise PlanError(_too_little(spec, parts))
+    if any(size < one.activation for size, one in zip(room, parts, strict=True)):
+        raise PlanError(_too_little(parts))
     return room
 
 
@@ -227,7 +219,7 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
         _refuse_full(spec, plan_for(spec.bare, num_microbatches, Purpose.ORDER))
         return _judge(spec, num_microbatches)
     most = _room(spec)
-    least = max(small / one for one, (_, _, small) in zip(most, least_bytes(spec), strict=True))
+    least = max(one.activation / size for size, one in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
 
     def cost(share: float) -> float:
@@ -262,18 +254,19 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
     judged = [one for one in found.values() if isinstance(one, Judged)]
     if not judged:
         raise next(one for one in found.values() if isinstance(one, PlanError))
-    return min(judged, key=lambda one: one.merit)
+    return min(judged, key=lambda one: one.simulation.merit)
 
 
 def _refuse_full(spec: ScheduleSpec, order: Plan) -> None:
     """Where states at rest and activations alone are more than a rank may hold, before anything else is tried."""
     assert spec.residency is not None
     assert spec.residency.limit is not None
-    for rank, ((rest, _, _), limit) in enumerate(zip(least_bytes(spec), spec.residency.limit, strict=True)):
+    for rank, (one, limit) in enumerate(zip(least_bytes(spec), spec.residency.limit, strict=True)):
         peak = peak_activation(rank, order.rows[rank], spec.costs)
-        if rest + peak > limit:
+        if one.rest + peak > limit:
             raise PlanError(
-                f"rank {rank} holds {_size(rest)} at rest and {_size(peak)} of activations, the limit is {_size(limit)}"
+                f"rank {rank} holds {size_text(one.rest)} at rest and {size_text(peak)} of activations, the limit is "
+                f"{size_text(limit)}"
             )
 
 
@@ -282,14 +275,10 @@ def _judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
     return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)))
 
 
-def _too_little(spec: ScheduleSpec, parts: Sequence[tuple[float, float, float]]) -> str:
-    rank, (rest, whole, activation) = max(enumerate(parts), key=lambda one: sum(one[1]))
+def _too_little(parts: Sequence[Least]) -> str:
+    rank, one = max(enumerate(parts), key=lambda at: sum(at[1]))
     return (
-        f"rank {rank} holds at least {_size(rest + whole + activation)}: {_size(rest)} at rest, {_size(whole)} of a "
-        f"unit gathered and reduced, {_size(activation)} of a microbatch's activations"
+        f"rank {rank} holds at least {size_text(sum(one))}: {size_text(one.rest)} at rest, "
+        f"{size_text(one.weights + one.gradients)} of units gathered and reduced, {size_text(one.activation)} of a "
+        f"microbatch's activations"
     )
-
-
-def _size(size: float) -> str:
-    """What is smaller than a tenth of a GB (1e9 bytes) in MB."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

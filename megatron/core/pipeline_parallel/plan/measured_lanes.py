@@ -18,13 +18,9 @@ def lanes_of_json(content: Any, plan: Plan) -> Lanes:
     """What `dataclasses.asdict` made of lanes in ns, in seconds. Raises PlanError where it is no such thing, or of
     another plan."""
     try:
-        stages = tuple(
-            StageUnits(
-                tuple(_record(UnitCosts, unit) for unit in stage["units"]),
-                *(tuple(map(tuple, stage[name])) for name in ("forward", "backward")),
-            )
-            for stage in content["stages"]
-        )
+        for unit in (unit for stage in content["stages"] for unit in stage["units"]):
+            _record(UnitCosts, unit)
+        stages = tuple(map(StageUnits.of_dict, content["stages"]))
         asked = dict(content["residency"])
         limits = {name: _numbers(asked.pop(name)) for name in ("budget", "limit")}
         residency, wire = _record(Residency, asked, **limits), _record(LaneCosts, content["costs"])

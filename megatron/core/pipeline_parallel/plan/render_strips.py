@@ -10,10 +10,10 @@ from megatron.core.pipeline_parallel.plan.held_over_time import (
     counts_bytes,
     held_over_time,
     limits_in_bytes,
-    size_text,
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.pipeline_parallel.plan.sizes import size_text
 
 _LANE_HEIGHT, _MEMORY_HEIGHT, _GAP = 10, 60, 14
 _LANE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.sizes import mib_text
 from megatron.core.traffic_counter import Moved
 
 
@@ -129,8 +130,8 @@ def moves_line(rank: int, planned: StepMoves) -> str:
 
 
 def _held(held: HeldBytes) -> str:
-    kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in held.kinds().items())
-    return f"{_bytes(held.total)} ({kinds})"
+    kinds = ", ".join(f"{kind} {mib_text(size)}" for kind, size in held.kinds().items())
+    return f"{mib_text(held.total)} ({kinds})"
 
 
 def _moves(moves: StepMoves) -> str:
@@ -139,7 +140,7 @@ def _moves(moves: StepMoves) -> str:
         words.append(_counted(moves.outer_gathers, "HSDP all-gather"))
     if moves.outer_sums:
         words.append(_counted(moves.outer_sums, "HSDP all-reduce"))
-    words.append(_bytes(moves.payload_bytes))
+    words.append(mib_text(moves.payload_bytes))
     if moves.lane_share is not None:
         words.append(f"lane busy {100 * moves.lane_share:.2f}%")
     if moves.exposed_share is not None:
@@ -150,9 +151,3 @@ def _moves(moves: StepMoves) -> str:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _bytes(size: int) -> str:
-    """What is smaller than a hundredth of a MiB in KiB."""
-    mib = size / 2**20
-    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"

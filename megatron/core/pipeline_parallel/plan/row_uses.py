@@ -42,13 +42,16 @@ class Gap(NamedTuple):
 
 class RowUses:
     """computations: (place in the row, first moment). reads: by unit, when its weights are in use;
-    consecutive accesses are one use, whatever stands between them that reads no weights. adds: by unit, when
+    consecutive accesses are one use, and what stands between them that reads no weights belongs to it unless uses are
+    `apart`. adds: by unit, when
     a computation contributes to its gradients, from the first access to the last. num_moments: without the
     end. most_adding: the most bytes of gradients that are being added to or reduced, if each is reduced at
     once (overlap_reduce), or behind the computation. most_read: the most bytes of weights that one access
     reads."""
 
-    def __init__(self, row: Row, units: RankUnits, *, overlap_reduce: bool = True) -> None:
+    def __init__(
+        self, row: Row, units: RankUnits, *, overlap_reduce: bool = True, apart: bool = False
+    ) -> None:
         self.row, self.units = row, units
         self.computations: list[tuple[int, int]] = []
         self.reads: list[list[Span]] = [[] for _ in range(len(units))]
@@ -69,7 +72,9 @@ class RowUses:
             for use in uses:
                 if use.reads:
                     for unit in use.reads:
-                        if last_read[unit] == reading - 1:
+                        if last_read[unit] == reading - 1 and not (
+                            apart and self.reads[unit][-1].last < moment - 1
+                        ):
                             self.reads[unit][-1].last = moment
                             self.reads[unit][-1].end = op
                         else:

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.plan_file import PlanFile
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
+from megatron.core.pipeline_parallel.plan.sizes import mib_text
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
 
@@ -142,10 +143,7 @@ class ScheduleSpec:
 
     def told_activation(self, size: float) -> str:
         """In the costs' unit, such as `12.50 MiB`; what is smaller than a hundredth of one in KiB."""
-        if not self.estimated:
-            return f"{size:g}"
-        mib = size / 2**20
-        return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"
+        return mib_text(size) if self.estimated else f"{size:g}"
 
     def under(self, costs: CostModel, lanes: LaneCosts | None = None) -> ScheduleSpec:
         """The same by measured costs; limits in whole stages are those of these costs."""

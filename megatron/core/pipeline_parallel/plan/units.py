@@ -12,8 +12,9 @@ only, `0W7[2:4]`, has the accesses that name one of these.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.kinds import READS_WEIGHTS, WRITES_GRADS
@@ -92,6 +93,12 @@ class StageUnits:
         for accesses in (self.forward, self.backward):
             named = {unit for access in accesses for unit in access}
             assert named == known, f"accesses of units {sorted(named)}, the stage has {len(self.units)}"
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> StageUnits:
+        """What `dataclasses.asdict`, by way of JSON, has made of one."""
+        forward, backward = (tuple(map(tuple, content[name])) for name in ("forward", "backward"))
+        return cls(tuple(UnitCosts(**unit) for unit in content["units"]), forward, backward)
 
     def accesses(self, op: RawOp) -> tuple[Access, ...]:
         """Those of a computation, in order; of a W with a range of units only its own."""

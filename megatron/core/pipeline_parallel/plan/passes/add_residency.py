@@ -11,7 +11,7 @@ its reduction right behind the last of them.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,31 +22,18 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.fit_limit import Left, fit_limit
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
-from megatron.core.pipeline_parallel.plan.passes.move_w import fused, later
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
-from megatron.core.pipeline_parallel.plan.passes.trailing_w import split_trailing
+from megatron.core.pipeline_parallel.plan.passes.trailing_w import PARTS, split_trailing
+from megatron.core.pipeline_parallel.plan.passes.within_limit import LEFTS, Orders, WithinLimit
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
 from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses
-from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 # Tried where there is something to choose: what is left of the room, parts of trailing W's.
 _LEFT = (Left(0.0), Left(0.25), Left(0.5))
-_PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
-# Under a limit in bytes: W's that come later by so many computations.
-_WITHIN_LEFT = (
-    *_LEFT,
-    Left(ahead=False),
-    Left(under_way=False),
-    Left(ahead=False, under_way=False),
-    Left(ahead=False, under_way=False, grads_first=True),
-)
-_LATER = (1, 2, 1 << 20)
-# Plans that are tried at least, and how many of how many operations in all.
-_FEWEST, _TRIED = 3, ((8, 200_000), (1 << 20, 4_000))
-
 Groups = list[list[dict[int, int]]]
 
 
@@ -101,19 +88,19 @@ class _Maker:
         best, left = self._add(plan, uses, _LEFT[0]), _LEFT[0]
         if self.lanes is None or not (divides or keeps):
             return best
-        judged = self._judged(best)
+        judged = self._merit(best)
         for one in _LEFT[1:] if divides else ():
             other = self._add(plan, uses, one)
-            if (found := self._judged(other)) >= judged:
+            if (found := self._merit(other)) >= judged:
                 break
             best, judged, left = other, found, one
         unsplit = judged
-        for parts in _PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
+        for parts in PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
             split = split_trailing(plan, self.stages, parts)
             if split is plan:
                 break
             other = self._add(split, self._uses(split), left)
-            found = self._judged(other)
+            found = self._merit(other)
             if found >= unsplit:  # then coarser parts are no better
                 break
             if found <= judged:
@@ -121,54 +108,18 @@ class _Maker:
         return best
 
     def _within_limit(self, plan: Plan) -> Plan:
-        """The best of orders, of what is left of the room, and of parts of trailing W's: each with the best of the
-        others so far, then, of a small plan, one with any other. Raises PlanError where nothing fits."""
-        cut = self.residency.weights_cut or self.residency.grads_cut
-        lefts = _WITHIN_LEFT if cut else _WITHIN_LEFT[:1]
-        orders = [plan] if plan.forward_only else self._orders(plan)
-        parts = (0, *_PARTS) if self.residency.overlap_reduce and not plan.forward_only else (0,)
-        most = max(_FEWEST, *(min(count, ops // plan.num_ops) for count, ops in _TRIED))
-        chosen, refused = (plan, lefts[0], 0), None
-        best: tuple[tuple[float, float, float], Plan] | None = None
-        tried: set[tuple[Plan, Left]] = set()
-        uses: dict[Plan, list[RowUses]] = {}
-        for turn in ("parts", "lefts", "orders", "parts", "lefts", "all"):
-            for choice in itertools.product(
-                orders if turn in ("orders", "all") else [chosen[0]],
-                lefts if turn in ("lefts", "all") else [chosen[1]],
-                parts if turn in ("parts", "all") else [chosen[2]],
-            ):
-                order, left, count = choice
-                if count:
-                    order = split_trailing(order, self.stages, count)
-                if (order, left) in tried or len(tried) >= most:
-                    continue
-                tried.add((order, left))
-                if order not in uses:
-                    uses[order] = self._uses(order)
-                try:
-                    made = self._add(order, uses[order], left)
-                    judged = self._judged(made)
-                except PlanError as error:
-                    refused = refused or error
-                    continue
-                if best is None or judged < best[0]:
-                    best, chosen = (judged, made), choice
-        if best is None:
-            assert refused is not None, "nothing was tried"
-            raise refused
-        return best[1]
+        asked = self.residency
+        lefts = LEFTS if asked.weights_cut or asked.grads_cut else LEFTS[:1]
+        whole = [sum(one.grad_bytes for one in stage.units) * asked.grads_cut for stage in self.stages]
+        parts = asked.overlap_reduce and not plan.forward_only
+        orders = Orders(self.stages, self.costs, self._room(plan), whole, parts, lefts)
+        uses = functools.lru_cache(maxsize=None)(self._uses)
 
-    def _orders(self, plan: Plan) -> list[Plan]:
-        """The plan's, and with W's later or in one with their B's."""
-        moved = [plan, *(later(plan, by, self.costs, self._room(plan)) for by in _LATER)]
-        joined = (
-            fused(one, max(0, first), everywhere=everywhere)
-            for one in moved
-            for everywhere in (False, True)
-            for first in (0, plan.num_microbatches - 2, plan.num_microbatches - 1)
-        )
-        return list(dict.fromkeys([*moved, *joined]))
+        def make(order: Plan, left: Left) -> tuple[Merit, Plan]:
+            made = self._add(order, uses(order), left)
+            return self._merit(made), made
+
+        return WithinLimit(make, plan).fastest(plan, orders)
 
     def _room(self, plan: Plan) -> list[float]:
         """By rank, what activations may take beside the weights that one access reads."""
@@ -182,7 +133,11 @@ class _Maker:
     def _uses(self, plan: Plan) -> list[RowUses]:
         overlap = self.residency.overlap_reduce
         units = (RankUnits(rank, plan.placement, self.stages) for rank in range(len(plan.rows)))
-        return [RowUses(row, one, overlap_reduce=overlap) for row, one in zip(plan.rows, units, strict=True)]
+        apart = self.residency.limit is not None
+        return [
+            RowUses(row, one, overlap_reduce=overlap, apart=apart)
+            for row, one in zip(plan.rows, units, strict=True)
+        ]
 
     def _add(self, plan: Plan, uses: Sequence[RowUses], left: Left) -> Plan:
         made = [_row(one, plan, self.residency, self.costs, self.grouping, left) for one in uses]
@@ -190,13 +145,9 @@ class _Maker:
         note = PlannedResidency.of(self.residency, self.stages, groups)
         return dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
 
-    def _judged(self, planned: Plan) -> tuple[float, float, float]:
-        """Time, time exposed, and time on the wire, which is bytes; the lower the better, one before the
-        other."""
+    def _merit(self, planned: Plan) -> Merit:
         assert self.lanes is not None
-        found = simulate(planned, self.costs, Lanes(tuple(self.stages), self.residency, self.lanes))
-        wire = sum(lane.busy for lane in found.timeline.lanes)
-        return (round(found.cost, 6), round(sum(found.exposed), 6), round(wire, 6))
+        return simulate(planned, self.costs, Lanes(tuple(self.stages), self.residency, self.lanes)).merit
 
 
 def _row(

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, stays
 from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_beside_activations
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
+from megatron.core.pipeline_parallel.plan.sizes import size_text
 
 # Choices of gradients that are made until one fits; each looks for room in so many more moments ahead of a full one.
 _TRIES, _BEFORE = 8, 4
@@ -78,7 +79,7 @@ def fit_limit(
     if beyond > 0:
         assert residency.limit is not None
         rank, limit = uses.units.rank, residency.limit[uses.units.rank]
-        raise PlanError(f"rank {rank} holds {limit + beyond:.0f} bytes, the limit is {limit:.0f}")
+        raise PlanError(f"rank {rank} holds {size_text(limit + beyond)}, the limit is {size_text(limit)}")
     bound = [one - more for one, more in zip(free, held, strict=True)]
     if residency.budget is not None:
         grads = bytes_kept(uses, {gap for gap in kept if not gap.weights})

@@ -1,4 +1,4 @@
-"""Orders with the same forwards and input gradients, whose weight gradients come later, or in one with theirs.
+"""Orders with the same forwards and input gradients, and weight gradients at another time or in one with theirs.
 
 A search that knows no gathers places a W where a rank would wait. Under a limit in bytes W's that come later, one
 behind the other, leave room for weights until then and have one reduction; and a BW has a unit's gradients complete
@@ -15,11 +15,33 @@ from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, Row, 
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 
 
-def later(plan: Plan, by: int, costs: CostModel, room: Sequence[float]) -> Plan:
-    """Each W behind so many more F's and B's of its row, as far as there are any; all that wait come where the next one
-    would hold more activations than there is room for, by rank."""
-    rows = (_later(row, by, costs, one) for row, one in zip(plan.rows, room, strict=True))
+def later(
+    plan: Plan,
+    by: int,
+    costs: CostModel,
+    room: Sequence[float],
+    whole: Sequence[float],
+    *,
+    together: bool = False,
+    before_last: bool = False,
+) -> Plan:
+    """Each W behind so many more F's and B's of its row, as far as there are any, and before what there is no room for
+    without it.
+
+    room: by rank, bytes for activations and gradients. whole: by stage, bytes of gradients from its first W on.
+    together: with one W come all that wait. before_last: all that wait come before the last B.
+    """
+    rows = (
+        _later(row, by, costs, one, whole, together, before_last)
+        for row, one in zip(plan.rows, room, strict=True)
+    )
     return dataclasses.replace(plan, rows=tuple(rows))
+
+
+def at_once(plan: Plan) -> Plan:
+    """Each W right behind its B."""
+    rows = tuple(tuple(one for op in row for one in _with_w(op)) for row in plan.rows)
+    return dataclasses.replace(plan, rows=rows)
 
 
 def fused(plan: Plan, first: int, *, everywhere: bool) -> Plan:
@@ -29,28 +51,43 @@ def fused(plan: Plan, first: int, *, everywhere: bool) -> Plan:
     return dataclasses.replace(plan, rows=tuple(rows))
 
 
-def _later(row: Row, by: int, costs: CostModel, room: float) -> Row:
-    last = max((place for place, op in enumerate(row) if op[0] == W), default=-1)
+def _with_w(op: RawOp) -> tuple[RawOp, ...]:
+    if op[0] == W:
+        return ()
+    return (op, (W, *op[1:])) if op[0] == B else (op,)
+
+
+def _later(
+    row: Row,
+    by: int,
+    costs: CostModel,
+    room: float,
+    whole: Sequence[float],
+    together: bool,
+    before_last: bool,
+) -> Row:
+    last = {op[0]: place for place, op in enumerate(row)}
     written: list[RawOp] = []
     waiting: list[tuple[RawOp, int]] = []  # until so many F's and B's stand before it
     count, held = 0, 0.0
     for place, op in enumerate(row):
-        if op[0] == W:
+        kind, stage = op[0], op[1]
+        if kind == W:
             waiting.append((op, count + by))
-        elif not IS_COMPUTE[op[0]]:
-            written.append(op)
-        else:
-            more = costs.activation[op[1]] if op[0] == F else -costs.released(op[0], op[1])
-            full = held + more > room
-            while waiting and (full or waiting[0][1] <= count):
+        elif IS_COMPUTE[kind]:
+            more = costs.activation[stage] if kind == F else -costs.released(kind, stage)
+            flush = before_last and place == last.get(B)
+            while waiting and (held + more > room or flush or waiting[0][1] <= count):
+                flush = flush or together
                 one = waiting.pop(0)[0]
                 written.append(one)
-                held -= costs.released(W, one[1])
-            written.append(op)
+                held += (0 if one[2] else whole[one[1]]) - costs.released(W, one[1])
             held += more
             count += 1
-        if place == last:
-            written += [op for op, _ in waiting]
+        if kind != W:
+            written.append(op)
+        if place == last.get(W):
+            written += [one for one, _ in waiting]
             waiting = []
     return tuple(written)
 

@@ -15,6 +15,8 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, RawOp, Row, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 
+PARTS = (1 << 20, 4, 1)  # all, some, none: whole chunks one after the other
+
 
 def split_trailing(plan: Plan, stages: Sequence[StageUnits], parts: int) -> Plan:
     """The plan with each stage's trailing W's in up to so many parts; the same plan where no row has any to

@@ -59,7 +59,7 @@ def test_the_choice_keeps_to_the_limit_and_none_that_fits_is_faster(seed):
         return
     best, lines = joint(asked, 2 * ranks)
     assert max(best.peaks) <= limit
-    assert best.merit == min(one.merit for one in fitting)
+    assert best.simulation.merit == min(one.simulation.merit for one in fitting)
     assert len(lines) == 1 + len(asked)
     assert lines[0].endswith(": chosen")
 

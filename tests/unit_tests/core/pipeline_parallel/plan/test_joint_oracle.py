@@ -1,6 +1,6 @@
 """The joint choice against the proved optimum of small pipelines, and against simple choices of random ones.
 
-The choice is a heuristic: where it is known to miss the optimum, GAPS says by how much, and it may not become more.
+The choice is a heuristic that is held to within 1 % of the optimum.
 """
 
 import dataclasses
@@ -21,15 +21,6 @@ from tests.harness import unit_stages
 from tests.harness.joint_oracle import fastest
 
 OPTIM, SHARDED = "optim", "optim_grads_params"
-# Microbatches, units a stage, seed -> the choice over the optimum.
-GAPS = {
-    (3, 2, 8): 1.14,
-    (3, 2, 9): 1.18,
-    (3, 2, 10): 1.17,
-    (3, 2, 11): 1.18,
-    (3, 2, 14): 1.18,
-    (3, 3, 1): 1.09,
-}
 
 
 def most_held(plan, spec):
@@ -80,7 +71,7 @@ def against_the_optimum(total, count, seed):
     assert simulate(optimal, spec.costs, spec.with_lanes(spec.lanes)).cost == pytest.approx(proved, rel=1e-9)
     for plan in (best.plan, optimal):
         assert max(most_held(plan, spec)) <= spec.residency.limit[0]
-    assert cost <= GAPS.get((total, count, seed), 1.01) * proved, (total, count, seed, cost, proved)
+    assert cost <= 1.01 * proved, (total, count, seed, cost, proved)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,0 +1,186 @@
+"""The fastest row of many under a limit in bytes: orders with the same forwards and input gradients in another place,
+parts of trailing W's, and what is left of the room, each tried with the best of the others.
+
+Of a small plan ranks may have the rows of different orders too, and the search starts from every order; of a large one
+a few are tried (see `_TRIED`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.passes.fit_limit import Left
+from megatron.core.pipeline_parallel.plan.passes.hold_back import hold_back
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.move_w import at_once, fused, later
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
+from megatron.core.pipeline_parallel.plan.passes.trailing_w import PARTS, split_trailing
+from megatron.core.pipeline_parallel.plan.simulate import Merit
+from megatron.core.pipeline_parallel.plan.units import StageUnits
+
+LEFTS = (
+    Left(0.0),
+    Left(0.25),
+    Left(0.5),
+    Left(ahead=False),
+    Left(under_way=False),
+    Left(ahead=False, under_way=False),
+    Left(ahead=False, under_way=False, grads_first=True),
+)
+# W's that come later by so many computations.
+_LATER = (1, 2, 1 << 20)
+# Plans that are tried: so many, and of how many operations in all; and so many more while none fits.
+_TRIED, _UNTIL_ONE_FITS = ((8, 200_000), (1 << 20, 30_000)), 8
+_ROUNDS = 3
+
+Choice = tuple[Plan, Left]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What orders follow from. room: by rank, bytes for activations and gradients. whole: by stage, bytes of gradients
+    from its first W on, 0 where they are whole at rest. parts: whether trailing W's may come unit by unit. lefts: what
+    may be left of the room."""
+
+    stages: Sequence[StageUnits]
+    costs: CostModel
+    room: Sequence[float]
+    whole: Sequence[float]
+    parts: bool
+    lefts: Sequence[Left]
+
+    def bases(self, plan: Plan) -> list[Plan]:
+        """The plan's, and with forwards held back; both with W's as the order has them, and at once."""
+        found = [plan]
+        compute = [[op for op in row if IS_COMPUTE[op[0]]] for row in plan.rows]
+        if not plan.forward_only and not any(op[7] >= 0 for row in compute for op in row):
+            order = dataclasses.replace(plan, rows=tuple(map(tuple, compute)))
+            held = hold_back(order, self.costs, self.room, self.whole)
+            if held is not None and held != order:
+                lowered = lower(held, self.costs)
+                steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
+                found.append(post_validation(lowered, self.costs) if steps else lowered)
+        return list(dict.fromkeys([*found, *map(at_once, found)]))
+
+    def one_by_one(self, plan: Plan) -> Iterator[Plan]:
+        """The bases, of which all but the first are made when they are asked for."""
+        yield plan
+        yield from self.bases(plan)
+
+    def of(self, bases: Sequence[Plan]) -> list[Plan]:
+        """The bases, with W's later or in one with their B's, and trailing W's in parts."""
+        moved = [*bases]
+        for before_last, together, by, one in itertools.product((False, True), (False, True), _LATER, bases):
+            moved.append(
+                later(one, by, self.costs, self.room, self.whole, together=together, before_last=before_last)
+            )
+        joined = (
+            fused(one, max(0, one.num_microbatches - count), everywhere=everywhere)
+            for one in dict.fromkeys(moved)
+            for everywhere in (False, True)
+            for count in (one.num_microbatches, 2, 1)
+        )
+        every = dict.fromkeys([*moved, *joined])
+        return list(dict.fromkeys(one for order in every for one in self.in_parts(order)))
+
+    def in_parts(self, plan: Plan) -> Iterator[Plan]:
+        """With trailing W's whole, and in parts."""
+        yield plan
+        for count in PARTS if self.parts else ():
+            yield split_trailing(plan, self.stages, count)
+
+
+class WithinLimit:
+    """make: of an order and what is left of the room, the plan and how good it is; raises PlanError where it does not
+    fit."""
+
+    def __init__(self, make: Callable[[Plan, Left], tuple[Merit, Plan]], plan: Plan) -> None:
+        self.make = make
+        self.most = max(min(count, ops // plan.num_ops) for count, ops in _TRIED)
+        self.tried: dict[Choice, Merit | None] = {}
+        self.best: tuple[Merit, Plan] | None = None
+        self.refused: PlanError | None = None
+
+    def fastest(self, plan: Plan, orders: Orders) -> Plan:
+        """Raises PlanError where nothing fits."""
+        self._search(plan, orders)
+        if self.best is None:
+            assert self.refused is not None, "nothing was tried"
+            raise self.refused
+        return self.best[1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether as many as may be tried have been."""
+        return len(self.tried) >= self.most + (_UNTIL_ONE_FITS if self.best is None else 0)
+
+    def _search(self, plan: Plan, orders: Orders) -> None:
+        bases = orders.bases(plan)
+        first = next((one for one in bases if self._merit((one, orders.lefts[0])) is not None), plan)
+        start = self._best(
+            (first, orders.lefts[0]), ((one, orders.lefts[0]) for one in orders.in_parts(first))
+        )
+        start = self._best(start, ((start[0], left) for left in orders.lefts))
+        if self.is_done:
+            return
+        bases = orders.bases(plan)
+        every = orders.of(bases)
+        start = self._best(start, ((one, start[1]) for one in every))
+        starts = [start, self._best(start, ((one, orders.lefts[-1]) for one in every))]
+        for one in (*starts, *((base, orders.lefts[0]) for base in bases)):
+            self._descend(one, every, orders.lefts)
+
+    def _descend(self, start: Choice, every: Sequence[Plan], lefts: Sequence[Left]) -> None:
+        """To what is better by one rank's row or what is left, while there is any."""
+        for _ in range(_ROUNDS):
+            before = start
+            start = self._best(start, ((start[0], left) for left in lefts))
+            start = self._best(start, ((one, start[1]) for one in _mixed(start[0], every)))
+            if start == before:
+                return
+
+    def _best(self, start: Choice, others: Iterable[Choice]) -> Choice:
+        best, least = start, self._merit(start)
+        for one in others:
+            if self.is_done:
+                break
+            merit = self._merit(one)
+            if merit is not None and (least is None or merit < least):
+                best, least = one, merit
+        return best
+
+    def _merit(self, choice: Choice) -> Merit | None:
+        if choice in self.tried or self.is_done:
+            return self.tried.get(choice)
+        self.tried[choice] = None
+        try:
+            merit, made = self.make(*choice)
+        except PlanError as error:
+            self.refused = self.refused or error
+            return None
+        self.tried[choice] = merit
+        if self.best is None or merit < self.best[0]:
+            self.best = merit, made
+        return merit
+
+
+def _mixed(plan: Plan, others: Sequence[Plan]) -> list[Plan]:
+    """The plan with one rank's row of another one that sends and receives the same."""
+    messages = [_messages(row) for row in plan.rows]
+    found = []
+    for other in others:
+        if messages == [_messages(row) for row in other.rows]:
+            for rank, row in enumerate(other.rows):
+                rows = (*plan.rows[:rank], row, *plan.rows[rank + 1 :])
+                found.append(dataclasses.replace(plan, rows=rows))
+    return list(dict.fromkeys(found))
+
+
+def _messages(row: Row) -> Row:
+    return tuple(op for op in row if IS_TRANSFER[op[0]])
