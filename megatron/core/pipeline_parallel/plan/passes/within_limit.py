@@ -36,7 +36,7 @@ LEFTS = (
 # W's that come later by so many computations.
 _LATER = (1, 2, 1 << 20)
 # Plans that are tried: so many, and of how many operations in all; and so many more while none fits.
-_TRIED, _UNTIL_ONE_FITS = ((8, 200_000), (1 << 20, 30_000)), 8
+_TRIED, _UNTIL_ONE_FITS = ((8, 200_000), (1 << 20, 8_000)), 8
 _ROUNDS = 3
 
 Choice = tuple[Plan, Left]
