@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.distributed.sharding import sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.optional import available
@@ -207,19 +207,17 @@ def _is_number(word: str) -> bool:
 def _sharding(report: Report) -> dict[str, Any] | None:
     """The row of the sharding table, and into how many parts data parallel ranks cut what; None where flags or ranks do
     not fit (see the problems)."""
-    ddp, grid = report.config.ddp, report.grid
-    instances = ddp.num_distributed_optimizer_instances
+    ddp, place = report.config.ddp, report.config.shard_place
     try:
         row = sharding_of(ddp.data_parallel_sharding_strategy, ddp.outer_dp_sharding_strategy)
     except ValueError:
         return None
-    if grid is None or instances < 1 or grid.dp % instances:
+    if place is None:
         return None
-    place = ShardPlace(inner_size=grid.dp // instances, outer_size=instances)
     cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
     return {
         "strategy": ddp.data_parallel_sharding_strategy,
-        "instances": instances,
+        "instances": place.outer_size,
         "ways": {what: place.ways(cut) for what, cut in cuts.items()},
     }
 

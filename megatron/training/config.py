@@ -178,6 +178,18 @@ class Config:
         return self.grid().dp
 
     @property
+    def shard_place(self) -> ShardPlace | None:
+        """Over how many ranks states are cut, as the first of them; None where ranks do not divide, which rules tell."""
+        instances = self.ddp.num_distributed_optimizer_instances
+        try:
+            ranks = self.data_parallel_size
+        except RankGridError:
+            return None
+        if instances < 1 or ranks % instances:
+            return None
+        return ShardPlace(inner_size=ranks // instances, outer_size=instances)
+
+    @property
     def params_dtype(self) -> str:
         """dtype of the weights that the model computes with: "float32", "bfloat16", "float16" or
         "float64".
@@ -238,15 +250,8 @@ class Config:
     @property
     def rank_budget(self) -> RankBudget | None:
         """What --rank-memory-limit decides under; None without it, or where ranks do not divide, which rules tell."""
-        instances = self.ddp.num_distributed_optimizer_instances
-        try:
-            ranks = self.data_parallel_size
-        except RankGridError:
-            return None
-        if instances < 1 or ranks % instances:
-            return None
-        place = ShardPlace(inner_size=ranks // instances, outer_size=instances)
-        return rank_budget(self.parallel, self.ddp, place, self.params_flag)
+        place = self.shard_place
+        return None if place is None else rank_budget(self.parallel, self.ddp, place, self.params_flag)
 
     def chosen(self) -> Config:
         """With the strategy that the limit has decided on. Raises StageLayersError or PlanError."""

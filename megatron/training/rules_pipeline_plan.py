@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
+from megatron.core.distributed.sharding import sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.models.gpt.stage_layers import StageLayersError
@@ -51,8 +51,8 @@ def _validated_memory(s: Situation) -> str | None:
     config, model = s.config, s.config.model
     if not s.value("enable_optimizer_post_validation") or s.has_gpu or s.check_only or not _can_plan(s):
         return None
-    instances = s.value("num_distributed_optimizer_instances")
-    if config.model_costs is None or model.padded_vocab_size is None or config.data_parallel_size % instances:
+    place = config.shard_place
+    if config.model_costs is None or model.padded_vocab_size is None or place is None:
         return None
     spec = config.staged_model.spec(s.value("pipeline_schedule")) if _is_named(s) else None
     if spec is None:
@@ -64,7 +64,6 @@ def _validated_memory(s: Situation) -> str | None:
         stages=spec.stages,
         placement=spec.placement,
     )
-    place = ShardPlace(inner_size=config.data_parallel_size // instances, outer_size=instances)
     row = sharding_of(config.ddp.data_parallel_sharding_strategy, config.ddp.outer_dp_sharding_strategy)
     weight = DTYPE_BYTES[config.params_dtype]
     states = 12 if weight == 2 else 8  # fp32 weights are the optimizer's own
@@ -184,11 +183,11 @@ def _schedule_file_residency(s: Situation) -> str | None:
         return None
     file = s.config.replace(pipeline_memory_limit=None).schedule_spec.file
     assert file is not None, "a plan file that was read"
-    planned, instances = file.plan.residency, s.value("num_distributed_optimizer_instances")
-    if planned is None:
+    planned, place = file.plan.residency, s.config.shard_place
+    if planned is None or place is None:
         return None
     strategy = s.value("data_parallel_sharding_strategy")
-    ours = (s.config.data_parallel_size // instances, instances, strategy, s.value("fsdp_reshard_policy"))
+    ours = (place.inner_size, place.outer_size, strategy, s.value("fsdp_reshard_policy"))
     theirs = (planned.ways, planned.outer, planned.strategy, planned.policy)
     if ours == theirs:
         return None

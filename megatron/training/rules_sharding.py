@@ -133,14 +133,10 @@ def _outer_sharding(s: Situation) -> str | None:
     "use fewer instances",
 )
 def _outer_instances(s: Situation) -> str | None:
-    instances = s.value(INSTANCES)
-    try:
-        ranks = s.config.data_parallel_size
-    except RankGridError:
-        return None  # has a rule of its own
-    if s.value(OUTER) == "no_shard" or instances <= 1 or instances != ranks:
+    place = s.config.shard_place
+    if s.value(OUTER) == "no_shard" or place is None or place.outer_size == 1 or place.inner_size > 1:
         return None
-    return f"{spelled(INSTANCES)} {instances} of one rank each: {spelled(OUTER)} optim needs shards inside of them"
+    return f"{spelled(INSTANCES)} {place.outer_size} of one rank each: {spelled(OUTER)} optim needs shards inside of them"
 
 
 @rule(
@@ -193,8 +189,9 @@ _OF_LANE = (
 def _gathers_without_effect(s: Situation) -> str | None:
     given = [name for name in _OF_LANE if differs(name, s.value(name))]
     if grads_are_cut(s.value(STRATEGY)):
-        if not s.value("use_custom_fsdp") or _ranks_that_share(s) != 1:
-            return None  # the strategy alone has a rule of its own
+        place = s.config.shard_place
+        if not s.value("use_custom_fsdp") or place is None or place.inner_size != 1:
+            return None  # the strategy alone has a rule of its own, and so have ranks that do not divide
         why = "one data parallel rank has nobody to share states with"
     elif s.value("use_custom_fsdp"):
         given = [name for name in given if name not in ("fsdp_reshard_policy", "fsdp_memory_budget")]
@@ -202,16 +199,6 @@ def _gathers_without_effect(s: Situation) -> str | None:
     else:
         why = "without --use-custom-fsdp weights and gradients stay whole"
     return f"{', '.join(map(spelled, given))}: {why}" if given else None
-
-
-def _ranks_that_share(s: Situation) -> int | None:
-    """Over how many ranks states are cut; None where ranks do not divide, which rules tell."""
-    instances = s.value(INSTANCES)
-    try:
-        ranks = s.config.data_parallel_size
-    except RankGridError:
-        return None
-    return ranks // instances if instances >= 1 and ranks % instances == 0 else None
 
 
 @rule(
