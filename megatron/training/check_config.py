@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.distributed.sharding import sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.optional import available
@@ -207,16 +206,12 @@ def _is_number(word: str) -> bool:
 def _sharding(report: Report) -> dict[str, Any] | None:
     """The row of the sharding table, and into how many parts data parallel ranks cut what; None where flags or ranks do
     not fit (see the problems)."""
-    ddp, place = report.config.ddp, report.config.shard_place
-    try:
-        row = sharding_of(ddp.data_parallel_sharding_strategy, ddp.outer_dp_sharding_strategy)
-    except ValueError:
-        return None
-    if place is None:
+    row, place = report.config.sharding, report.config.shard_place
+    if row is None or place is None:
         return None
     cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
     return {
-        "strategy": ddp.data_parallel_sharding_strategy,
+        "strategy": report.config.ddp.data_parallel_sharding_strategy,
         "instances": place.outer_size,
         "ways": {what: place.ways(cut) for what, cut in cuts.items()},
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import ShardPlace
+from megatron.core.distributed.sharding import Sharding, ShardPlace, sharding_of
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
@@ -176,6 +176,14 @@ class Config:
     def data_parallel_size(self) -> int:
         """Replicas of the model. Raises RankGridError where the ranks do not divide."""
         return self.grid().dp
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What ranks cut; None where the outer strategy does not go with the inner one, which a rule tells."""
+        try:
+            return sharding_of(self.ddp.data_parallel_sharding_strategy, self.ddp.outer_dp_sharding_strategy)
+        except ValueError:
+            return None
 
     @property
     def shard_place(self) -> ShardPlace | None:

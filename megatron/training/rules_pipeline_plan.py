@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.sharding import sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters
-from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
@@ -13,6 +11,7 @@ from megatron.training.config import FIELDS, Config
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.rules_pipeline import OF_SCHEDULES
+from megatron.training.state_bytes import state_bytes
 
 RULES = RuleTable()
 rule = RULES.rule
@@ -51,8 +50,8 @@ def _validated_memory(s: Situation) -> str | None:
     config, model = s.config, s.config.model
     if not s.value("enable_optimizer_post_validation") or s.has_gpu or s.check_only or not _can_plan(s):
         return None
-    place = config.shard_place
-    if config.model_costs is None or model.padded_vocab_size is None or place is None:
+    row, place = config.sharding, config.shard_place
+    if config.model_costs is None or model.padded_vocab_size is None or row is None or place is None:
         return None
     spec = config.staged_model.spec(s.value("pipeline_schedule")) if _is_named(s) else None
     if spec is None:
@@ -64,12 +63,9 @@ def _validated_memory(s: Situation) -> str | None:
         stages=spec.stages,
         placement=spec.placement,
     )
-    row = sharding_of(config.ddp.data_parallel_sharding_strategy, config.ddp.outer_dp_sharding_strategy)
-    weight = DTYPE_BYTES[config.params_dtype]
-    states = 12 if weight == 2 else 8  # fp32 weights are the optimizer's own
-    copies = 12 if s.value("post_validation_rollback") == "snapshot" else 0
-    each = weight / place.ways(row.weights) + max(4, weight) / place.ways(row.main_grads)
-    each += (states + copies) / place.ways(row.optimizer)
+    copies = s.value("post_validation_rollback") == "snapshot"
+    sizes = state_bytes(config.ddp, row, place, config.params_flag, copies=copies)
+    each = sum(size / ways for size, ways in sizes.at_rest)
     needed, here = max(held.per_rank) * each, s.env.local_world_size
     if needed * here <= s.memory_bytes:
         return None
