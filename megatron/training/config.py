@@ -187,7 +187,7 @@ class Config:
 
     @property
     def shard_place(self) -> ShardPlace | None:
-        """Over how many ranks states are cut, as the first of them; None where ranks do not divide, which rules tell."""
+        """Over how many ranks states are cut, on the first; None where ranks do not divide, which rules tell."""
         instances = self.ddp.num_distributed_optimizer_instances
         try:
             ranks = self.data_parallel_size

@@ -20,6 +20,7 @@ from megatron.core.rank_grid import RankGridError
 from megatron.training import no_effect
 from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.resolve_sharding import resolve_sharding
+from megatron.training.rule_table import differs
 from megatron.training.state_bytes import SPEEDS
 from megatron.training.values import convert_loaded
 
@@ -320,11 +321,10 @@ class _Resolver:
     def without_effect(self) -> None:
         """Say what was given and does nothing."""
         for name, why in list(no_effect.without_effect(self.values)):
-            value, default = self.values[name], FIELDS[name][1].default
-            if self.given(name) and value != default:
-                self.warnings.append(no_effect.told(name, value, why))
+            if self.given(name) and differs(name, self.values[name]):
+                self.warnings.append(no_effect.told(name, self.values[name], why))
                 if name in no_effect.DROPPED:
-                    self.derive(name, default)
+                    self.derive(name, FIELDS[name][1].default)
         self.warnings += no_effect.partly(self.values)
 
 

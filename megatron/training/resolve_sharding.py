@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from megatron.core.distributed.sharding import Cut, main_grads_dtype, sharding_of
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
-from megatron.training.config import FIELDS, Config
-from megatron.training.rule_table import spelled
+from megatron.training.config import Config
+from megatron.training.rule_table import differs, spelled
 
 STRATEGY = "data_parallel_sharding_strategy"
 OUTER = "outer_dp_sharding_strategy"
@@ -139,8 +139,3 @@ def _without_effect(r: Resolving) -> None:
 def _warn_of(r: Resolving, names: tuple[str, ...], why: str) -> None:
     """Of those that are not their defaults."""
     r.warnings += [f"{spelled(name)} {why}" for name in names if differs(name, r.values[name])]
-
-
-def differs(name: str, value: Any) -> bool:
-    """Whether a setting is another one than its default."""
-    return bool(value != FIELDS[name][1].default)

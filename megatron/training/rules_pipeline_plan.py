@@ -7,8 +7,8 @@ from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
-from megatron.training.config import FIELDS, Config
-from megatron.training.rule_table import RuleTable, Situation, spelled
+from megatron.training.config import Config
+from megatron.training.rule_table import RuleTable, Situation
 from megatron.training.rules_parallel import chunks_of
 from megatron.training.rules_pipeline import OF_SCHEDULES
 from megatron.training.state_bytes import state_bytes
@@ -19,11 +19,6 @@ rule = RULES.rule
 _COUNTS = {2: "two", 3: "three"}
 
 
-def _default(name: str) -> object:
-    """Of a field. A file that was printed gives every value, so that `given` says nothing of those."""
-    return FIELDS[name][1].default
-
-
 @rule(
     "post-validation-settings",
     "--post-validation-rollback --post-validation-after --enable-optimizer-post-validation",
@@ -32,10 +27,8 @@ def _default(name: str) -> object:
 def _post_validation_settings(s: Situation) -> str | None:
     if s.value("enable_optimizer_post_validation"):
         return None
-    for name in ("post_validation_rollback", "post_validation_after"):
-        if s.value(name) != _default(name):
-            return f"{spelled(name)} {s.value(name)} without --enable-optimizer-post-validation"
-    return None
+    given = s.differing(("post_validation_rollback", "post_validation_after"))
+    return f"{s.told(given[0])} without --enable-optimizer-post-validation" if given else None
 
 
 @rule(
@@ -86,14 +79,12 @@ def _is_named(s: Situation) -> bool:
     "keep one of them; --zero-bubble-v-schedule keeps to any limit",
 )
 def _pipeline_limits(s: Situation) -> str | None:
-    told = []
-    for name in (
+    limits = (
         "zero_bubble_max_pending_backward",
         "pipeline_memory_limit",
         "zero_bubble_v_schedule_mem_setup",
-    ):
-        if s.value(name) != _default(name):
-            told.append(f"{spelled(name)} {s.value(name)}")
+    )
+    told = [s.told(name) for name in s.differing(limits)]
     return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
 
 
@@ -118,7 +109,7 @@ _OF_LIMIT = (
 )
 def _rank_memory_limit(s: Situation) -> str | None:
     limit = s.value("rank_memory_limit")
-    given = [f"{spelled(name)} {s.value(name)}" for name in _OF_LIMIT if s.value(name) != _default(name)]
+    given = [s.told(name) for name in s.differing(_OF_LIMIT)]
     if limit is None or not given:
         return None
     return f"--rank-memory-limit {limit} with {', '.join(given)}: one limit of all that a rank holds says what each may"
