@@ -199,9 +199,7 @@ class Config:
 
     @property
     def params_dtype(self) -> str:
-        """dtype of the weights that the model computes with: "float32", "bfloat16", "float16" or
-        "float64".
-        """
+        """Of the weights that the model computes with, as torch has it: "float32", "bfloat16", ..."""
         return {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.params_flag]
 
     @property
@@ -288,7 +286,7 @@ class Config:
         ):
             return None
         on_gpus = p.distributed_backend == "nccl"
-        return ModelCosts(model, vocabulary, batch, self.params_dtype, tp, p.sequence_parallel, on_gpus)
+        return ModelCosts(model, vocabulary, batch, self.params_flag, tp, p.sequence_parallel, on_gpus)
 
     @property
     def last_num_microbatches(self) -> int:

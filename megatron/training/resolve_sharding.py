@@ -110,13 +110,8 @@ def _wire(r: Resolving) -> None:
     wire, policy = v["megatron_fsdp_grad_comm_dtype"], v["fsdp_reshard_policy"]
     if wire not in _16_BIT or policy not in ("step", "budget") or not grads_are_cut(v[STRATEGY]):
         return
-    weights = next((name for name in ("fp64", "bf16", "fp16") if v[name]), "fp32")
-    accumulated = main_grads_dtype(
-        weights,
-        v["megatron_fsdp_main_grads_dtype"],
-        grad_reduce_in_bf16=v["grad_reduce_in_bf16"],
-        accumulate_in_fp32=v["accumulate_allreduce_grads_in_fp32"],
-    )
+    config = Config.from_flat(v)
+    accumulated = main_grads_dtype(config.params_flag, config.ddp)
     if wire != accumulated:
         r.warnings.append(
             f"{spelled('megatron_fsdp_grad_comm_dtype')} {wire} with --fsdp-reshard-policy {policy}: units that reduce "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.distributed.sharding import main_grads_dtype
+from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
 from megatron.training.resolve_sharding import (
@@ -22,7 +23,6 @@ _HASH = "check_weight_hash_across_dp_replicas_interval"
 _MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
 _MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
 _GRAD_COMM = "megatron_fsdp_grad_comm_dtype"
-_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @rule(
@@ -223,19 +223,14 @@ def _weight_hash(s: Situation) -> str | None:
 # Dtypes
 
 
-def params_dtype(s: Situation) -> str:
-    """Of the model's weights: fp64, fp32, bf16 or fp16."""
-    return s.config.params_flag
-
-
 @rule(
     "main-params-dtype",
     "--megatron-fsdp-main-params-dtype --bf16 --fp16 --fp64",
     "give auto (the model's own), or fp32 for 16-bit weights",
 )
 def _main_params_dtype(s: Situation) -> str | None:
-    main, weights = s.value(_MAIN_PARAMS), params_dtype(s)
-    if main in ("auto", weights) or _ITEMSIZE[main] > _ITEMSIZE[weights]:
+    main, weights = s.value(_MAIN_PARAMS), s.config.params_flag
+    if main in ("auto", weights) or DTYPE_BYTES[main] > DTYPE_BYTES[weights]:
         return None
     return f"{s.told(_MAIN_PARAMS)} cannot hold the model's {weights} weights"
 
@@ -263,12 +258,7 @@ def _main_grads_dtype(s: Situation) -> str | None:
 )
 def _grad_comm_dtype(s: Situation) -> str | None:
     wire = s.value(_GRAD_COMM)
-    accumulated = main_grads_dtype(
-        params_dtype(s),
-        s.value(_MAIN_GRADS),
-        grad_reduce_in_bf16=s.value("grad_reduce_in_bf16"),
-        accumulate_in_fp32=s.value("accumulate_allreduce_grads_in_fp32"),
-    )
+    accumulated = main_grads_dtype(s.config.params_flag, s.config.ddp)
     if wire in ("auto", accumulated) or grads_are_cut(s.value(STRATEGY)):
         return None
     where = f"gradients are summed where they are accumulated, in {accumulated}"

@@ -125,13 +125,7 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 def main_grad_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
     """What gradients are accumulated in: `sharding.main_grads_dtype`."""
-    name = main_grads_dtype(
-        _NAMES[weights],
-        config.megatron_fsdp_main_grads_dtype,
-        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
-        accumulate_in_fp32=config.accumulate_allreduce_grads_in_fp32,
-    )
-    return _FLAGS[name]
+    return _FLAGS[main_grads_dtype(_NAMES[weights], config)]
 
 
 def grad_comm_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
