@@ -62,6 +62,7 @@ assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values(
 DEFAULT_ORIGIN = "default"
 # difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
 CLOSE_ENOUGH = 0.7
+MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of them are a wrong file, not slips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +139,7 @@ class Config:
         )
 
     def given(self, name: str) -> bool:
-        """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
-        return self.origin.get(name, DEFAULT_ORIGIN) not in (DEFAULT_ORIGIN, "derived", "launcher")
+        return is_given(self.origin.get(name, DEFAULT_ORIGIN))
 
     @property
     def world_size(self) -> int:
@@ -299,10 +299,9 @@ class Config:
     @property
     def total_iterations(self) -> int:
         """Optimizer steps of the whole run, from --train-iters or --train-samples; 0 for neither."""
-        if self.training.train_iters is not None:
-            return self.training.train_iters
-        samples = self.training.train_samples
-        return self.batch_schedule().iterations_for(samples) if samples is not None else 0
+        if (samples := self.training.train_samples) is not None:
+            return self.batch_schedule().iterations_for(samples)
+        return self.training.train_iters or 0
 
     def to_yaml(self) -> str:
         """YAML that `--yaml-cfg` reads back, each value's origin behind it as a comment."""
@@ -317,6 +316,11 @@ class Config:
             for name, value in sorted(self.extra.items()):
                 lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
         return "\n".join(lines) + "\n"
+
+
+def is_given(origin: str) -> bool:
+    """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
+    return origin not in (DEFAULT_ORIGIN, "derived", "launcher")
 
 
 def _scalar(value: Any) -> str:

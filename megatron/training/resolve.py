@@ -5,6 +5,7 @@ Pure but for the facts passed in (`Machine`): nothing here reads files, environm
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os.path
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.rank_grid import RankGridError
 from megatron.training import no_effect
-from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
+from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
 from megatron.training.resolve_sharding import resolve_sharding
 from megatron.training.rule_table import differs
 from megatron.training.state_bytes import SPEEDS
@@ -139,7 +140,7 @@ class _Resolver:
         self.without_effect()
 
     def given(self, name: str) -> bool:
-        return self.origin[name] not in (DEFAULT_ORIGIN, "derived", "launcher")
+        return is_given(self.origin[name])
 
     def derive(self, name: str, value: Any, origin: str = "derived") -> None:
         if self.values[name] != value:
@@ -228,13 +229,10 @@ class _Resolver:
 
     def batch_and_length(self) -> None:
         v = self.values
-        snapshot = Config.from_flat(v)
-        try:
-            replicas = snapshot.data_parallel_size
-        except RankGridError:
-            return  # a rule tells
-        if v["micro_batch_size"] is not None:
-            self.fill("global_batch_size", v["micro_batch_size"] * replicas)
+        with contextlib.suppress(RankGridError):  # a rule tells
+            if v["micro_batch_size"] is not None:
+                replicas = Config.from_flat(v).data_parallel_size
+                self.fill("global_batch_size", v["micro_batch_size"] * replicas)
 
     def evaluation_only(self) -> None:
         """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""

@@ -10,13 +10,11 @@ from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.training.config import Config
 from megatron.training.rule_table import RuleTable, Situation
 from megatron.training.rules_parallel import chunks_of
-from megatron.training.rules_pipeline import OF_SCHEDULES
+from megatron.training.rules_pipeline import COUNTS, OF_SCHEDULES
 from megatron.training.state_bytes import state_bytes
 
 RULES = RuleTable()
 rule = RULES.rule
-
-_COUNTS = {2: "two", 3: "three"}
 
 
 @rule(
@@ -85,7 +83,7 @@ def _pipeline_limits(s: Situation) -> str | None:
         "zero_bubble_v_schedule_mem_setup",
     )
     told = [s.told(name) for name in s.differing(limits)]
-    return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
+    return f"{' and '.join(told)} are {COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
 
 
 # What one limit of all that a rank holds decides on by itself.
