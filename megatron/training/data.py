@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ def build_data_iterators(
     return DataIterators(
         train=StepBatches(
             _guarded(loaders.loader(train, training, consumed_train_samples), training),
-            fetch=_Fetch(session),
+            fetch=functools.partial(_fetch, session),
             reads=reads,
         ),
         valid=loaders.evaluation_sets(valid, validation, consumed_valid_samples),
@@ -235,15 +236,10 @@ def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
     return next((found for key, a, b in pairs if (found := first_difference(a, b, key)) is not None), None)
 
 
-class _Fetch:
+def _fetch(session: Session, source: Iterator[Any]) -> Any:
     """The time in which this rank waits for data, under its own name for the watchdog and the timers."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __call__(self, source: Iterator[Any]) -> Any:
-        with self._session.watchdog.phase("data"), self._session.timers("batch-generator", log_level=2):
-            return next(source)
+    with session.watchdog.phase("data"), session.timers("batch-generator", log_level=2):
+        return next(source)
 
 
 def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:

@@ -11,11 +11,11 @@ from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, Measure
 from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
 from megatron.training import metrics
 from megatron.training.build import Engine
-from megatron.training.console import lost_output
+from megatron.training.console import lost_output, say
 from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
 from megatron.training.run_clock import RunClock
-from megatron.training.session import Session, say
+from megatron.training.session import Session
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult
 from megatron.training.writers import Writers, append_progress, open_writers

@@ -42,6 +42,13 @@ class Situation:
         """Those of the settings that are not at their defaults."""
         return [name for name in names if differs(name, self.value(name))]
 
+    def undivided(self, whole: str, part: str) -> str | None:
+        """That one size is no multiple of another; sizes that make no sense have rules of their own."""
+        size, by = self.value(whole), self.value(part)
+        if not size or not by or by < 1 or size % by == 0:
+            return None
+        return f"{self.told(whole)} is not divisible by {self.told(part)}"
+
     def told(self, name: str) -> str:
         """The flag of a setting, and its value."""
         return f"{spelled(name)} {self.value(name)}"

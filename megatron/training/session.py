@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import logging
 import random
-import sys
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import limits, metrics
 from megatron.training.config import Config
+from megatron.training.console import say
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.meeting import Meeting
 from megatron.training.problems import ConfigurationError, Problem
@@ -71,12 +71,6 @@ class Session:
         self.watchdog.close()
         parallel_state.destroy_process_group(self.ps)
         self.folder.release()
-
-
-def say(text: str) -> None:
-    """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
