@@ -40,16 +40,13 @@ CORPORA = (
 # What --use-checkpoint-args takes from a checkpoint: the model's shape and its tokenizer.
 _SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
-    "num_query_groups "
-    "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
-    "rotary_interleaved "
-    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
-    "untie_embeddings_and_output_weights "
-    "make_vocab_size_divisible_by padded_vocab_size normalization norm_epsilon apply_layernorm_1p "
-    "qk_layernorm swiglu geglu geglu_tanh embedding_multiplier add_attention_output_bias "
-    "quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias apply_query_key_layer_scaling "
-    "tokenizer_type tokenizer_model vocab_file merge_file vocab_size tiktoken_pattern "
-    "tiktoken_num_special_tokens tiktoken_special_tokens"
+    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
+    "rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "untie_embeddings_and_output_weights make_vocab_size_divisible_by padded_vocab_size normalization "
+    "norm_epsilon apply_layernorm_1p qk_layernorm swiglu geglu geglu_tanh embedding_multiplier "
+    "add_attention_output_bias quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias "
+    "apply_query_key_layer_scaling tokenizer_type tokenizer_model vocab_file merge_file vocab_size "
+    "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
 )
 CHECKPOINT_FIELDS = tuple(_SHAPE.split())
 # Of these, what a flag may still change: training on longer or shorter sequences is legal.
