@@ -103,18 +103,10 @@ class Config:
         unknown = sorted(set(values) - set(FIELDS))
         if unknown:
             raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")
-        groups = {
-            group: group_cls(
-                **{
-                    field.name: tuple(values[field.name])
-                    if isinstance(values[field.name], list)
-                    else values[field.name]
-                    for field in dataclasses.fields(group_cls)
-                    if field.name in values
-                }
-            )
-            for group, group_cls in GROUPS.items()
-        }
+        told: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        for name, value in values.items():
+            told[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
+        groups = {group: group_cls(**told[group]) for group, group_cls in GROUPS.items()}
         return cls(
             **groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings, notes=notes
         )

@@ -113,7 +113,8 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     )
     watchdog.watch(group.traffic for group in ps.groups.values())
     _seed(config.training.seed, ps)
-    tokenizer = _tokenizer(config)
+    assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
+    tokenizer = build_from_config(config.tokenizer)
     config = _with_limit(_with_vocabulary(config, tokenizer, ps), ps)
     timers = Timers(
         config.logging.timing_log_level,
@@ -166,12 +167,6 @@ def _seed(seed: int, ps: ParallelState) -> None:
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    flags = config.tokenizer
-    assert flags.tokenizer_type is not None, "the rules ask for --tokenizer-type"
-    return build_from_config(flags)
 
 
 def _with_limit(config: Config, ps: ParallelState) -> Config:
