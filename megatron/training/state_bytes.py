@@ -13,6 +13,7 @@ from megatron.core.distributed.sharding import (
     Sharding,
     ShardPlace,
     main_grads_dtype,
+    main_params_dtype,
     residency_of,
     sharding_of,
 )
@@ -39,8 +40,7 @@ def state_bytes(
 ) -> StateBytes:
     """dtype: of the model's weights, as flags have it (bf16, ...). Moments of AdamW in fp32 are counted. copies: of
     main weights and moments, that a step is taken back by."""
-    wire, asked = config.megatron_fsdp_grad_comm_dtype, config.megatron_fsdp_main_params_dtype
-    main = dtype if asked == "auto" or (asked == "fp32" and dtype == "fp64") else asked
+    wire, main = config.megatron_fsdp_grad_comm_dtype, main_params_dtype(dtype, config)
     weight, grad = DTYPE_BYTES[dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
     moment = max(4, DTYPE_BYTES[main])
     own = DTYPE_BYTES[main] if main != dtype else 0

@@ -80,6 +80,12 @@ def main_grads_dtype(weights: str, config: DistributedDataParallelConfig) -> str
     return weights
 
 
+def main_params_dtype(weights: str, config: DistributedDataParallelConfig) -> str:
+    """What the optimizer updates: --megatron-fsdp-main-params-dtype; with fp32 (default) fp64 models keep theirs."""
+    asked = config.megatron_fsdp_main_params_dtype
+    return weights if asked == "auto" or (asked, weights) == ("fp32", "fp64") else asked
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardPlace:
     """Where a rank stands among those that share the work."""
