@@ -38,12 +38,12 @@ def state_bytes(
     *,
     copies: bool = False,
 ) -> StateBytes:
-    """dtype: of the model's weights, as flags have it (bf16, ...). Moments of AdamW in fp32 are counted. copies: of
-    main weights and moments, that a step is taken back by."""
-    wire, main = config.megatron_fsdp_grad_comm_dtype, main_params_dtype(dtype, config)
+    """dtype: of the model's weights, as flags have it (bf16, ...). AdamW's moments are counted, in the dtype of main
+    weights. copies: of both, that a step is taken back by."""
+    wire, main_dtype = config.megatron_fsdp_grad_comm_dtype, main_params_dtype(dtype, config)
     weight, grad = DTYPE_BYTES[dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
-    moment = max(4, DTYPE_BYTES[main])
-    own = DTYPE_BYTES[main] if main != dtype else 0
+    main = DTYPE_BYTES[main_dtype]
+    own = main if main_dtype != dtype else 0
     whole = sharding.main_grads is Cut.WHOLE
     scattered = sharding.optimizer is Cut.FULL and place.outer_size > 1
     return StateBytes(
@@ -53,8 +53,8 @@ def state_bytes(
         at_rest=(
             (weight, place.ways(sharding.weights)),
             (grad, place.ways(sharding.main_grads)),
-            (own + _MOMENTS * moment, place.ways(sharding.optimizer)),
-            (copies * (DTYPE_BYTES[main] + _MOMENTS * moment), place.ways(sharding.optimizer)),
+            (own + _MOMENTS * main, place.ways(sharding.optimizer)),
+            (copies * (1 + _MOMENTS) * main, place.ways(sharding.optimizer)),
         ),
         inner=place.inner_size,
         outer_grad=grad,
