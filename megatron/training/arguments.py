@@ -32,9 +32,8 @@ from megatron.training.saved_config import check_config, saved_config
 from megatron.training.saved_vocabulary import saved_padded_vocabulary
 from megatron.training.training_config import CheckpointConfig
 
-__all__ = ["CONFIGURATION_STATUS", "ConfigurationError", "Problem", "launch_config", "parse_config"]
+__all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
 
-CONFIGURATION_STATUS = 2
 _OF_VALUES = ("value", "range-", "limit-")  # ids of problems that keep a value from being taken
 # A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
 SPEAKER_GRACE_S = 3.0
@@ -71,10 +70,10 @@ def launch_config(
         raise _refuse_checkpoint(error, env, words, line) from None
     if config.training.check_config:
         _report(config, problems, env)
-        raise SystemExit(CONFIGURATION_STATUS if problems else 0)
+        raise SystemExit(int(ExitStatus.CONFIGURATION) if problems else 0)
     if problems and not words and not line.problems:
         _speak(first_page(sys.orig_argv[0], sys.argv[0], _own_tokenizer(args_defaults or {})), env)
-        raise SystemExit(CONFIGURATION_STATUS)
+        raise SystemExit(int(ExitStatus.CONFIGURATION))
     if problems:
         raise _refuse(problems, env, words, config)
     try:
@@ -122,7 +121,7 @@ def _refuse(
     _speak(text, env)
     save = None if config is None else config.checkpoint.save
     _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
-    return SystemExit(CONFIGURATION_STATUS)
+    return SystemExit(int(ExitStatus.CONFIGURATION))
 
 
 def _speak(text: str, env: LaunchEnv) -> None:

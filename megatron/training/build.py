@@ -156,12 +156,13 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
     )
     if spec.splits_backward:
         _refuse_together(chunks, told_schedule(config.parallel, spec.schedule), ps)
-    _join_uses([chunk.module for chunk in chunks])
-    ours = all(chunk.sink is not None for chunk in chunks)
-    meta = {name: fact for chunk in chunks for name, fact in _param_meta(chunk.module).items()}
-    if not ours:
-        broadcast_weights([chunk.module for chunk in chunks], ps)
-    model = _data_parallel(config, ps, chunks, meta)
+    modules, sinks = [chunk.module for chunk in chunks], [chunk.sink for chunk in chunks]
+    _join_uses(modules)
+    meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
+    if None in sinks:
+        broadcast_weights(modules, ps)
+    stages = [chunk.stage for chunk in chunks]
+    model = DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
     if config.model.init_model_with_meta_device:
         _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
         model.weights_changed()
@@ -176,15 +177,6 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
         scheduler=_scheduler(config, optimizer),
         scaler=build_grad_scaler(config.optimizer),
     )
-
-
-def _data_parallel(
-    config: Config, ps: ParallelState, chunks: tuple[Chunk, ...], meta: dict[str, ParamMeta]
-) -> DistributedDataParallel:
-    """The engine of the flags over all chunks. Raises ModelError where units make no sense."""
-    modules = [chunk.module for chunk in chunks]
-    sinks, stages = [chunk.sink for chunk in chunks], [chunk.stage for chunk in chunks]
-    return DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
 
 
 def _build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.optional import available
@@ -23,6 +22,7 @@ from megatron.training.resolve import known_vocabulary
 from megatron.training.rules_run import MAX_VOCABULARY_BYTES, unusable_files
 
 _SHOWN_GROUPS = 8
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,12 @@ class Report:
 
 def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     """Compute what can be computed of a configuration, sound or not."""
-    grid = _grid(config)
-    config = _chosen(_with_vocabulary(config))
+    grid, several = _or_none(config.grid), config.parallel.expert_model_parallel_size != 1
+    expert_grid = _or_none(config.expert_grid) if several else None
+    config, pipeline = _with_vocabulary(config), None
+    if config.model.num_layers is not None:
+        config = _or_none(config.chosen) or config
+        pipeline = _or_none(lambda: config.schedule_spec)
     warnings = list(config.warnings)
     if config.model.transformer_impl == "transformer_engine":
         installed = available("transformer_engine")
@@ -60,11 +64,10 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
             f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "
             "Transformer Engine (pip install 'transformer_engine[pytorch]')"
         )
-    pipeline = _pipeline(config)
     return Report(
         config=config,
         grid=grid,
-        expert_grid=_expert_grid(config),
+        expert_grid=expert_grid,
         pipeline=pipeline,
         parameters=_parameters(config, grid, pipeline, problems),
         problems=tuple(problems),
@@ -73,40 +76,12 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     )
 
 
-def _grid(config: Config) -> RankGrid | None:
+def _or_none(make: Callable[[], _T]) -> _T | None:
+    """None where ranks do not divide, nor layers over stages, or where nothing fits."""
     try:
-        return config.grid()
-    except RankGridError:
+        return make()
+    except (RankGridError, StageLayersError, PlanError):
         return None
-
-
-def _expert_grid(config: Config) -> RankGrid | None:
-    if config.parallel.expert_model_parallel_size == 1:
-        return None
-    try:
-        return config.expert_grid()
-    except RankGridError:
-        return None
-
-
-def _pipeline(config: Config) -> ScheduleSpec | None:
-    """None where layers do not divide over stages, or nothing fits."""
-    if config.model.num_layers is None:
-        return None
-    try:
-        return config.schedule_spec
-    except (StageLayersError, PlanError):
-        return None
-
-
-def _chosen(config: Config) -> Config:
-    """With the strategy that a limit has decided on, where something fits it."""
-    if config.model.num_layers is None:
-        return config
-    try:
-        return config.chosen()
-    except (StageLayersError, PlanError):
-        return config
 
 
 def _num_microbatches(config: Config) -> int | None:
@@ -207,19 +182,13 @@ def _is_number(word: str) -> bool:
 def _sharding(report: Report) -> dict[str, Any] | None:
     """The row of the sharding table, and into how many parts data parallel ranks cut what; None where flags or ranks do
     not fit (see the problems)."""
-    ddp, grid = report.config.ddp, report.grid
-    instances = ddp.num_distributed_optimizer_instances
-    try:
-        row = sharding_of(ddp.data_parallel_sharding_strategy, ddp.outer_dp_sharding_strategy)
-    except ValueError:
+    row, place = report.config.sharding, report.config.shard_place
+    if row is None or place is None:
         return None
-    if grid is None or instances < 1 or grid.dp % instances:
-        return None
-    place = ShardPlace(inner_size=grid.dp // instances, outer_size=instances)
     cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
     return {
-        "strategy": ddp.data_parallel_sharding_strategy,
-        "instances": instances,
+        "strategy": report.config.ddp.data_parallel_sharding_strategy,
+        "instances": place.outer_size,
         "ways": {what: place.ways(cut) for what, cut in cuts.items()},
     }
 

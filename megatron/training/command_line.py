@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config_base import arg_info, value_type
+from megatron.training.config import MAX_GUESSES
 from megatron.training.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
 from megatron.training.problems import ConfigurationError, Problem
 from megatron.training.values import (
@@ -38,7 +39,6 @@ GROUP_TITLES: Mapping[str, str] = {
     "reliability": "reliability",
 }
 MAX_FLAGS = 4096  # on one line; argparse looks through all of them for each
-MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of them are a wrong file, not slips
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import ShardPlace
+from megatron.core.distributed.sharding import Sharding, ShardPlace, sharding_of
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
@@ -62,6 +62,7 @@ assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values(
 DEFAULT_ORIGIN = "default"
 # difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
 CLOSE_ENOUGH = 0.7
+MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of them are a wrong file, not slips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +103,10 @@ class Config:
         unknown = sorted(set(values) - set(FIELDS))
         if unknown:
             raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")
-        groups = {
-            group: group_cls(
-                **{
-                    field.name: tuple(values[field.name])
-                    if isinstance(values[field.name], list)
-                    else values[field.name]
-                    for field in dataclasses.fields(group_cls)
-                    if field.name in values
-                }
-            )
-            for group, group_cls in GROUPS.items()
-        }
+        told: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        for name, value in values.items():
+            told[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
+        groups = {group: group_cls(**told[group]) for group, group_cls in GROUPS.items()}
         return cls(
             **groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings, notes=notes
         )
@@ -138,8 +131,7 @@ class Config:
         )
 
     def given(self, name: str) -> bool:
-        """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
-        return self.origin.get(name, DEFAULT_ORIGIN) not in (DEFAULT_ORIGIN, "derived", "launcher")
+        return is_given(self.origin.get(name, DEFAULT_ORIGIN))
 
     @property
     def world_size(self) -> int:
@@ -178,10 +170,28 @@ class Config:
         return self.grid().dp
 
     @property
+    def sharding(self) -> Sharding | None:
+        """What ranks cut; None where the outer strategy does not go with the inner one, which a rule tells."""
+        try:
+            return sharding_of(self.ddp.data_parallel_sharding_strategy, self.ddp.outer_dp_sharding_strategy)
+        except ValueError:
+            return None
+
+    @property
+    def shard_place(self) -> ShardPlace | None:
+        """Over how many ranks states are cut, on the first; None where ranks do not divide, which rules tell."""
+        instances = self.ddp.num_distributed_optimizer_instances
+        try:
+            ranks = self.data_parallel_size
+        except RankGridError:
+            return None
+        if instances < 1 or ranks % instances:
+            return None
+        return ShardPlace(inner_size=ranks // instances, outer_size=instances)
+
+    @property
     def params_dtype(self) -> str:
-        """dtype of the weights that the model computes with: "float32", "bfloat16", "float16" or
-        "float64".
-        """
+        """Of the weights that the model computes with, as torch has it: "float32", "bfloat16", ..."""
         return {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.params_flag]
 
     @property
@@ -238,15 +248,8 @@ class Config:
     @property
     def rank_budget(self) -> RankBudget | None:
         """What --rank-memory-limit decides under; None without it, or where ranks do not divide, which rules tell."""
-        instances = self.ddp.num_distributed_optimizer_instances
-        try:
-            ranks = self.data_parallel_size
-        except RankGridError:
-            return None
-        if instances < 1 or ranks % instances:
-            return None
-        place = ShardPlace(inner_size=ranks // instances, outer_size=instances)
-        return rank_budget(self.parallel, self.ddp, place, self.params_flag)
+        place = self.shard_place
+        return None if place is None else rank_budget(self.parallel, self.ddp, place, self.params_flag)
 
     def chosen(self) -> Config:
         """With the strategy that the limit has decided on. Raises StageLayersError or PlanError."""
@@ -275,7 +278,7 @@ class Config:
         ):
             return None
         on_gpus = p.distributed_backend == "nccl"
-        return ModelCosts(model, vocabulary, batch, self.params_dtype, tp, p.sequence_parallel, on_gpus)
+        return ModelCosts(model, vocabulary, batch, self.params_flag, tp, p.sequence_parallel, on_gpus)
 
     @property
     def last_num_microbatches(self) -> int:
@@ -288,10 +291,9 @@ class Config:
     @property
     def total_iterations(self) -> int:
         """Optimizer steps of the whole run, from --train-iters or --train-samples; 0 for neither."""
-        if self.training.train_iters is not None:
-            return self.training.train_iters
-        samples = self.training.train_samples
-        return self.batch_schedule().iterations_for(samples) if samples is not None else 0
+        if (samples := self.training.train_samples) is not None:
+            return self.batch_schedule().iterations_for(samples)
+        return self.training.train_iters or 0
 
     def to_yaml(self) -> str:
         """YAML that `--yaml-cfg` reads back, each value's origin behind it as a comment."""
@@ -306,6 +308,11 @@ class Config:
             for name, value in sorted(self.extra.items()):
                 lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
         return "\n".join(lines) + "\n"
+
+
+def is_given(origin: str) -> bool:
+    """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
+    return origin not in (DEFAULT_ORIGIN, "derived", "launcher")
 
 
 def _scalar(value: Any) -> str:

@@ -122,6 +122,12 @@ def lost_output() -> list[str]:
     return [f"{STREAMS[file.fd]}: {file.lost}" for file in _FILES.values() if file.lost is not None]
 
 
+def say(text: object) -> None:
+    """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:
     if isinstance(stream, ConsoleStream):
         return stream

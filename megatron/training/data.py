@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -143,65 +144,57 @@ def build_data_iterators(
         session.print_rank_0(line)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.datasets_done_line("GPT"))
-    loaders = _Loaders(session)
     trained_on = 0 if config.evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
     evaluations = "--eval-iters x --global-batch-size, for each evaluation"
     validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
     return DataIterators(
         train=StepBatches(
-            _guarded(loaders.loader(train, training, consumed_train_samples), training),
-            fetch=_Fetch(session),
+            _loader(session, train, training, consumed_train_samples),
+            fetch=functools.partial(_fetch, session),
             reads=reads,
         ),
-        valid=loaders.evaluation_sets(valid, validation, consumed_valid_samples),
-        test=loaders.evaluation_sets(test, _Split("test", sizes.test, evaluations), 0),
+        valid=_evaluation_sets(session, valid, validation, consumed_valid_samples),
+        test=_evaluation_sets(session, test, _Split("test", sizes.test, evaluations), 0),
         description=train.description() if isinstance(train, GPTDataset | BlendedDataset) else None,
     )
 
 
-class _Loaders:
-    """Makes this rank's loaders, by the flags of the run."""
+def _loader(session: Session, dataset: Any, split: _Split, consumed_samples: int) -> Any:
+    """Microbatches from position `consumed_samples` on. Raises DataError naming the split."""
+    data, ps = session.config.data, session.ps
+    order = "single" if split.whole else data.dataloader_type or "single"
+    if order == "single" and not split.whole and dataset is not None:
+        _check_length(len(dataset), split)
+    try:
+        loader = build_data_loader(
+            dataset,
+            consumed_samples=0 if split.whole else consumed_samples,
+            micro_batch_size=session.config.training.micro_batch_size,
+            dp_rank=ps.dp_rank,
+            dp_size=ps.dp_size,
+            dataloader_type=order,
+            data_sharding=data.data_sharding,
+            num_workers=data.num_workers,
+            pin_memory=session.device.kind == "cuda",
+        )
+    except DataError as error:
+        raise DataError(f"{split.name} data: {error}") from None
+    return loader if split.whole else _guarded(loader, split)
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._config = session.config
 
-    def loader(self, dataset: Any, split: _Split, consumed_samples: int) -> Any:
-        """Microbatches from position `consumed_samples` on. Raises DataError naming the split."""
-        data, ps = self._config.data, self._session.ps
-        order = "single" if split.whole else data.dataloader_type or "single"
-        if order == "single" and not split.whole and dataset is not None:
-            _check_length(len(dataset), split)
-        try:
-            return build_data_loader(
-                dataset,
-                consumed_samples=consumed_samples,
-                micro_batch_size=self._config.training.micro_batch_size,
-                dp_rank=ps.dp_rank,
-                dp_size=ps.dp_size,
-                dataloader_type=order,
-                data_sharding=data.data_sharding,
-                num_workers=data.num_workers,
-                pin_memory=self._session.device.kind == "cuda",
-            )
-        except DataError as error:
-            raise DataError(f"{split.name} data: {error}") from None
-
-    def evaluation_sets(self, datasets: Any, split: _Split, consumed_samples: int) -> list[EvaluationSet]:
-        """One set, or several with `--multiple-validation-sets`; none where no evaluation is asked for."""
-        several = isinstance(datasets, list)
-        return [
-            EvaluationSet(
-                name=str(index) if several else "",
-                batches=self.loader(dataset, split, 0)
-                if split.whole
-                else _guarded(self.loader(dataset, split, consumed_samples), split),
-                whole=split.whole,
-            )
-            for index, dataset in enumerate(datasets if several else [datasets])
-            if dataset is not None and self._config.evaluation.eval_iters > 0
-        ]
+def _evaluation_sets(
+    session: Session, datasets: Any, split: _Split, consumed_samples: int
+) -> list[EvaluationSet]:
+    """One set, or several with `--multiple-validation-sets`; none where no evaluation is asked for."""
+    if session.config.evaluation.eval_iters <= 0:
+        return []
+    sets = enumerate(datasets) if isinstance(datasets, list) else [("", datasets)]
+    return [
+        EvaluationSet(str(name), _loader(session, dataset, split, consumed_samples), split.whole)
+        for name, dataset in sets
+        if dataset is not None
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,15 +228,10 @@ def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
     return next((found for key, a, b in pairs if (found := first_difference(a, b, key)) is not None), None)
 
 
-class _Fetch:
+def _fetch(session: Session, source: Iterator[Any]) -> Any:
     """The time in which this rank waits for data, under its own name for the watchdog and the timers."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __call__(self, source: Iterator[Any]) -> Any:
-        with self._session.watchdog.phase("data"), self._session.timers("batch-generator", log_level=2):
-            return next(source)
+    with session.watchdog.phase("data"), session.timers("batch-generator", log_level=2):
+        return next(source)
 
 
 def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:

@@ -88,9 +88,7 @@ INERT: tuple[FlagList, ...] = (
     FlagList(
         "fusion is left to torch's kernels; the arithmetic is the same",
         switches="--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
-        "--no-bias-dropout-fusion "
-        "--no-rope-fusion --no-persist-layer-norm "
-        "--cross-entropy-loss-fusion "
+        "--no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --cross-entropy-loss-fusion "
         "--apply-rope-fusion --no-clone-scatter-output-in-embedding",
         values="--cross-entropy-fusion-impl",
     ),
@@ -114,9 +112,8 @@ INERT: tuple[FlagList, ...] = (
     FlagList(
         "communication is scheduled by the engine that owns it",
         switches="--no-async-tensor-model-parallel-allreduce --no-overlap-p2p-communication "
-        "--no-align-grad-reduce "
-        "--no-align-param-gather --enable-gloo-process-groups --disable-gloo-process-groups "
-        "--no-scatter-gather-tensors-in-pipeline --contiguous-grad-buffer "
+        "--no-align-grad-reduce --no-align-param-gather --enable-gloo-process-groups "
+        "--disable-gloo-process-groups --no-scatter-gather-tensors-in-pipeline --contiguous-grad-buffer "
         "--overlap-p2p-communication-warmup-flush --use-ring-exchange-p2p "
         "--use-contiguous-buffers-in-local-ddp",
         values="--ddp-pad-buckets-for-high-nccl-busbw --local-rank",
@@ -241,22 +238,19 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         MOE,
         switches="--moe-grouped-gemm --moe-router-pre-softmax --moe-permute-fusion "
-        "--moe-router-enable-expert-bias "
-        "--moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-upcycling --moe-router-fusion "
-        "--moe-pad-expert-input-to-capacity --moe-per-layer-logging --moe-layer-recompute "
-        "--moe-enable-deepep "
-        "--moe-router-force-load-balancing --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
-        "--moe-use-legacy-grouped-gemm --moe-extended-tp --moe-apply-probs-on-input "
-        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
-        "",
+        "--moe-router-enable-expert-bias --moe-shared-expert-overlap --moe-shared-expert-gate "
+        "--moe-use-upcycling --moe-router-fusion --moe-pad-expert-input-to-capacity --moe-per-layer-logging "
+        "--moe-layer-recompute --moe-enable-deepep --moe-router-force-load-balancing "
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --moe-use-legacy-grouped-gemm "
+        "--moe-extended-tp --moe-apply-probs-on-input --moe-router-padding-for-fp8 "
+        "--moe-router-padding-for-quantization ",
         values="--num-experts=0|1|None --moe-router-topk --moe-token-dispatcher-type --moe-ffn-hidden-size "
         "--moe-router-dtype --moe-shared-expert-intermediate-size --moe-router-score-function "
-        "--moe-layer-freq "
-        "--moe-router-topk-scaling-factor --moe-router-bias-update-rate --moe-router-group-topk "
-        "--moe-router-num-groups --moe-router-topk-limited-devices --moe-z-loss-coeff --moe-input-jitter-eps "
-        "--moe-expert-capacity-factor --moe-token-drop-policy --moe-flex-dispatcher-backend "
-        "--moe-deepep-num-sms --moe-hybridep-num-sms --moe-upcycling-granularity --moe-latent-size "
-        "",
+        "--moe-layer-freq --moe-router-topk-scaling-factor --moe-router-bias-update-rate "
+        "--moe-router-group-topk --moe-router-num-groups --moe-router-topk-limited-devices "
+        "--moe-z-loss-coeff --moe-input-jitter-eps --moe-expert-capacity-factor --moe-token-drop-policy "
+        "--moe-flex-dispatcher-backend --moe-deepep-num-sms --moe-hybridep-num-sms "
+        "--moe-upcycling-granularity --moe-latent-size ",
         many="--moe-router-load-balancing-type --moe-aux-loss-coeff",
     ),
     FlagList(
@@ -277,38 +271,32 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         "--fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-e4m3 "
         "--fp8-multi-head-attention --reuse-grad-buf-for-mxfp8-param-ag --fp4-param-gather",
         values="--fp8-format --fp8-recipe --fp8-amax-compute-algo --fp8-amax-history-len --fp8-margin "
-        "--fp8-interval "
-        "--fp4-format --fp4-recipe --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
+        "--fp8-interval --fp4-format --fp4-recipe --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
         "--fp8-quantizer-factory --fp4-quantizer-factory --te-precision-config-file",
     ),
     FlagList(
         OFFLOAD,
         switches="--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
-        "--fine-grained-activation-offloading "
-        "--cpu-offload --offload-overlap-sr --offload-continuous-buffers --recompute-lgd "
-        "--auto-offload-time --cpu-offloading --use-torch-optimizer-for-cpu-offload "
-        "--no-pin-cpu-grads --no-pin-cpu-params",
+        "--fine-grained-activation-offloading --cpu-offload --offload-overlap-sr "
+        "--offload-continuous-buffers --recompute-lgd --auto-offload-time --cpu-offloading "
+        "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params",
         values="--optimizer-offload-fraction --cpu-offloading-num-layers=0 --offload-chunk-num=0 "
-        "--offload-time "
-        "--min-offloaded-tensor-size",
+        "--offload-time --min-offloaded-tensor-size",
         many="--offload-modules",
     ),
     FlagList(
         MODEL_VARIANTS,
         switches="--qk-l2-norm --qk-clip --attention-output-gate --use-mup --init-method-xavier-uniform "
-        "--apply-residual-connection-post-layernorm --enable-mhc-connections "
-        "--apply-wd-to-qk-layernorm "
+        "--apply-residual-connection-post-layernorm --enable-mhc-connections --apply-wd-to-qk-layernorm "
         "--no-initialization ",
         values="--window-attn-skip-freq --softmax-type=vanilla --glu-linear-offset=0|0.0 "
         "--activation-func-clamp-value --no-rope-freq --embedding-init-method-std "
-        "--relative-attention-num-buckets "
-        "--relative-attention-max-distance --heterogeneous-layers-config-path "
-        "--heterogeneous-layers-config-encoded-json --experimental-attention-variant --linear-attention-freq "
-        "--window-size=-1,-1|(-1,-1) --spec --hybrid-attention-ratio=0|0.0 --hybrid-mlp-ratio=0|0.0 "
-        "--hybrid-override-pattern --hybrid-layer-pattern --mamba-state-dim --mamba-head-dim "
-        "--mamba-num-groups "
-        "--mamba-num-heads --encoder-num-layers --decoder-num-layers --encoder-seq-length "
-        "--decoder-seq-length --qk-clip-alpha "
+        "--relative-attention-num-buckets --relative-attention-max-distance "
+        "--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json "
+        "--experimental-attention-variant --linear-attention-freq --window-size=-1,-1|(-1,-1) --spec "
+        "--hybrid-attention-ratio=0|0.0 --hybrid-mlp-ratio=0|0.0 --hybrid-override-pattern "
+        "--hybrid-layer-pattern --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads "
+        "--encoder-num-layers --decoder-num-layers --encoder-seq-length --decoder-seq-length --qk-clip-alpha "
         "--qk-clip-threshold ",
         many="--mrope-section",
     ),
@@ -316,10 +304,8 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         OPTIMIZERS,
         switches="--muon-use-nesterov --muon-split-qkv --decoupled-weight-decay ",
         values="--muon-momentum --muon-scale-mode --muon-num-ns-steps --muon-tp-mode "
-        "--muon-extra-scale-factor "
-        "--muon-coefficient-type --muon-fp32-matmul-prec --lion-beta1 --lion-beta2 "
-        "--no-weight-decay-cond-type "
-        "",
+        "--muon-extra-scale-factor --muon-coefficient-type --muon-fp32-matmul-prec --lion-beta1 --lion-beta2 "
+        "--no-weight-decay-cond-type ",
     ),
     FlagList(
         "use --rampup-batch-size",
@@ -337,9 +323,8 @@ UNSUPPORTED: tuple[FlagList, ...] = (
         values="--fim-rate=0|0.0 --fim-spm-rate --fim-fragment-rate --fim-no-prefix --fim-split-sample "
         "--fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token "
         "--s3-cache-path --object-storage-cache-path --sft-tokenizer-prompt-format --sample-rate=1|1.0 "
-        "--vocab-extra-ids=0 --tokenizer-metadata "
-        "--dataloader-defer-npy-index-mmap --tokenizer-special-tokens "
-        "",
+        "--vocab-extra-ids=0 --tokenizer-metadata --dataloader-defer-npy-index-mmap "
+        "--tokenizer-special-tokens ",
     ),
     FlagList(
         "code from a repository is never run: use a tokenizer.json that is on disk",
@@ -354,8 +339,7 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         PROFILING,
         switches="--profile --use-pytorch-profiler --record-memory-history --nvtx-ranges --log-energy "
-        "--log-straggler "
-        "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
+        "--log-straggler --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
         "--pytorch-profiler-collect-chakra --log-device-memory-used --report-theoretical-memory "
         "--log-max-attention-logit",
         values="--memory-snapshot-path --log-memory-interval --straggler-ctrlr-port ",
@@ -363,15 +347,13 @@ UNSUPPORTED: tuple[FlagList, ...] = (
     FlagList(
         RELIABILITY,
         switches="--enable-ft-package --calc-ft-timeouts --inprocess-restart --check-for-spiky-loss "
-        "--check-for-large-grads "
-        "--non-persistent-local-ckpt-replication --replication",
+        "--check-for-large-grads --non-persistent-local-ckpt-replication --replication",
         values="--error-injection-rate=0 --error-injection-type --inprocess-max-iterations "
-        "--ft-num-warmup-iters "
-        "--inprocess-heartbeat-timeout --inprocess-soft-timeout --inprocess-hard-timeout "
-        "--result-rejected-tracker-filename --non-persistent-save-interval --non-persistent-ckpt-type "
-        "--non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo "
-        "--replication-jump --replication-factor --train-sync-interval --exit-signal=SIGTERM|sigterm "
-        "--adlr-autoresume-interval --inprocess-granularity",
+        "--ft-num-warmup-iters --inprocess-heartbeat-timeout --inprocess-soft-timeout "
+        "--inprocess-hard-timeout --result-rejected-tracker-filename --non-persistent-save-interval "
+        "--non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir "
+        "--non-persistent-local-ckpt-algo --replication-jump --replication-factor --train-sync-interval "
+        "--exit-signal=SIGTERM|sigterm --adlr-autoresume-interval --inprocess-granularity",
     ),
     FlagList("use --exit-duration-in-mins", switches="--adlr-autoresume"),
     FlagList(

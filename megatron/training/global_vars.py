@@ -7,10 +7,11 @@ the run.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+
+from megatron.training.console import say
 
 
 class NotInitializedError(RuntimeError):
@@ -131,35 +132,24 @@ def get_wandb_writer() -> Any:
 
 def get_num_microbatches() -> int:
     """Microbatches per pipeline and step, at the present place of the batch ramp-up."""
-    return int(_callable("num_microbatches")())
+    return int(_get("num_microbatches")())
 
 
 def get_current_global_batch_size() -> int:
     """Samples per step, at the present place of the batch ramp-up."""
-    return int(_callable("global_batch_size")())
-
-
-def _callable(name: str) -> Callable[[], int]:
-    value: Callable[[], int] = _get(name)
-    return value
-
-
-def _say(message: Any) -> None:
-    """A line in one write: ranks share one pipe."""
-    sys.stdout.write(f"{message}\n")
-    sys.stdout.flush()
+    return int(_get("global_batch_size")())
 
 
 def print_rank_0(message: Any) -> None:
     """Print on rank 0 only; before `pretrain` has started, on every rank."""
     if _GLOBALS.rank == 0:
-        _say(message)
+        say(message)
 
 
 def print_rank_last(message: Any) -> None:
     """Print on the last rank only, where the loss is known."""
     if _GLOBALS.rank == _GLOBALS.world_size - 1:
-        _say(message)
+        say(message)
 
 
 def is_last_rank() -> bool:

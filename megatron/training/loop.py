@@ -77,20 +77,11 @@ class TrainingLoop:
         )
 
     def _new_steps(self, runner: PipelineRunner) -> Steps:
-        session, config, engine = self.session, self._config, self.engine
-        steps = StepRunner(
-            config,
-            session.ps,
-            engine,
-            runner,
-            self._nan_policy,
-            session.timers,
-            session.watchdog,
-            self._clock,
-        )
+        session, config = self.session, self._config
+        common = config, session.ps, self.engine, runner, self._nan_policy
+        steps = StepRunner(*common, session.timers, session.watchdog, self._clock)
         if not config.parallel.enable_optimizer_post_validation:
             return steps
-        common = config, session.ps, engine, runner, self._nan_policy
         return ValidatedStepRunner(*common, steps, self._clock, self._begins)
 
     def run(self, datasets_provider: DatasetsProvider) -> Ending:

@@ -75,6 +75,10 @@ class RunRecord:
         return max((points[-1][0] for points in self.curves.values() if points), default=0)
 
     @property
+    def starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "start"]
+
+    @property
     def losses(self) -> list[str]:
         """Tags of training losses."""
         return [tag for tag in self.curves if tag not in NOT_LOSSES and not _is_other(tag)]
@@ -165,7 +169,7 @@ def render(
         pipeline,
         _history(run),
         _table("Summary", {**_settings(run), **facts, **_exit_facts(exit_record)}, is_open=True),
-        _table("Whole configuration", _config(run)),
+        _table("Whole configuration", run.starts[-1].get("config", {}) if run.starts else {}),
         f"<footer>megatron-zero, {time.strftime('%Y-%m-%d %H:%M:%S')}</footer>",
     ]
     return (
@@ -239,8 +243,7 @@ def _tiles(run: RunRecord) -> str:
     if speed:
         tiles.append(("tokens/s", f"{statistics.median(speed):,.0f}", f"median; best {max(speed):,.0f}"))
     if math.isfinite(run.last_time - run.first_time):
-        starts = sum(event["event"] == "start" for event in run.events)
-        note = f"{starts} starts" if starts > 1 else ""
+        note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
         tiles.append(("wall time", format_duration(run.last_time - run.first_time), note))
     cells = "".join(
         f'<div class="tile"><div class="name">{html.escape(name)}</div>'
@@ -269,15 +272,10 @@ def _exit_facts(record: ExitRecord | None) -> dict[str, Any]:
     return {"exit status": int(record.status), "exit reason": record.reason, "checkpoint": record.checkpoint}
 
 
-def _config(run: RunRecord) -> dict[str, Any]:
-    starts = [event for event in run.events if event["event"] == "start"]
-    return dict(starts[-1].get("config", {})) if starts else {}
-
-
 def _settings(run: RunRecord) -> dict[str, Any]:
-    starts = [event for event in run.events if event["event"] == "start"]
-    world = {"ranks": starts[-1]["world_size"]} if starts and "world_size" in starts[-1] else {}
-    config = _config(run)
+    start = run.starts[-1] if run.starts else {}
+    world = {"ranks": start["world_size"]} if "world_size" in start else {}
+    config = start.get("config", {})
     return {**world, **{name: config[name] for name in SUMMARY_SETTINGS if config.get(name) is not None}}
 
 

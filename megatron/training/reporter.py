@@ -11,11 +11,11 @@ from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, Measure
 from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
 from megatron.training import metrics
 from megatron.training.build import Engine
-from megatron.training.console import lost_output
+from megatron.training.console import lost_output, say
 from megatron.training.exit_status import ExitStatus
 from megatron.training.flops import train_step_flops
 from megatron.training.run_clock import RunClock
-from megatron.training.session import Session, say
+from megatron.training.session import Session
 from megatron.training.state import TrainState
 from megatron.training.step import StepResult
 from megatron.training.writers import Writers, append_progress, open_writers
@@ -114,7 +114,7 @@ class Reporter:
         """
         norm = self._engine.optimizer.params_norm() if self._log.log_params_norm else None
         elapsed_s = result.ended_at - self._interval_started
-        line = self._record(result, batch_size, self._totals, elapsed_s, self._flops, norm)
+        line = self._line(result, batch_size, elapsed_s, norm)
         tokens_per_s = self._totals.tokens / elapsed_s if elapsed_s > 0 else 0.0
         if printed:
             self._session.print_rank_last(metrics.iteration_line(line))
@@ -135,17 +135,12 @@ class Reporter:
             self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
             self._unrecorded.reset()
 
-    def _record(
-        self,
-        result: StepResult,
-        batch_size: int,
-        totals: metrics.IntervalTotals,
-        elapsed_s: float,
-        flops: float,
-        params_norm: float | None,
+    def _line(
+        self, result: StepResult, batch_size: int, elapsed_s: float, params_norm: float | None
     ) -> metrics.IterationRecord:
-        state = self._state
-        tflops = flops / (elapsed_s * self._session.ps.world_size * 1e12) if elapsed_s > 0 else 0.0
+        state, totals = self._state, self._totals
+        validated = self._session.config.parallel.enable_optimizer_post_validation
+        tflops = self._flops / (elapsed_s * self._session.ps.world_size * 1e12) if elapsed_s > 0 else 0.0
         return metrics.IterationRecord(
             iteration=state.iteration,
             train_iters=state.train_iters,
@@ -163,9 +158,7 @@ class Reporter:
             throughput_tflops=tflops if self._log.log_throughput else None,
             skipped_iterations=totals.skipped_iterations,
             nan_iterations=totals.nan_iterations,
-            rollbacks=totals.rollbacks
-            if self._session.config.parallel.enable_optimizer_post_validation
-            else None,
+            rollbacks=totals.rollbacks if validated else None,
             when=datetime.datetime.now(),
         )
 

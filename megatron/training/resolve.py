@@ -5,6 +5,7 @@ Pure but for the facts passed in (`Machine`): nothing here reads files, environm
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os.path
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.rank_grid import RankGridError
 from megatron.training import no_effect
-from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config
+from megatron.training.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
 from megatron.training.resolve_sharding import resolve_sharding
+from megatron.training.rule_table import differs
 from megatron.training.state_bytes import SPEEDS
 from megatron.training.values import convert_loaded
 
@@ -38,16 +40,13 @@ CORPORA = (
 # What --use-checkpoint-args takes from a checkpoint: the model's shape and its tokenizer.
 _SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
-    "num_query_groups "
-    "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
-    "rotary_interleaved "
-    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
-    "untie_embeddings_and_output_weights "
-    "make_vocab_size_divisible_by padded_vocab_size normalization norm_epsilon apply_layernorm_1p "
-    "qk_layernorm swiglu geglu geglu_tanh embedding_multiplier add_attention_output_bias "
-    "quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias apply_query_key_layer_scaling "
-    "tokenizer_type tokenizer_model vocab_file merge_file vocab_size tiktoken_pattern "
-    "tiktoken_num_special_tokens tiktoken_special_tokens"
+    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
+    "rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "untie_embeddings_and_output_weights make_vocab_size_divisible_by padded_vocab_size normalization "
+    "norm_epsilon apply_layernorm_1p qk_layernorm swiglu geglu geglu_tanh embedding_multiplier "
+    "add_attention_output_bias quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias "
+    "apply_query_key_layer_scaling tokenizer_type tokenizer_model vocab_file merge_file vocab_size "
+    "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
 )
 CHECKPOINT_FIELDS = tuple(_SHAPE.split())
 # Of these, what a flag may still change: training on longer or shorter sequences is legal.
@@ -138,7 +137,7 @@ class _Resolver:
         self.without_effect()
 
     def given(self, name: str) -> bool:
-        return self.origin[name] not in (DEFAULT_ORIGIN, "derived", "launcher")
+        return is_given(self.origin[name])
 
     def derive(self, name: str, value: Any, origin: str = "derived") -> None:
         if self.values[name] != value:
@@ -227,13 +226,10 @@ class _Resolver:
 
     def batch_and_length(self) -> None:
         v = self.values
-        snapshot = Config.from_flat(v)
-        try:
-            replicas = snapshot.data_parallel_size
-        except RankGridError:
-            return  # a rule tells
-        if v["micro_batch_size"] is not None:
-            self.fill("global_batch_size", v["micro_batch_size"] * replicas)
+        with contextlib.suppress(RankGridError):  # a rule tells
+            if v["micro_batch_size"] is not None:
+                replicas = Config.from_flat(v).data_parallel_size
+                self.fill("global_batch_size", v["micro_batch_size"] * replicas)
 
     def evaluation_only(self) -> None:
         """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""
@@ -320,11 +316,10 @@ class _Resolver:
     def without_effect(self) -> None:
         """Say what was given and does nothing."""
         for name, why in list(no_effect.without_effect(self.values)):
-            value, default = self.values[name], FIELDS[name][1].default
-            if self.given(name) and value != default:
-                self.warnings.append(no_effect.told(name, value, why))
+            if self.given(name) and differs(name, self.values[name]):
+                self.warnings.append(no_effect.told(name, self.values[name], why))
                 if name in no_effect.DROPPED:
-                    self.derive(name, default)
+                    self.derive(name, FIELDS[name][1].default)
         self.warnings += no_effect.partly(self.values)
 
 

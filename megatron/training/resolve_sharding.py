@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from megatron.core.distributed.sharding import Cut, main_grads_dtype, sharding_of
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
-from megatron.training.config import FIELDS, Config
-from megatron.training.rule_table import spelled
+from megatron.training.config import Config
+from megatron.training.rule_table import differs, spelled
 
 STRATEGY = "data_parallel_sharding_strategy"
 OUTER = "outer_dp_sharding_strategy"
@@ -110,13 +110,8 @@ def _wire(r: Resolving) -> None:
     wire, policy = v["megatron_fsdp_grad_comm_dtype"], v["fsdp_reshard_policy"]
     if wire not in _16_BIT or policy not in ("step", "budget") or not grads_are_cut(v[STRATEGY]):
         return
-    weights = next((name for name in ("fp64", "bf16", "fp16") if v[name]), "fp32")
-    accumulated = main_grads_dtype(
-        weights,
-        v["megatron_fsdp_main_grads_dtype"],
-        grad_reduce_in_bf16=v["grad_reduce_in_bf16"],
-        accumulate_in_fp32=v["accumulate_allreduce_grads_in_fp32"],
-    )
+    config = Config.from_flat(v)
+    accumulated = main_grads_dtype(config.params_flag, config.ddp)
     if wire != accumulated:
         r.warnings.append(
             f"{spelled('megatron_fsdp_grad_comm_dtype')} {wire} with --fsdp-reshard-policy {policy}: units that reduce "
@@ -139,8 +134,3 @@ def _without_effect(r: Resolving) -> None:
 def _warn_of(r: Resolving, names: tuple[str, ...], why: str) -> None:
     """Of those that are not their defaults."""
     r.warnings += [f"{spelled(name)} {why}" for name in names if differs(name, r.values[name])]
-
-
-def differs(name: str, value: Any) -> bool:
-    """Whether a setting is another one than its default."""
-    return bool(value != FIELDS[name][1].default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.core.config_base import flag_names
@@ -38,6 +38,21 @@ class Situation:
     def given(self, name: str) -> bool:
         return self.config.given(name)
 
+    def differing(self, names: Iterable[str]) -> list[str]:
+        """Those of the settings that are not at their defaults."""
+        return [name for name in names if differs(name, self.value(name))]
+
+    def undivided(self, whole: str, part: str) -> str | None:
+        """That one size is no multiple of another; sizes that make no sense have rules of their own."""
+        size, by = self.value(whole), self.value(part)
+        if not size or not by or by < 1 or size % by == 0:
+            return None
+        return f"{self.told(whole)} is not divisible by {self.told(part)}"
+
+    def told(self, name: str) -> str:
+        """The flag of a setting, and its value."""
+        return f"{spelled(name)} {self.value(name)}"
+
 
 Predicate = Callable[[Situation], str | None]
 
@@ -69,3 +84,8 @@ class RuleTable(list[Rule]):
 def spelled(name: str) -> str:
     """The documented flag of a field."""
     return flag_names(FIELDS[name][1])[0]
+
+
+def differs(name: str, value: Any) -> bool:
+    """Whether a setting is another one than its default; a file that was printed has given every one."""
+    return bool(value != FIELDS[name][1].default)

@@ -65,14 +65,6 @@ def _json_flag(s: Situation) -> str | None:
     return "--json belongs to --check-config" if s.value("json") and not s.check_only else None
 
 
-def _replicas(s: Situation) -> int | None:
-    """Data parallel size, or None where the ranks do not divide (told by its own rule)."""
-    try:
-        return s.config.data_parallel_size
-    except RankGridError:
-        return None
-
-
 # Batch and length
 
 
@@ -83,11 +75,13 @@ def _replicas(s: Situation) -> int | None:
     "--decrease-batch-size-if-needed",
 )
 def _batch_divisible(s: Situation) -> str | None:
-    replicas, micro, whole = _replicas(s), s.value("micro_batch_size"), s.value("global_batch_size")
-    if replicas is None or not micro or micro < 1 or not whole or whole < 1:
+    micro, whole = s.value("micro_batch_size"), s.value("global_batch_size")
+    if not micro or micro < 1 or not whole or whole < 1:
         return None
     try:
         s.config.batch_schedule()
+    except RankGridError:
+        return None  # has a rule of its own
     except BatchScheduleError as error:
         return str(error)
     return None

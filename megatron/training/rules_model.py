@@ -18,18 +18,12 @@ rule = RULES.rule
     "heads", "--hidden-size --num-attention-heads --kv-channels", "change one of them, or give --kv-channels"
 )
 def _heads(s: Situation) -> str | None:
-    hidden, heads = s.value("hidden_size"), s.value("num_attention_heads")
-    if not hidden or not heads or heads < 0 or s.given("kv_channels") or hidden % heads == 0:
-        return None
-    return f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}"
+    return None if s.given("kv_channels") else s.undivided("hidden_size", "num_attention_heads")
 
 
 @rule("query-groups", "--num-query-groups --num-attention-heads", "choose groups that divide the heads")
 def _query_groups(s: Situation) -> str | None:
-    heads, groups = s.value("num_attention_heads"), s.value("num_query_groups")
-    if not heads or not groups or groups < 0 or heads % groups == 0:
-        return None
-    return f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
+    return s.undivided("num_attention_heads", "num_query_groups")
 
 
 @rule(

@@ -32,7 +32,7 @@ def _heads_tensor_parallel(s: Situation) -> str | None:
     if not heads or not groups or groups < 1 or tp < 1:
         return None
     if heads % tp:
-        return f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}"
+        return s.undivided("num_attention_heads", "tensor_model_parallel_size")
     if groups % tp and tp % groups:
         return f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other"
     return None
@@ -42,10 +42,7 @@ def _heads_tensor_parallel(s: Situation) -> str | None:
     "ffn-tensor-parallel", "--ffn-hidden-size --tensor-model-parallel-size", "choose a width that it divides"
 )
 def _ffn_tensor_parallel(s: Situation) -> str | None:
-    ffn, tp = s.value("ffn_hidden_size"), s.value("tensor_model_parallel_size")
-    if ffn is None or tp < 1 or ffn % tp == 0:
-        return None
-    return f"--ffn-hidden-size {ffn} is not divisible by --tensor-model-parallel-size {tp}"
+    return s.undivided("ffn_hidden_size", "tensor_model_parallel_size")
 
 
 @rule(

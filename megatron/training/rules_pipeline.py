@@ -12,7 +12,7 @@ RULES = RuleTable()
 rule = RULES.rule
 
 _GROUP = "microbatch_group_size_per_vp_stage"
-_COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
+COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 def schedule_of(s: Situation) -> str | None:
@@ -148,7 +148,7 @@ def _dualpipe_v_microbatches(s: Situation) -> str | None:
     if row is None or not row.microbatches_a_rank or ranks < 2:
         return None
     each, least = row.microbatches_a_rank, row.least_microbatches(ranks)
-    why = f"fewer than {_COUNTS.get(each, each)} a pipeline rank, {least}, which {row.name} needs"
+    why = f"fewer than {COUNTS.get(each, each)} a pipeline rank, {least}, which {row.name} needs"
     return _too_few(s, least, why)
 
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.models.gpt.parameter_count import count_parameters
-from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
-from megatron.training.config import FIELDS, Config
-from megatron.training.rule_table import RuleTable, Situation, spelled
+from megatron.training.config import Config
+from megatron.training.rule_table import RuleTable, Situation
 from megatron.training.rules_parallel import chunks_of
-from megatron.training.rules_pipeline import OF_SCHEDULES
+from megatron.training.rules_pipeline import COUNTS, OF_SCHEDULES
+from megatron.training.state_bytes import state_bytes
 
 RULES = RuleTable()
 rule = RULES.rule
-
-_COUNTS = {2: "two", 3: "three"}
-
-
-def _default(name: str) -> object:
-    """Of a field. A file that was printed gives every value, so that `given` says nothing of those."""
-    return FIELDS[name][1].default
 
 
 @rule(
@@ -33,10 +25,8 @@ def _default(name: str) -> object:
 def _post_validation_settings(s: Situation) -> str | None:
     if s.value("enable_optimizer_post_validation"):
         return None
-    for name in ("post_validation_rollback", "post_validation_after"):
-        if s.value(name) != _default(name):
-            return f"{spelled(name)} {s.value(name)} without --enable-optimizer-post-validation"
-    return None
+    given = s.differing(("post_validation_rollback", "post_validation_after"))
+    return f"{s.told(given[0])} without --enable-optimizer-post-validation" if given else None
 
 
 @rule(
@@ -51,8 +41,8 @@ def _validated_memory(s: Situation) -> str | None:
     config, model = s.config, s.config.model
     if not s.value("enable_optimizer_post_validation") or s.has_gpu or s.check_only or not _can_plan(s):
         return None
-    instances = s.value("num_distributed_optimizer_instances")
-    if config.model_costs is None or model.padded_vocab_size is None or config.data_parallel_size % instances:
+    row, place = config.sharding, config.shard_place
+    if config.model_costs is None or model.padded_vocab_size is None or row is None or place is None:
         return None
     spec = config.staged_model.spec(s.value("pipeline_schedule")) if _is_named(s) else None
     if spec is None:
@@ -64,13 +54,9 @@ def _validated_memory(s: Situation) -> str | None:
         stages=spec.stages,
         placement=spec.placement,
     )
-    place = ShardPlace(inner_size=config.data_parallel_size // instances, outer_size=instances)
-    row = sharding_of(config.ddp.data_parallel_sharding_strategy, config.ddp.outer_dp_sharding_strategy)
-    weight = DTYPE_BYTES[config.params_dtype]
-    states = 12 if weight == 2 else 8  # fp32 weights are the optimizer's own
-    copies = 12 if s.value("post_validation_rollback") == "snapshot" else 0
-    each = weight / place.ways(row.weights) + max(4, weight) / place.ways(row.main_grads)
-    each += (states + copies) / place.ways(row.optimizer)
+    copies = s.value("post_validation_rollback") == "snapshot"
+    sizes = state_bytes(config.ddp, row, place, config.params_flag, copies=copies)
+    each = sum(size / ways for size, ways in sizes.at_rest)
     needed, here = max(held.per_rank) * each, s.env.local_world_size
     if needed * here <= s.memory_bytes:
         return None
@@ -91,15 +77,13 @@ def _is_named(s: Situation) -> bool:
     "keep one of them; --zero-bubble-v-schedule keeps to any limit",
 )
 def _pipeline_limits(s: Situation) -> str | None:
-    told = []
-    for name in (
+    limits = (
         "zero_bubble_max_pending_backward",
         "pipeline_memory_limit",
         "zero_bubble_v_schedule_mem_setup",
-    ):
-        if s.value(name) != _default(name):
-            told.append(f"{spelled(name)} {s.value(name)}")
-    return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
+    )
+    told = [s.told(name) for name in s.differing(limits)]
+    return f"{' and '.join(told)} are {COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
 
 
 # What one limit of all that a rank holds decides on by itself.
@@ -123,7 +107,7 @@ _OF_LIMIT = (
 )
 def _rank_memory_limit(s: Situation) -> str | None:
     limit = s.value("rank_memory_limit")
-    given = [f"{spelled(name)} {s.value(name)}" for name in _OF_LIMIT if s.value(name) != _default(name)]
+    given = [s.told(name) for name in s.differing(_OF_LIMIT)]
     if limit is None or not given:
         return None
     return f"--rank-memory-limit {limit} with {', '.join(given)}: one limit of all that a rank holds says what each may"
@@ -184,11 +168,11 @@ def _schedule_file_residency(s: Situation) -> str | None:
         return None
     file = s.config.replace(pipeline_memory_limit=None).schedule_spec.file
     assert file is not None, "a plan file that was read"
-    planned, instances = file.plan.residency, s.value("num_distributed_optimizer_instances")
-    if planned is None:
+    planned, place = file.plan.residency, s.config.shard_place
+    if planned is None or place is None:
         return None
     strategy = s.value("data_parallel_sharding_strategy")
-    ours = (s.config.data_parallel_size // instances, instances, strategy, s.value("fsdp_reshard_policy"))
+    ours = (place.inner_size, place.outer_size, strategy, s.value("fsdp_reshard_policy"))
     theirs = (planned.ways, planned.outer, planned.strategy, planned.policy)
     if ours == theirs:
         return None

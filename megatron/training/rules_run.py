@@ -11,12 +11,14 @@ from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optional import available
 from megatron.core.safe_files import open_regular, read_json
 from megatron.training.config import Config
+from megatron.training.resolve import CORPORA
 from megatron.training.rule_table import RuleTable, Situation, spelled
 from megatron.training.values import shortened
 
 _MAX_RECORD_BYTES = 1 << 16
 MAX_VOCABULARY_BYTES = 1 << 23  # of GPT-2's kind: 8 times GPT-2's
 _OUTPUTS = "save load tensorboard_dir log_pipeline_timeline data_cache_path wandb_save_dir metrics_file"
+_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 RULES = RuleTable()
 rule = RULES.rule
 
@@ -33,7 +35,7 @@ def _data(s: Situation) -> str | None:
     if not s.needs_data or s.value("dataloader_type") == "external":
         return None
     whole = [n for n in ("data_path", "data_args_path", "mock_data") if s.value(n)]
-    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if s.value(n)]
+    per_split = any(s.value(name) for name in _PER_SPLIT)
     sources = whole + (["train_data_path"] if per_split else [])
     sources += ["per_split_data_args_path"] if s.value("per_split_data_args_path") else []
     if not sources:
@@ -43,8 +45,7 @@ def _data(s: Situation) -> str | None:
 
 @rule("verify-data", "--verify-data", "name corpora with --data-path, or leave --verify-data out")
 def _verify_data(s: Situation) -> str | None:
-    names = "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
-    if s.value("verify_data") and not any(s.value(name) for name in names.split()):
+    if s.value("verify_data") and not any(s.value(name) for name in CORPORA):
         return "--verify-data: no flag names a corpus whose checksums could be compared"
     return None
 
@@ -58,8 +59,7 @@ def _split(s: Situation) -> str | None:
         parse_split(split)
     except ListExpressionError as error:
         return f"--split {error}"
-    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if s.value(n)]
-    if per_split or s.value("per_split_data_args_path"):
+    if any(s.value(name) for name in (*_PER_SPLIT, "per_split_data_args_path")):
         return "--split cuts --data-path; corpora given for each split are used whole"
     return None
 

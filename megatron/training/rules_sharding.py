@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron.core.distributed.sharding import main_grads_dtype
+from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.rank_grid import RankGridError
 from megatron.core.rank_groups import check_instances
 from megatron.training.resolve_sharding import (
     INSTANCES,
     OUTER,
     STRATEGY,
-    differs,
     grads_are_cut,
     weights_are_cut,
 )
@@ -19,14 +19,10 @@ RULES = RuleTable()
 rule = RULES.rule
 
 BUDGET = "budget"  # the policy that goes with --fsdp-memory-budget
+_HASH = "check_weight_hash_across_dp_replicas_interval"
 _MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
 _MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
 _GRAD_COMM = "megatron_fsdp_grad_comm_dtype"
-_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def _told(s: Situation) -> str:
-    return f"{spelled(STRATEGY)} {s.value(STRATEGY)}"
 
 
 @rule(
@@ -35,15 +31,14 @@ def _told(s: Situation) -> str:
     "choose instances that divide the data parallel size (ranks / (TP x PP)), or leave the flag out",
 )
 def _distributed_optimizer_instances(s: Situation) -> str | None:
-    instances = s.value(INSTANCES)
+    if s.value(INSTANCES) < 1:
+        return None  # has a rule of its own
     try:
         grid = s.config.grid()
     except RankGridError:
         return None  # has a rule of its own
-    if instances < 1:
-        return None  # has a rule of its own
     try:
-        check_instances(grid, instances)
+        check_instances(grid, s.value(INSTANCES))
     except RankGridError as error:
         return str(error)
     return None
@@ -60,14 +55,11 @@ def _sharding_strategy(s: Situation) -> str | None:
         return None
     if not distributed:
         missing = "without --use-custom-fsdp or --use-distributed-optimizer: nothing would be sharded"
-        return None if strategy == "no_shard" else f"{_told(s)} {missing}"
+        return None if strategy == "no_shard" else f"{s.told(STRATEGY)} {missing}"
     if strategy == "no_shard":
-        return f"{_told(s)} contradicts --use-distributed-optimizer, which shards the optimizer state"
-    if strategy != "optim":
-        return (
-            f"{_told(s)} needs --use-custom-fsdp: --use-distributed-optimizer shards the optimizer state only"
-        )
-    return None
+        return f"{s.told(STRATEGY)} contradicts --use-distributed-optimizer, which shards the optimizer state"
+    only = "--use-distributed-optimizer shards the optimizer state only"
+    return None if strategy == "optim" else f"{s.told(STRATEGY)} needs --use-custom-fsdp: {only}"
 
 
 @rule(
@@ -109,7 +101,7 @@ def _sharding_instances(s: Situation) -> str | None:
     instances = s.value(INSTANCES)
     if instances <= 1 or s.value(STRATEGY) != "no_shard" or not s.value("use_custom_fsdp"):
         return None  # without --use-custom-fsdp a warning
-    return f"{spelled(INSTANCES)} {instances} with {_told(s)}: there is no sharded state to have instances of"
+    return f"{s.told(INSTANCES)} with {s.told(STRATEGY)}: there is no sharded state to have instances of"
 
 
 @rule(
@@ -123,8 +115,8 @@ def _outer_sharding(s: Situation) -> str | None:
         return f"{spelled(OUTER)} no_shard contradicts --enable-full-sharding-in-hsdp"
     if s.value(OUTER) == "no_shard" or weights_are_cut(s.value(STRATEGY)):
         return None
-    flag = "--enable-full-sharding-in-hsdp" if full else f"{spelled(OUTER)} {s.value(OUTER)}"
-    return f"{flag} with {_told(s)}: the optimizer is cut over instances only with optim_grads_params"
+    flag = "--enable-full-sharding-in-hsdp" if full else s.told(OUTER)
+    return f"{flag} with {s.told(STRATEGY)}: the optimizer is cut over instances only with optim_grads_params"
 
 
 @rule(
@@ -133,14 +125,10 @@ def _outer_sharding(s: Situation) -> str | None:
     "use fewer instances",
 )
 def _outer_instances(s: Situation) -> str | None:
-    instances = s.value(INSTANCES)
-    try:
-        ranks = s.config.data_parallel_size
-    except RankGridError:
-        return None  # has a rule of its own
-    if s.value(OUTER) == "no_shard" or instances <= 1 or instances != ranks:
+    place = s.config.shard_place
+    if s.value(OUTER) == "no_shard" or place is None or place.outer_size == 1 or place.inner_size > 1:
         return None
-    return f"{spelled(INSTANCES)} {instances} of one rank each: {spelled(OUTER)} optim needs shards inside of them"
+    return f"{s.told(INSTANCES)} of one rank each: {spelled(OUTER)} optim needs shards inside of them"
 
 
 @rule(
@@ -153,11 +141,11 @@ def _fsdp_reshard_policy(s: Situation) -> str | None:
     if policy == "memory" or not s.value("use_custom_fsdp"):
         return None  # the latter has a rule of its own
     if policy == "backward" and not weights_are_cut(strategy):
-        return (
-            f"--fsdp-reshard-policy backward with {_told(s)}: weights are not sharded, so none are gathered"
-        )
+        return f"--fsdp-reshard-policy backward with {s.told(STRATEGY)}: weights are not sharded, so none are gathered"
     if not grads_are_cut(strategy):
-        return f"--fsdp-reshard-policy {policy} with {_told(s)}: what moves once a step need not be kept"
+        return (
+            f"--fsdp-reshard-policy {policy} with {s.told(STRATEGY)}: what moves once a step need not be kept"
+        )
     return None
 
 
@@ -191,27 +179,18 @@ _OF_LANE = (
     "leave them out, or use --use-custom-fsdp with optim_grads or optim_grads_params over several data parallel ranks",
 )
 def _gathers_without_effect(s: Situation) -> str | None:
-    given = [name for name in _OF_LANE if differs(name, s.value(name))]
+    given = s.differing(_OF_LANE)
     if grads_are_cut(s.value(STRATEGY)):
-        if not s.value("use_custom_fsdp") or _ranks_that_share(s) != 1:
-            return None  # the strategy alone has a rule of its own
+        place = s.config.shard_place
+        if not s.value("use_custom_fsdp") or place is None or place.inner_size != 1:
+            return None  # the strategy alone has a rule of its own, and so have ranks that do not divide
         why = "one data parallel rank has nobody to share states with"
     elif s.value("use_custom_fsdp"):
         given = [name for name in given if name not in ("fsdp_reshard_policy", "fsdp_memory_budget")]
-        why = f"with {_told(s)} weights and gradients stay whole"
+        why = f"with {s.told(STRATEGY)} weights and gradients stay whole"
     else:
         why = "without --use-custom-fsdp weights and gradients stay whole"
     return f"{', '.join(map(spelled, given))}: {why}" if given else None
-
-
-def _ranks_that_share(s: Situation) -> int | None:
-    """Over how many ranks states are cut; None where ranks do not divide, which rules tell."""
-    instances = s.value(INSTANCES)
-    try:
-        ranks = s.config.data_parallel_size
-    except RankGridError:
-        return None
-    return ranks // instances if instances >= 1 and ranks % instances == 0 else None
 
 
 @rule(
@@ -236,21 +215,12 @@ def _fsdp_debug(s: Situation) -> str | None:
     "leave the check out, use another strategy, or several --num-distributed-optimizer-instances, which are compared",
 )
 def _weight_hash(s: Situation) -> str | None:
-    interval = s.value("check_weight_hash_across_dp_replicas_interval")
-    if interval is None or not weights_are_cut(s.value(STRATEGY)) or s.value(INSTANCES) > 1:
+    if s.value(_HASH) is None or not weights_are_cut(s.value(STRATEGY)) or s.value(INSTANCES) > 1:
         return None
-    return (
-        f"--check-weight-hash-across-dp-replicas-interval {interval} with {_told(s)}: no two ranks hold the same "
-        "weights"
-    )
+    return f"{s.told(_HASH)} with {s.told(STRATEGY)}: no two ranks hold the same weights"
 
 
 # Dtypes
-
-
-def params_dtype(s: Situation) -> str:
-    """Of the model's weights: fp64, fp32, bf16 or fp16."""
-    return s.config.params_flag
 
 
 @rule(
@@ -259,10 +229,10 @@ def params_dtype(s: Situation) -> str:
     "give auto (the model's own), or fp32 for 16-bit weights",
 )
 def _main_params_dtype(s: Situation) -> str | None:
-    main, weights = s.value(_MAIN_PARAMS), params_dtype(s)
-    if main in ("auto", weights) or _ITEMSIZE[main] > _ITEMSIZE[weights]:
+    main, weights = s.value(_MAIN_PARAMS), s.config.params_flag
+    if main in ("auto", weights) or DTYPE_BYTES[main] > DTYPE_BYTES[weights]:
         return None
-    return f"{spelled(_MAIN_PARAMS)} {main} cannot hold the model's {weights} weights"
+    return f"{s.told(_MAIN_PARAMS)} cannot hold the model's {weights} weights"
 
 
 @rule(
@@ -272,7 +242,7 @@ def _main_params_dtype(s: Situation) -> str | None:
 )
 def _main_grads_dtype(s: Situation) -> str | None:
     asked, in_fp32 = s.value(_MAIN_GRADS), "accumulate_allreduce_grads_in_fp32"
-    told = f"{spelled(_MAIN_GRADS)} {asked} contradicts"
+    told = f"{s.told(_MAIN_GRADS)} contradicts"
     if s.value("grad_reduce_in_bf16") and asked not in ("auto", "bf16"):
         return f"{told} --grad-reduce-in-bf16"
     if s.given(in_fp32) and s.value(in_fp32) and asked in ("bf16", "fp16"):
@@ -288,13 +258,8 @@ def _main_grads_dtype(s: Situation) -> str | None:
 )
 def _grad_comm_dtype(s: Situation) -> str | None:
     wire = s.value(_GRAD_COMM)
-    accumulated = main_grads_dtype(
-        params_dtype(s),
-        s.value(_MAIN_GRADS),
-        grad_reduce_in_bf16=s.value("grad_reduce_in_bf16"),
-        accumulate_in_fp32=s.value("accumulate_allreduce_grads_in_fp32"),
-    )
+    accumulated = main_grads_dtype(s.config.params_flag, s.config.ddp)
     if wire in ("auto", accumulated) or grads_are_cut(s.value(STRATEGY)):
         return None
     where = f"gradients are summed where they are accumulated, in {accumulated}"
-    return f"{spelled(_GRAD_COMM)} {wire} with {_told(s)}: {where}"
+    return f"{s.told(_GRAD_COMM)} with {s.told(STRATEGY)}: {where}"

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import logging
 import random
-import sys
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training import limits, metrics
 from megatron.training.config import Config
+from megatron.training.console import say
 from megatron.training.launch_env import LaunchEnv
 from megatron.training.meeting import Meeting
 from megatron.training.problems import ConfigurationError, Problem
@@ -73,12 +73,6 @@ class Session:
         self.folder.release()
 
 
-def say(text: str) -> None:
-    """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     """Threads, device, the comparison between ranks, their groups, seeds, tokenizer, the run's folder: all before the
     model.
@@ -119,7 +113,8 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     )
     watchdog.watch(group.traffic for group in ps.groups.values())
     _seed(config.training.seed, ps)
-    tokenizer = _tokenizer(config)
+    assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
+    tokenizer = build_from_config(config.tokenizer)
     config = _with_limit(_with_vocabulary(config, tokenizer, ps), ps)
     timers = Timers(
         config.logging.timing_log_level,
@@ -172,12 +167,6 @@ def _seed(seed: int, ps: ParallelState) -> None:
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    flags = config.tokenizer
-    assert flags.tokenizer_type is not None, "the rules ask for --tokenizer-type"
-    return build_from_config(flags)
 
 
 def _with_limit(config: Config, ps: ParallelState) -> Config:

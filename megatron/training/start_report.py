@@ -12,9 +12,10 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training import metrics
 from megatron.training.build import Engine
+from megatron.training.console import say
 from megatron.training.exit_status import ExitStatus, TrainingExit
 from megatron.training.problems import ConfigurationError, Problem
-from megatron.training.session import Session, say
+from megatron.training.session import Session
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 

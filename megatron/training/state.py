@@ -37,12 +37,8 @@ class TrainState:
     @classmethod
     def start(cls, config: Config) -> TrainState:
         """At iteration 0."""
-        train_iters, train_samples = config.training.train_iters, config.training.train_samples
-        schedule = config.batch_schedule()
-        if train_samples is not None:
-            return cls(schedule.iterations_for(train_samples), train_samples)
-        assert train_iters is not None, "neither --train-iters nor --train-samples, and not derived either"
-        return cls(train_iters, train_iters * config.training.global_batch_size)
+        iterations, samples = config.total_iterations, config.training.train_samples
+        return cls(iterations, iterations * config.training.global_batch_size if samples is None else samples)
 
     @property
     def finished(self) -> bool:

@@ -13,14 +13,15 @@ from megatron.core.distributed.sharding import (
     Sharding,
     ShardPlace,
     main_grads_dtype,
+    main_params_dtype,
     residency_of,
     sharding_of,
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.units import StateBytes
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = 2
 _Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"]
 _TO_CHOOSE: tuple[_Strategy, ...] = ("optim", "optim_grads", "optim_grads_params")
@@ -37,30 +38,23 @@ def state_bytes(
     *,
     copies: bool = False,
 ) -> StateBytes:
-    """dtype: of the model's weights, as flags have it (bf16, ...). Moments of AdamW in fp32 are counted. copies: of
-    main weights and moments, that a step is taken back by."""
-    accumulated = main_grads_dtype(
-        dtype,
-        config.megatron_fsdp_main_grads_dtype,
-        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
-        accumulate_in_fp32=config.accumulate_allreduce_grads_in_fp32,
-    )
-    wire, asked = config.megatron_fsdp_grad_comm_dtype, config.megatron_fsdp_main_params_dtype
-    main = dtype if asked == "auto" or (asked == "fp32" and dtype == "fp64") else asked
-    weight, grad = _BYTES[dtype], _BYTES[accumulated]
-    moment = max(4, _BYTES[main])
-    own = _BYTES[main] if main != dtype else 0
+    """dtype: of the model's weights, as flags have it (bf16, ...). AdamW's moments are counted, in the dtype of main
+    weights. copies: of both, that a step is taken back by."""
+    wire, main_dtype = config.megatron_fsdp_grad_comm_dtype, main_params_dtype(dtype, config)
+    weight, grad = DTYPE_BYTES[dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
+    main = DTYPE_BYTES[main_dtype]
+    own = main if main_dtype != dtype else 0
     whole = sharding.main_grads is Cut.WHOLE
     scattered = sharding.optimizer is Cut.FULL and place.outer_size > 1
     return StateBytes(
         align=ALIGNMENT * place.dp_size,
         weight=weight,
-        grad=grad if wire == "auto" else _BYTES[wire],
+        grad=grad if wire == "auto" else DTYPE_BYTES[wire],
         at_rest=(
             (weight, place.ways(sharding.weights)),
             (grad, place.ways(sharding.main_grads)),
-            (own + _MOMENTS * moment, place.ways(sharding.optimizer)),
-            (copies * (_BYTES[main] + _MOMENTS * moment), place.ways(sharding.optimizer)),
+            (own + _MOMENTS * main, place.ways(sharding.optimizer)),
+            (copies * (1 + _MOMENTS) * main, place.ways(sharding.optimizer)),
         ),
         inner=place.inner_size,
         outer_grad=grad,
@@ -88,7 +82,7 @@ def rank_budget(
         config = dataclasses.replace(ddp, data_parallel_sharding_strategy=strategy)
         outer = ddp.outer_dp_sharding_strategy if strategy == "optim_grads_params" else "no_shard"
         row = sharding_of(strategy, outer)
-        residency = residency_of(config, row, place, ranks, element_bytes=_BYTES[dtype])
+        residency = residency_of(config, row, place, ranks, element_bytes=DTYPE_BYTES[dtype])
         sizes = state_bytes(config, row, place, dtype, copies=copies)
         rows.append((residency.within((float(limit),) * ranks), sizes))
     return RankBudget(tuple(rows), tflops * 1e12, speed * 1e9)

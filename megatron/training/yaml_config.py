@@ -10,14 +10,13 @@ import dataclasses
 from typing import Any
 
 from megatron.core.safe_files import read_text
-from megatron.training.config import FIELDS, GROUPS, closest_names
+from megatron.training.config import FIELDS, GROUPS, MAX_GUESSES, closest_names
 from megatron.training.problems import Problem
 from megatron.training.values import shortened
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 1 << 16  # keys count too; a printed configuration has 500
 MAX_DEPTH = 16  # settings in a section need 3
-MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of them are a wrong file, not slips
 _MAX_DIGITS = 64
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype
+from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype, main_params_dtype
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group
 
@@ -125,13 +125,7 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 def main_grad_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
     """What gradients are accumulated in: `sharding.main_grads_dtype`."""
-    name = main_grads_dtype(
-        _NAMES[weights],
-        config.megatron_fsdp_main_grads_dtype,
-        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
-        accumulate_in_fp32=config.accumulate_allreduce_grads_in_fp32,
-    )
-    return _FLAGS[name]
+    return _FLAGS[main_grads_dtype(_NAMES[weights], config)]
 
 
 def grad_comm_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
@@ -141,17 +135,12 @@ def grad_comm_dtype(weights: torch.dtype, config: DistributedDataParallelConfig)
 
 
 def main_weight_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
-    """What the optimizer updates: --megatron-fsdp-main-params-dtype; with fp32 (the default) fp64 models keep theirs.
-
-    Raises ModelError for one that cannot hold the model's weights.
-    """
-    flag = config.megatron_fsdp_main_params_dtype
-    if flag == "auto" or (flag == "fp32" and weights == torch.float64):
-        return weights
-    dtype = _FLAGS[flag]
+    """`sharding.main_params_dtype`. Raises ModelError for one that cannot hold the model's weights."""
+    name = main_params_dtype(_NAMES[weights], config)
+    dtype = _FLAGS[name]
     if torch.promote_types(weights, dtype) != dtype:
         raise ModelError(
-            f"--megatron-fsdp-main-params-dtype {flag}: main weights would be coarser than the model's, which are "
+            f"--megatron-fsdp-main-params-dtype {name}: main weights would be coarser than the model's, which are "
             f"{weights}; use fp32, or auto for the model's own"
         )
     return dtype

@@ -65,19 +65,25 @@ def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
     return dataclasses.replace(row, optimizer=Cut.FULL)
 
 
-def main_grads_dtype(weights: str, asked: str, *, grad_reduce_in_bf16: bool, accumulate_in_fp32: bool) -> str:
-    """What gradients are accumulated in, for weights of fp64, fp32, bf16 or fp16.
+def main_grads_dtype(weights: str, config: DistributedDataParallelConfig) -> str:
+    """What gradients are accumulated in, for weights of fp64, fp32, bf16 or fp16: --megatron-fsdp-main-grads-dtype.
 
-    asked: --megatron-fsdp-main-grads-dtype. With auto, fp32 and fp64 weights: their own. bf16: fp32 unless
-    --grad-reduce-in-bf16. fp16: fp16 unless --accumulate-allreduce-grads-in-fp32.
+    With auto, fp32 and fp64 weights: their own. bf16: fp32 unless --grad-reduce-in-bf16. fp16: fp16 unless
+    --accumulate-allreduce-grads-in-fp32.
     """
-    if asked != "auto":
-        return asked
+    if config.megatron_fsdp_main_grads_dtype != "auto":
+        return config.megatron_fsdp_main_grads_dtype
     if weights == "bf16":
-        return "bf16" if grad_reduce_in_bf16 else "fp32"
+        return "bf16" if config.grad_reduce_in_bf16 else "fp32"
     if weights == "fp16":
-        return "fp32" if accumulate_in_fp32 else "fp16"
+        return "fp32" if config.accumulate_allreduce_grads_in_fp32 else "fp16"
     return weights
+
+
+def main_params_dtype(weights: str, config: DistributedDataParallelConfig) -> str:
+    """What the optimizer updates: --megatron-fsdp-main-params-dtype; with fp32 (default) fp64 models keep theirs."""
+    asked = config.megatron_fsdp_main_params_dtype
+    return weights if asked == "auto" or (asked, weights) == ("fp32", "fp64") else asked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,10 +154,12 @@ def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
         (12288, "--check-config", True),
         (2304, "", False),
         (2304, "--post-validation-rollback inverse", True),
+        (2688, "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-params-dtype auto", True),
     ],
 )
 def test_a_validated_run_that_no_memory_can_hold_is_refused_at_once(monkeypatch, hidden, more, fits):
-    """On CPU, before torch: 12 layers of 2304 are 383 million parameters a stage, 28 bytes each, 16 without copies."""
+    """On CPU, before torch: 12 layers of 2304 are 383 million parameters a stage, 28 bytes each, 16 without copies,
+    14 where all has 16 bits."""
     monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: 36 * 10**9))
     words = f"--num-layers 12 --hidden-size {hidden} --num-attention-heads 96 --padded-vocab-size 128 --train-iters 4"
     words = words.replace("96", "16") if hidden == 64 else words

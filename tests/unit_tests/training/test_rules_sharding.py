@@ -58,6 +58,10 @@ BAD = [
     (f"{FSDP} {STRATEGY} optim {FULL}", "outer-sharding",
      f"{FULL} with {STRATEGY} optim: the optimizer is cut over instances only with optim_grads_params",
      "leave the outer strategy out"),
+    (f"{FSDP} {STRATEGY} optim {FULL} {PP} 2 --enable-zero-bubble --enable-optimizer-post-validation",
+     "outer-sharding",  # not a ValueError of the rule on what a step leaves until it is decided on
+     f"{FULL} with {STRATEGY} optim: the optimizer is cut over instances only with optim_grads_params",
+     "leave the outer strategy out"),
     (f"{FSDP} {INSTANCES} 2 {FULL} {OUTER} no_shard", "outer-sharding",
      f"{OUTER} no_shard contradicts {FULL}", "leave the outer strategy out"),
     (f"{FSDP} {INSTANCES} 4 {FULL}", "outer-instances",

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them
 # Elementwise work (norms, residuals, dropout), in FLOPs a hidden element of each layer: for stages without layers, too,
 # which hand on what they get.
 _ELEMENTWISE = 40
@@ -47,7 +47,7 @@ class Work:
 class ModelCosts:
     """The facts that costs follow from.
 
-    config: resolved. params_dtype: as `Config.params_dtype`. drops_attention_scores: attention keeps [s, s] scores
+    config: resolved. params_dtype: a key of DTYPE_BYTES. drops_attention_scores: attention keeps [s, s] scores
     (unfused, or a device whose fused kernel cannot drop elements). keeps_gathered: F keeps what sequence parallel has
     gathered for column layers, so that W does not gather it again.
     """

@@ -90,7 +90,7 @@ def really_kept(config, spec, dtype):
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_a_real_stage_within_5_percent(case, dtype):
     config = config_of(**CASES[case])
-    costs = ModelCosts(config, VOCAB, BATCH, str(dtype).removeprefix("torch."))
+    costs = ModelCosts(config, VOCAB, BATCH, "fp32" if dtype is torch.float32 else "bf16")
     for spec in STAGES:
         saved, held = really_kept(config, spec, dtype)
         work = costs.stage(spec)
@@ -101,7 +101,7 @@ def test_bytes_are_those_of_a_real_stage_within_5_percent(case, dtype):
 def test_times_are_the_published_flops():
     """F = sbh(24h + 4s), B = sbh(24h + 8s), W = 24sbh^2 of a layer (arXiv 2401.10241), but for elementwise work."""
     config = tiny_config(hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, seq_length=1024)
-    layer = ModelCosts(config, VOCAB, BATCH, "bfloat16").layer()
+    layer = ModelCosts(config, VOCAB, BATCH, "bf16").layer()
     s, b, h = 1024, BATCH, 512
     assert layer.f == pytest.approx(s * b * h * (24 * h + 4 * s), rel=0.01)
     assert layer.b == pytest.approx(s * b * h * (24 * h + 8 * s), rel=0.01)
@@ -109,7 +109,7 @@ def test_times_are_the_published_flops():
 
 
 def test_costs_of_stages_are_sums_of_their_parts():
-    costs = ModelCosts(config_of(**FULL, recompute_method="uniform"), VOCAB, BATCH, "float32")
+    costs = ModelCosts(config_of(**FULL, recompute_method="uniform"), VOCAB, BATCH, "fp32")
     empty, one, two = (StageSpec(tuple(range(count)), False, False) for count in range(3))
     model = costs.of_stages([empty, one, two, STAGES[2]])
     assert 0 < model.f[0] < 0.2  # handing on is no nothing
@@ -123,9 +123,9 @@ def test_costs_of_stages_are_sums_of_their_parts():
 
 def test_tensor_and_sequence_parallel_share():
     config = config_of(hidden_size=64, num_attention_heads=4)
-    whole = ModelCosts(config, VOCAB, BATCH, "float32").layer()
-    tensor = ModelCosts(config, VOCAB, BATCH, "float32", tp=2).layer()
-    sequence = ModelCosts(config, VOCAB, BATCH, "float32", tp=2, sequence_parallel=True).layer()
+    whole = ModelCosts(config, VOCAB, BATCH, "fp32").layer()
+    tensor = ModelCosts(config, VOCAB, BATCH, "fp32", tp=2).layer()
+    sequence = ModelCosts(config, VOCAB, BATCH, "fp32", tp=2, sequence_parallel=True).layer()
     assert tensor.w == whole.w / 2
     assert whole.saved / 2 < tensor.saved < whole.saved
     assert sequence.saved == pytest.approx(whole.saved / 2)

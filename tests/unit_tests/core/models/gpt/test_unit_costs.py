@@ -93,7 +93,7 @@ def test_units_are_those_of_the_engine(model, pipeline, limit):
     config = tiny_config(num_layers=4, **MODELS[model])
     placement, counts = PIPELINES[pipeline]
     specs = stages_of(counts)
-    costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="float32")
+    costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="fp32")
     sizes = StateBytes(
         ALIGNMENT * RANKS, 2, 4, ((2, 4), (12, 4)), 4, outer_grad=4, outer_weight=2, bucket_size=limit
     )
@@ -138,7 +138,7 @@ def test_costs_of_units_are_those_of_their_stage(model, pipeline):
     config = tiny_config(num_layers=4, **MODELS[model])
     placement, counts = PIPELINES[pipeline]
     specs = stages_of(counts)
-    costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="float32")
+    costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="fp32")
     ours = stage_units(costs, specs, placement, StateBytes(1, 1, 1))
     whole = costs.of_stages(specs)
     for stage, units in enumerate(ours):
@@ -152,7 +152,7 @@ def test_costs_of_units_are_those_of_their_stage(model, pipeline):
 
 def test_a_recomputed_layers_backward_takes_its_forward_too():
     config = tiny_config(num_layers=4, **MODELS["block"], **UNTIED)
-    costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="float32")
+    costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="fp32")
     plain = dataclasses.replace(costs, config=dataclasses.replace(config, recompute_granularity=None))
     placement = Placement("linear", 1)
     ours, theirs = (
