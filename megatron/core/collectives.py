@@ -1,4 +1,4 @@
-"""Every collective, named. The only module that calls torch.distributed's collectives.
+"""Every collective, named. The only module that calls torch.distributed's collectives; `point_to_point` has messages.
 
 Each takes a `Group` of the parallel state (never a bare process group), does nothing over a group of one, and
 turns the loss of a peer into `PeerLostError`, which says which call, which purpose, which rank and after how
@@ -8,18 +8,18 @@ alive until then.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
-from megatron.core.peer_loss import peer_loss_named
+from megatron.core.peer_loss import blame
 from megatron.core.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
@@ -74,14 +74,10 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             finish, self._finish = self._finish, None  # never on what has not arrived
-            traffic, began = self._group.traffic, time.monotonic()
-            traffic.waits = True  # by hand: context managers cost as much as all else here
             try:
-                work.wait()
+                self._group.traffic.wait_for(work.wait)
             except RuntimeError as error:
-                _blame(error, self._op, self._group, self._started, self._peer)
-            traffic.waits = False
-            traffic.waited_s += time.monotonic() - began
+                blame(error, self._op, self._group, self._started, self._peer)
             if finish is not None:
                 finish()
         self._buffers = ()
@@ -328,79 +324,6 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool =
     )
 
 
-def send_receive(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
-) -> tuple[list[Pending], list[Pending]]:
-    """Start one batch of point to point messages; a `Pending` for each send and for each receive.
-
-    A message is (contiguous tensor, the other end's place in the group). Returns at once: whoever reads a
-    received tensor waits for it first, and a sent tensor is not written before its send was waited for. gloo
-    never buffers: a send ends only once its receive is posted. Between two ranks, messages of one direction
-    arrive in the order in which they were started, whichever batch they were in; one end may batch what the
-    other does not. Groups of different purposes are independent of each other.
-
-    On NCCL a batch is one operation: all its messages have to arrive before any of its `wait()`s lets the
-    current stream go on. Raises PeerLostError, which names the other end.
-    """
-    if group.backend == "gloo":
-        return (
-            [_start_message("send", tensor, place, group) for tensor, place in sends],
-            [_start_message("receive", tensor, place, group) for tensor, place in receives],
-        )
-    return _start_batch(sends, receives, group)
-
-
-def _start_message(op: str, tensor: Tensor, place: int, group: Group) -> Pending:
-    """One message by itself: gloo has no batches. The shortest way to its backend: between two computations of a
-    pipeline nothing is in the caches, and torch's batch took 120-270 us a message where this takes 50-100."""
-    peer = _other_end(op, tensor, place, group)
-    talk = _process_group(group)
-    start = talk.send if op == "send" else talk.recv
-    with _peer_loss_named(op, group, time.monotonic(), peer):
-        work = start([tensor], place, 0)
-    return Pending(op, group, work, (tensor,), peer=peer)
-
-
-def _start_batch(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
-) -> tuple[list[Pending], list[Pending]]:
-    """All messages as one operation of the backend."""
-    messages = [("send", *one) for one in sends] + [("receive", *one) for one in receives]
-    if not messages:
-        return [], []
-    peers = [_other_end(op, tensor, place, group) for op, tensor, place in messages]
-    operations = [
-        dist.P2POp(
-            dist.isend if op == "send" else dist.irecv, tensor, group=group.process_group, group_peer=place
-        )
-        for op, tensor, place in messages
-    ]
-    only = peers[0] if len(set(peers)) == 1 else None
-    with _peer_loss_named("send_receive", group, time.monotonic(), only):
-        works = dist.batch_isend_irecv(operations)
-    if len(works) == 1:  # NCCL: one work for the batch; each `wait()` makes its own stream wait for it
-        works = works * len(messages)
-    assert len(works) == len(messages), f"{len(works)} works for {len(messages)} messages"
-    pending = [
-        Pending(op, group, work, (tensor,), peer=peer)
-        for (op, tensor, _), work, peer in zip(messages, works, peers, strict=True)
-    ]
-    return pending[: len(sends)], pending[len(sends) :]
-
-
-def _other_end(op: str, tensor: Tensor, place: int, group: Group) -> int:
-    """The world rank of a message's other end; the observer is told of the message."""
-    assert 0 <= place < group.size, f"place {place} of {group.size} in {group.purpose!r}"
-    assert place != group.rank, f"{op} of rank {group.ranks[place]} to itself in {group.purpose!r}"
-    assert tensor.is_contiguous(), f"{op}: strides {tensor.stride()} of shape {tuple(tensor.shape)}"
-    if group.observer is not None:
-        # The pair and direction, not the whole group: its two ends then count the same messages.
-        ends = (group.ranks[group.rank], group.ranks[place])
-        source, target = ends if op == "send" else ends[::-1]
-        group.observer(op, f"{group.purpose} {source}->{target}", tuple(sorted(ends)))
-    return group.ranks[place]
-
-
 def barrier(group: Group) -> None:
     """Wait for every rank of the group. On gloo the error names the ranks that did not come.
 
@@ -409,11 +332,15 @@ def barrier(group: Group) -> None:
     if group.size == 1:
         return
     _observe("barrier", group)
-    with group.traffic.waiting(), _peer_loss_named("barrier", group, time.monotonic()):
-        if group.backend == "gloo":
-            dist.monitored_barrier(group.process_group, group.timeout, wait_all_ranks=True)
-        else:
-            dist.barrier(group.process_group)
+    started, all_came = time.monotonic(), functools.partial(dist.barrier, group.process_group)
+    if group.backend == "gloo":
+        all_came = functools.partial(
+            dist.monitored_barrier, group.process_group, group.timeout, wait_all_ranks=True
+        )
+    try:
+        group.traffic.wait_for(all_came)
+    except RuntimeError as error:
+        blame(error, "barrier", group, started)
 
 
 def _launch(
@@ -430,7 +357,7 @@ def _launch(
     try:
         work = call()
     except RuntimeError as error:
-        _blame(error, op, group, started)
+        blame(error, op, group, started)
     temporary_bytes = sum(tensor.numel() * tensor.element_size() for tensor in temporaries)
     pending = Pending(op, group, work, (*buffers, *temporaries), finish, temporary_bytes=temporary_bytes)
     if not async_op:
@@ -454,17 +381,3 @@ def _observe(op: str, group: Group) -> None:
 
 def _done(op: str, group: Group) -> Pending:
     return Pending(op, group, None)
-
-
-def _blame(error: RuntimeError, op: str, group: Group, started: float, peer: int | None = None) -> NoReturn:
-    """Raise it: as PeerLostError where a peer is to blame."""
-    with _peer_loss_named(op, group, started, peer):
-        raise error
-    raise AssertionError("not reached: an error passes or is told in other words")
-
-
-def _peer_loss_named(
-    op: str, group: Group, started: float, peer: int | None = None
-) -> contextlib.AbstractContextManager[None]:
-    me = group.ranks[group.rank]
-    return peer_loss_named(op, group.purpose, group.ranks, me, started=started, peer=peer)
