@@ -268,16 +268,13 @@ def _own_rows(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> list[tuple[Te
 
 def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], _Begun]:
     """All-gather on gloo."""
+    if host := _on_host([input for _, input in flat], group):
+        call = host.all_gather(flat)
+        return lambda: (call(), None, ())
     own = _own_rows(flat, group.rank)
-    host = _on_host([input for _, input in flat], group)
-    call = (
-        functools.partial(gather_in_pairs, flat, _process_group(group))
-        if host is None
-        else host.all_gather(flat)
-    )
 
     def begin() -> _Begun:
-        work = call()
+        work = gather_in_pairs(flat, _process_group(group))
         for row, input in own:
             row.copy_(input)
         return work, None, ()
