@@ -24,9 +24,7 @@ from megatron.core.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
     from megatron.core.host_transport import HostTransport, Operation
-    from megatron.core.parallel_state import (
-        Group,
-    )  # which itself gathers a few numbers before it makes groups
+    from megatron.core.parallel_state import Group  # gathers a few numbers itself before it makes groups
 
     Running: TypeAlias = dist.Work | Works | Operation
     # The work under way, what is to be done once it has arrived, temporaries.
@@ -99,10 +97,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = 
 
 
 def all_gather_units(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    group: Group,
-    *,
-    async_op: bool = True,
+    pairs: Sequence[tuple[Tensor, Tensor]], group: Group, *, async_op: bool = True
 ) -> Pending:
     """Several all-gathers in one call: of each (output, input), output [size * n] <- every rank's input [n].
 
@@ -292,8 +287,8 @@ def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Call
             work = _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
             return work, None, ()
         with dist._coalescing_manager(group.process_group, async_ops=True) as together:
-            for output, input in as_bytes:
-                _all_gather_flat(output, input, group=group.process_group, async_op=True)
+            for pair in as_bytes:
+                _all_gather_flat(*pair, group=group.process_group, async_op=True)
         return Works(together.works), None, ()
 
     return begin
@@ -312,7 +307,7 @@ def _on_host(tensors: Sequence[Tensor], group: Group) -> HostTransport | None:
     return group.host if group.host is not None and group.host.fits(tensors) else None
 
 
-def _exchange(parts: Sequence[_Part], group: Group) -> tuple[Running, Callable[[], None], tuple[Tensor, ...]]:
+def _exchange(parts: Sequence[_Part], group: Group) -> _Begun:
     """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
     received = [part.full.new_empty(group.size - 1, part.full.shape[1]) for part in parts]
 
