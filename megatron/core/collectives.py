@@ -1,4 +1,4 @@
-"""Every collective, named. The only module that calls torch.distributed's collectives.
+"""Every collective, named. The only module that calls torch.distributed's collectives; `point_to_point` has messages.
 
 Each takes a `Group` of the parallel state (never a bare process group), does nothing over a group of one, and
 turns the loss of a peer into `PeerLostError`, which says which call, which purpose, which rank and after how
@@ -8,28 +8,27 @@ alive until then.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
-from megatron.core.peer_loss import peer_loss_named
+from megatron.core.peer_loss import blame
 from megatron.core.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
     from megatron.core.host_transport import HostTransport, Operation
-    from megatron.core.parallel_state import (
-        Group,
-    )  # which itself gathers a few numbers before it makes groups
+    from megatron.core.parallel_state import Group  # gathers a few numbers itself before it makes groups
 
     Running: TypeAlias = dist.Work | Works | Operation
-    _Started: TypeAlias = tuple[Callable[[], Running], Callable[[], None], tuple[Tensor, ...]]
+    # The work under way, what is to be done once it has arrived, temporaries.
+    _Begun: TypeAlias = tuple[Running, Callable[[], None] | None, tuple[Tensor, ...]]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
@@ -54,10 +53,8 @@ class Pending:
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
         peer: int | None = None,
-        *,
-        temporary_bytes: int = 0,
     ) -> None:
-        self.temporary_bytes = temporary_bytes
+        self.temporary_bytes = 0
         self._op = op
         self._group = group
         self._work = work
@@ -74,14 +71,10 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             finish, self._finish = self._finish, None  # never on what has not arrived
-            traffic, began = self._group.traffic, time.monotonic()
-            traffic.waits = True  # by hand: context managers cost as much as all else here
             try:
-                work.wait()
+                self._group.traffic.wait_for(work.wait)
             except RuntimeError as error:
-                _blame(error, self._op, self._group, self._started, self._peer)
-            traffic.waits = False
-            traffic.waited_s += time.monotonic() - began
+                blame(error, self._op, self._group, self._started, self._peer)
             if finish is not None:
                 finish()
         self._buffers = ()
@@ -91,14 +84,11 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool 
     """tensor <- sum, max or min over the group, in place."""
     if group.size == 1:
         return _done("all_reduce", group)
-    _count("all_reduce", group, (tensor,))
-    return _launch(
-        "all_reduce",
-        group,
-        async_op,
-        lambda: dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True),
-        (tensor,),
-    )
+
+    def begin() -> _Begun:
+        return dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True), None, ()
+
+    return _Call("all_reduce", group, begin, (tensor,), tensor.nbytes).launch(async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -107,27 +97,29 @@ def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = 
 
 
 def all_gather_units(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    group: Group,
-    *,
-    async_op: bool = True,
+    pairs: Sequence[tuple[Tensor, Tensor]], group: Group, *, async_op: bool = True
 ) -> Pending:
     """Several all-gathers in one call: of each (output, input), output [size * n] <- every rank's input [n].
 
     Types and sizes may differ from pair to pair, and are the same on all ranks; an `input` may be its own slice of
     its `output`. Nothing is copied or packed on the way. Neither is read or written by others before `wait()`.
     """
+    if isinstance(pairs, Kept) and (kept := pairs.calls.get(None)) is not None:
+        return kept.launch(async_op)
     for output, input in pairs:
         assert output.numel() == group.size * input.numel(), f"{output.shape} != {group.size} x {input.shape}"
         assert output.dtype == input.dtype, f"{output.dtype} gathered from {input.dtype}"
     flat = [(output.view(group.size, -1), input.view(-1)) for output, input in pairs if input.numel()]
     if group.size == 1 or not flat:
-        _copy_own(flat, 0)
+        for row, input in _own_rows(flat, 0):
+            row.copy_(input)
         return _done("all_gather", group)
-    _count("all_gather", group, (output for output, _ in flat))
-    buffers = tuple(tensor for pair in pairs for tensor in pair)
-    start = _gather_each if group.backend == "gloo" else _gather_at_once
-    return _launch("all_gather", group, async_op, lambda: start(flat, group), buffers)
+    begin = (_gather_each if group.backend == "gloo" else _gather_at_once)(flat, group)
+    payload = sum(output.nbytes for output, _ in flat)
+    call = _Call("all_gather", group, begin, _tensors(pairs), payload)
+    if isinstance(pairs, Kept):
+        pairs.calls[None] = call
+    return call.launch(async_op)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -153,12 +145,14 @@ def reduce_scatter_units(
     CPU time, so there ranks exchange their slices and each sums its own in rank order: 16-bit values in fp32, the
     same bits on every run. NCCL sums in full's type, in an order of its own.
     """
+    if isinstance(items, Kept) and (kept := items.calls.get(accumulate)) is not None:
+        return kept.launch(async_op)
     adds = [accumulate] * len(items) if isinstance(accumulate, bool) else list(accumulate)
     assert len(adds) == len(items), f"accumulate for {len(adds)} of {len(items)} items"
     for shard, full in items:
         assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
     parts = [
-        _Part(shard.view(-1), full.view(group.size, -1), add)
+        _Part(shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1), add)
         for (shard, full), add in zip(items, adds, strict=True)
         if shard.numel()
     ]
@@ -166,17 +160,11 @@ def reduce_scatter_units(
         for part in parts:
             part.take(part.full[0])
         return _done("reduce_scatter", group)
-    _count("reduce_scatter", group, (part.full for part in parts))
-    call, finish, temporaries = _reduce(parts, group)
-    return _launch(
-        "reduce_scatter",
-        group,
-        async_op,
-        call,
-        tuple(tensor for item in items for tensor in item),
-        finish,
-        temporaries,
-    )
+    payload = sum(part.full.nbytes for part in parts)
+    call = _Call("reduce_scatter", group, _reduce(parts, group), _tensors(items), payload)
+    if isinstance(items, Kept) and isinstance(accumulate, bool):
+        items.calls[accumulate] = call
+    return call.launch(async_op)
 
 
 def sum_gradients(bucket: Tensor, group: Group) -> Pending:
@@ -191,14 +179,60 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     if group.size == 1 or group.backend != "gloo" or (order_free and not _on_host([parts[1:]], group)):
         return all_reduce(bucket, group, async_op=True)
     share = parts[group.rank]
-    _count("all_reduce", group, (bucket,))
-    call, sum_parts, temporaries = _reduce([_Part(share, parts, False)], group)
+    group.traffic.count("all_reduce", bucket.nbytes)
+    reduce = _reduce([_Part(share, parts, False)], group)
 
-    def gather_sums() -> None:
-        sum_parts()
-        _launch("all_gather", group, False, lambda: _gather_each([(parts, share)], group), (bucket,))
+    def begin() -> _Begun:
+        work, sum_parts, temporaries = reduce()
 
-    return _launch("sum_gradients", group, True, call, (bucket,), gather_sums, temporaries)
+        def gather_sums() -> None:
+            if sum_parts is not None:
+                sum_parts()
+            _Call("all_gather", group, _gather_each([(parts, share)], group), (bucket,)).launch(False)
+
+        return work, gather_sums, temporaries
+
+    return _Call("sum_gradients", group, begin, (bucket,)).launch(True)
+
+
+class Kept(list[tuple[Tensor, Tensor]]):
+    """Items that are gathered, or reduced, again and again, always over one group: `all_gather_units` and
+    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call. Between two
+    computations nothing is in the caches, and each view takes as long as the copy of many kB. Storages may be without
+    memory from one call to the next.
+    """
+
+    def __init__(self, items: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(items)
+        # Gathers: None; reductions: whether they accumulate.
+        self.calls: dict[bool | Sequence[bool] | None, _Call] = {}
+
+
+class _Call(NamedTuple):
+    """A collective that may be called many times. payload_bytes: what it counts as; 0 where that was counted."""
+
+    op: str
+    group: Group
+    begin: Callable[[], _Begun]
+    buffers: tuple[Tensor, ...]
+    payload_bytes: int = 0
+
+    def launch(self, async_op: bool) -> Pending:
+        op, group, begin, buffers, payload_bytes = self
+        if payload_bytes:
+            group.traffic.count(op, payload_bytes)
+        _observe(op, group)
+        started = time.monotonic()
+        try:
+            work, finish, temporaries = begin()
+        except RuntimeError as error:
+            blame(error, op, group, started)
+        pending = Pending(op, group, work, buffers + temporaries, finish)
+        if temporaries:
+            pending.temporary_bytes = sum(tensor.nbytes for tensor in temporaries)
+        if not async_op:
+            pending.wait()
+        return pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,45 +251,55 @@ class _Part:
             self.shard.copy_(total)
 
 
-def _copy_own(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
-    for output, input in flat:
-        if output[rank].data_ptr() != input.data_ptr():
-            output[rank].copy_(input)
+def _tensors(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(tensor for item in items for tensor in item)
 
 
-def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Running:
+def _own_rows(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> list[tuple[Tensor, Tensor]]:
+    """(row, input): of outputs that their inputs are no part of."""
+    rows = [(output[rank], input) for output, input in flat]
+    return [(row, input) for row, input in rows if row.data_ptr() != input.data_ptr()]
+
+
+def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], _Begun]:
     """All-gather on gloo."""
     if host := _on_host([input for _, input in flat], group):
-        work: Running = host.all_gather(flat)
-    else:
+        call = host.all_gather(flat)
+        return lambda: (call(), None, ())
+    own = _own_rows(flat, group.rank)
+
+    def begin() -> _Begun:
         work = gather_in_pairs(flat, _process_group(group))
-    _copy_own(flat, group.rank)
-    return work
+        for row, input in own:
+            row.copy_(input)
+        return work, None, ()
+
+    return begin
 
 
-def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Running:
+def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], _Begun]:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
-    if len(flat) == 1:
-        output, input = flat[0]
-        return _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
-    with dist._coalescing_manager(group.process_group, async_ops=True) as together:
-        for output, input in flat:
-            _all_gather_flat(
-                output.view(-1).view(torch.uint8),
-                input.view(torch.uint8),
-                group=group.process_group,
-                async_op=True,
-            )
-    return Works(together.works)
+    as_bytes = [(output.view(-1).view(torch.uint8), input.view(torch.uint8)) for output, input in flat]
+
+    def begin() -> _Begun:
+        if len(flat) == 1:
+            output, input = flat[0]
+            work = _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
+            return work, None, ()
+        with dist._coalescing_manager(group.process_group, async_ops=True) as together:
+            for pair in as_bytes:
+                _all_gather_flat(*pair, group=group.process_group, async_op=True)
+        return Works(together.works), None, ()
+
+    return begin
 
 
-def _reduce(parts: Sequence[_Part], group: Group) -> _Started:
+def _reduce(parts: Sequence[_Part], group: Group) -> Callable[[], _Begun]:
     """Reduce-scatter by the best way that the group has."""
     if host := _on_host([part.full[1:] for part in parts], group):
-        items = [(part.shard, part.full, part.accumulate) for part in parts]
-        return lambda: host.reduce_scatter(items), _nothing, ()
-    start = _exchange if group.backend == "gloo" else _reduce_at_once
-    return start(parts, group)
+        call = host.reduce_scatter([(part.shard, part.full, part.accumulate) for part in parts])
+        return lambda: (call(), None, ())
+    return functools.partial(_exchange if group.backend == "gloo" else _reduce_at_once, parts, group)
 
 
 def _on_host(tensors: Sequence[Tensor], group: Group) -> HostTransport | None:
@@ -263,11 +307,7 @@ def _on_host(tensors: Sequence[Tensor], group: Group) -> HostTransport | None:
     return group.host if group.host is not None and group.host.fits(tensors) else None
 
 
-def _nothing() -> None:
-    """Is left to do."""
-
-
-def _exchange(parts: Sequence[_Part], group: Group) -> _Started:
+def _exchange(parts: Sequence[_Part], group: Group) -> _Begun:
     """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
     received = [part.full.new_empty(group.size - 1, part.full.shape[1]) for part in parts]
 
@@ -278,10 +318,10 @@ def _exchange(parts: Sequence[_Part], group: Group) -> _Started:
             add_in_rank_order(in_order, part.shard, accumulate=part.accumulate)
 
     full = [part.full for part in parts]
-    return lambda: exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
+    return exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
 
 
-def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
+def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Begun:
     """Reduce-scatter by the backend: into the shard itself where its type is full's and nothing is added."""
     direct = [not part.accumulate and part.shard.dtype == part.full.dtype for part in parts]
     totals = [
@@ -311,94 +351,19 @@ def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Started:
                 group.device.record_use(total)
 
     temporaries = tuple(total for total, into in zip(totals, direct, strict=True) if not into)
-    return call, finish, temporaries
+    return call(), finish, temporaries
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool = False) -> Pending:
     """tensor <- that of the group's rank `source`, in place."""
     if group.size == 1:
         return _done("broadcast", group)
-    _count("broadcast", group, (tensor,))
-    return _launch(
-        "broadcast",
-        group,
-        async_op,
-        lambda: dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True),
-        (tensor,),
-    )
 
+    def begin() -> _Begun:
+        work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)
+        return work, None, ()
 
-def send_receive(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
-) -> tuple[list[Pending], list[Pending]]:
-    """Start one batch of point to point messages; a `Pending` for each send and for each receive.
-
-    A message is (contiguous tensor, the other end's place in the group). Returns at once: whoever reads a
-    received tensor waits for it first, and a sent tensor is not written before its send was waited for. gloo
-    never buffers: a send ends only once its receive is posted. Between two ranks, messages of one direction
-    arrive in the order in which they were started, whichever batch they were in; one end may batch what the
-    other does not. Groups of different purposes are independent of each other.
-
-    On NCCL a batch is one operation: all its messages have to arrive before any of its `wait()`s lets the
-    current stream go on. Raises PeerLostError, which names the other end.
-    """
-    if group.backend == "gloo":
-        return (
-            [_start_message("send", tensor, place, group) for tensor, place in sends],
-            [_start_message("receive", tensor, place, group) for tensor, place in receives],
-        )
-    return _start_batch(sends, receives, group)
-
-
-def _start_message(op: str, tensor: Tensor, place: int, group: Group) -> Pending:
-    """One message by itself: gloo has no batches. The shortest way to its backend: between two computations of a
-    pipeline nothing is in the caches, and torch's batch took 120-270 us a message where this takes 50-100."""
-    peer = _other_end(op, tensor, place, group)
-    talk = _process_group(group)
-    start = talk.send if op == "send" else talk.recv
-    with _peer_loss_named(op, group, time.monotonic(), peer):
-        work = start([tensor], place, 0)
-    return Pending(op, group, work, (tensor,), peer=peer)
-
-
-def _start_batch(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group
-) -> tuple[list[Pending], list[Pending]]:
-    """All messages as one operation of the backend."""
-    messages = [("send", *one) for one in sends] + [("receive", *one) for one in receives]
-    if not messages:
-        return [], []
-    peers = [_other_end(op, tensor, place, group) for op, tensor, place in messages]
-    operations = [
-        dist.P2POp(
-            dist.isend if op == "send" else dist.irecv, tensor, group=group.process_group, group_peer=place
-        )
-        for op, tensor, place in messages
-    ]
-    only = peers[0] if len(set(peers)) == 1 else None
-    with _peer_loss_named("send_receive", group, time.monotonic(), only):
-        works = dist.batch_isend_irecv(operations)
-    if len(works) == 1:  # NCCL: one work for the batch; each `wait()` makes its own stream wait for it
-        works = works * len(messages)
-    assert len(works) == len(messages), f"{len(works)} works for {len(messages)} messages"
-    pending = [
-        Pending(op, group, work, (tensor,), peer=peer)
-        for (op, tensor, _), work, peer in zip(messages, works, peers, strict=True)
-    ]
-    return pending[: len(sends)], pending[len(sends) :]
-
-
-def _other_end(op: str, tensor: Tensor, place: int, group: Group) -> int:
-    """The world rank of a message's other end; the observer is told of the message."""
-    assert 0 <= place < group.size, f"place {place} of {group.size} in {group.purpose!r}"
-    assert place != group.rank, f"{op} of rank {group.ranks[place]} to itself in {group.purpose!r}"
-    assert tensor.is_contiguous(), f"{op}: strides {tensor.stride()} of shape {tuple(tensor.shape)}"
-    if group.observer is not None:
-        # The pair and direction, not the whole group: its two ends then count the same messages.
-        ends = (group.ranks[group.rank], group.ranks[place])
-        source, target = ends if op == "send" else ends[::-1]
-        group.observer(op, f"{group.purpose} {source}->{target}", tuple(sorted(ends)))
-    return group.ranks[place]
+    return _Call("broadcast", group, begin, (tensor,), tensor.nbytes).launch(async_op)
 
 
 def barrier(group: Group) -> None:
@@ -409,42 +374,20 @@ def barrier(group: Group) -> None:
     if group.size == 1:
         return
     _observe("barrier", group)
-    with group.traffic.waiting(), _peer_loss_named("barrier", group, time.monotonic()):
-        if group.backend == "gloo":
-            dist.monitored_barrier(group.process_group, group.timeout, wait_all_ranks=True)
-        else:
-            dist.barrier(group.process_group)
-
-
-def _launch(
-    op: str,
-    group: Group,
-    async_op: bool,
-    call: Callable[[], Running],
-    buffers: tuple[Tensor, ...],
-    finish: Callable[[], None] | None = None,
-    temporaries: tuple[Tensor, ...] = (),
-) -> Pending:
-    _observe(op, group)
-    started = time.monotonic()
+    started, all_came = time.monotonic(), functools.partial(dist.barrier, group.process_group)
+    if group.backend == "gloo":
+        all_came = functools.partial(
+            dist.monitored_barrier, group.process_group, group.timeout, wait_all_ranks=True
+        )
     try:
-        work = call()
+        group.traffic.wait_for(all_came)
     except RuntimeError as error:
-        _blame(error, op, group, started)
-    temporary_bytes = sum(tensor.numel() * tensor.element_size() for tensor in temporaries)
-    pending = Pending(op, group, work, (*buffers, *temporaries), finish, temporary_bytes=temporary_bytes)
-    if not async_op:
-        pending.wait()
-    return pending
+        blame(error, "barrier", group, started)
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:
     assert group.process_group is not None, f"{group.purpose!r} is a group of one"
     return group.process_group
-
-
-def _count(op: str, group: Group, payload: Iterable[Tensor]) -> None:
-    group.traffic.count(op, sum(tensor.numel() * tensor.element_size() for tensor in payload))
 
 
 def _observe(op: str, group: Group) -> None:
@@ -454,17 +397,3 @@ def _observe(op: str, group: Group) -> None:
 
 def _done(op: str, group: Group) -> Pending:
     return Pending(op, group, None)
-
-
-def _blame(error: RuntimeError, op: str, group: Group, started: float, peer: int | None = None) -> NoReturn:
-    """Raise it: as PeerLostError where a peer is to blame."""
-    with _peer_loss_named(op, group, started, peer):
-        raise error
-    raise AssertionError("not reached: an error passes or is told in other words")
-
-
-def _peer_loss_named(
-    op: str, group: Group, started: float, peer: int | None = None
-) -> contextlib.AbstractContextManager[None]:
-    me = group.ranks[group.rank]
-    return peer_loss_named(op, group.purpose, group.ranks, me, started=started, peer=peer)

@@ -6,8 +6,12 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.core.parallel_state import Group
 
 # What backends and stores say when a peer is gone or silent, as against a call with wrong shapes or types.
 _LOST = re.compile(
@@ -94,6 +98,15 @@ def peer_loss_named(
             raise
         elapsed_s = time.monotonic() - began
         raise PeerLostError(op, purpose, ranks, rank, elapsed_s, _first_line(text), peer=peer) from error
+
+
+def blame(error: RuntimeError, op: str, group: Group, started: float, peer: int | None = None) -> NoReturn:
+    """Raise the error of a call on a group: as PeerLostError where a peer is to blame. By hand, in an `except`, where a
+    context manager around every call would cost too much."""
+    me = group.ranks[group.rank]
+    with peer_loss_named(op, group.purpose, group.ranks, me, started=started, peer=peer):
+        raise error
+    raise AssertionError("not reached: an error passes or is told in other words")
 
 
 def _first_line(text: str) -> str:

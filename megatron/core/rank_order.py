@@ -21,11 +21,19 @@ def add_in_rank_order(parts: Sequence[Tensor], output: Tensor, *, accumulate: bo
     parts.
     """
     flat = output.view(-1)
-    shapes = [tuple(part.shape) for part in parts]
-    assert shapes == [tuple(flat.shape)] * max(1, len(parts)), f"parts {shapes}, output {tuple(flat.shape)}"
+    shapes = [part.shape for part in parts]
+    assert shapes.count(flat.shape) == max(1, len(parts)), (
+        f"parts {[tuple(one) for one in shapes]}, output {tuple(flat.shape)}"
+    )
     wide = parts[0].element_size() >= 4
     if len(parts) == 2 and flat.dtype == parts[0].dtype and not accumulate:
         torch.add(parts[0], parts[1], out=flat)  # of 16-bit values too rounded once
+        return
+    if wide and flat.numel() <= BLOCK and len(parts) > 1 and accumulate:
+        total = parts[0] + parts[1]  # half the time of `out`, where nothing is in the caches
+        for part in parts[2:]:
+            total += part
+        flat.add_(total)
         return
     dtype = parts[0].dtype if wide else torch.float32
     in_place = not accumulate and flat.dtype == dtype and flat.data_ptr() not in [p.data_ptr() for p in parts]

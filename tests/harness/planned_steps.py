@@ -87,7 +87,7 @@ class BoundaryLog:
     def installed(self) -> Iterator[BoundaryLog]:
         """Of every executor in this process."""
         perform, drop = DataParallelLane.perform, DataParallelLane.drop
-        advance, under_way = Crossing._advance, Crossing.under_way
+        advance, leave = Crossing._advance, Crossing.__exit__
 
         def performed(lane: DataParallelLane, place: int, op: Any) -> None:
             self.look()
@@ -102,16 +102,15 @@ class BoundaryLog:
             advance(crossing, begun)
             self.begins(f"access {begun} of {crossing}")
 
-        @contextlib.contextmanager
-        def gone_through(crossing: Crossing, boundaries: Any) -> Iterator[None]:
-            with under_way(crossing, boundaries):
-                yield
-            self.begins(f"end of {crossing}")
+        def left(crossing: Crossing, *error: Any) -> None:
+            leave(crossing, *error)
+            if error[0] is None:
+                self.begins(f"end of {crossing}")
 
         with (
             mock.patch.object(DataParallelLane, "perform", performed),
             mock.patch.object(DataParallelLane, "drop", dropped),
             mock.patch.object(Crossing, "_advance", advanced),
-            mock.patch.object(Crossing, "under_way", gone_through),
+            mock.patch.object(Crossing, "__exit__", left),
         ):
             yield self

@@ -125,7 +125,7 @@ class _Unit:
         self._is_cut = is_cut
         self._pending: list[collectives.Pending] = []
         self._gathers = [
-            (groups.gather, [(bucket.full_weights, bucket.weights) for bucket in together])
+            (groups.gather, collectives.Kept((one.full_weights, one.weights) for one in together))
             for groups, together in buffer.by_groups(buckets)
         ]
         finer = buffer.sharding.optimizer is not buffer.sharding.weights

@@ -25,7 +25,6 @@ these are waited for at points that all ranks reach alike. A contribution waits 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -45,6 +44,8 @@ from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 
 Calls = list[tuple[ArenaGroups, list[BucketMemory]]]
+# One collective: a sum in place, or (shard, whole) of a reduce-scatter.
+Sum = tuple[Group, Tensor | list[tuple[Tensor, Tensor]]]
 
 
 class GradState:
@@ -59,8 +60,13 @@ class GradState:
         self.is_cut = buffer.sharding.main_grads is not Cut.WHOLE
         buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
         waiting = [one for one in buckets if not self.is_cut and buffer.arenas[one.arena].layout.shared]
-        self.calls = buffer.by_groups(one for one in buckets if one not in waiting)
-        self.last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
+        calls = buffer.by_groups(one for one in buckets if one not in waiting)
+        last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
+        optimizer = buffer.sharding.optimizer
+        self.sums, self.last_sums = (
+            _inner(one, optimizer, is_cut=self.is_cut) for one in (calls, last_calls)
+        )
+        self.outer, self.last_outer = (_outer(one, optimizer) for one in (calls, last_calls))
         self.fulls = [_trained(bucket.full_grads) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.bucket.names]
         self.uses = [buffer.param_meta[name].grad_keys for name in names]
@@ -99,7 +105,6 @@ class GradReducePipeline:
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
         self._is_cut = buffer.sharding.main_grads is not Cut.WHOLE
-        self._optimizer = buffer.sharding.optimizer
         self._partial = PartialSums(buffer, tp, tracker=tracker)
         self._shared = SharedSums(buffer, embedding, tracker=tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
@@ -165,7 +170,7 @@ class GradReducePipeline:
         one = self.units[unit]
         assert not one.summed_outer, f"unit {one.name!r} is summed over instances already"
         if self._reduce:
-            self._start_outer(one, one.calls)
+            self._start_outer(one, one.outer)
 
     def check_reduced(self) -> None:
         """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin."""
@@ -184,9 +189,9 @@ class GradReducePipeline:
         if not self._is_cut:
             self._shared.add()
         for unit in self._order:
-            self._start_inner(unit, unit.last_calls)
+            self._launch(unit, unit.last_sums, inner=True)
         for unit in self._order:
-            late = unit.last_calls if unit.summed_outer else unit.calls + unit.last_calls
+            late = unit.last_outer if unit.summed_outer else unit.outer + unit.last_outer
             self._start_outer(unit, late)
         self._wait_for(lambda one: True)
         if self._is_cut:
@@ -222,59 +227,30 @@ class GradReducePipeline:
                     grad.add_(self._buffer.main_grad(key))
         unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not self._is_cut
         unit.resting.hold()
-        self._start_inner(unit, unit.calls)
+        self._launch(unit, unit.sums, inner=True)
         unit.has_sum = True
 
-    def _start_inner(self, unit: GradState, calls: Calls) -> None:
-        starts: list[Callable[[], collectives.Pending]] = []
-        for groups, buckets in calls:
-            if groups.reduce.size == 1:
-                continue
-            if self._optimizer is Cut.WHOLE:
-                starts += [
-                    functools.partial(collectives.sum_gradients, _trained(one.full_grads), groups.reduce)
-                    for one in buckets
-                ]
-                continue
-            shards = [one.main_grads if self._is_cut else one.optimizer_grads for one in buckets]
-            items = [
-                (_trained(shard), _trained(one.full_grads))
-                for shard, one in zip(shards, buckets, strict=True)
-            ]
-            add = self._is_cut and unit.has_sum
-            starts.append(
-                functools.partial(collectives.reduce_scatter_units, items, groups.reduce, accumulate=add)
-            )
-        if starts:
-            self._launch(unit, starts, inner=True)
-
-    def _start_outer(self, unit: GradState, calls: Calls) -> None:
+    def _start_outer(self, unit: GradState, sums: list[Sum]) -> None:
         unit.summed_outer = True
-        starts: list[Callable[[], collectives.Pending]] = []
-        for groups, buckets in calls:
-            if groups.outer.size == 1:
-                continue
-            parts = [(_trained(one.optimizer_grads), _trained(one.main_grads)) for one in buckets]
-            if self._optimizer is Cut.FULL:
-                starts.append(
-                    functools.partial(collectives.reduce_scatter_units, parts, groups.outer, accumulate=False)
-                )
-            else:
-                starts += [
-                    functools.partial(collectives.sum_gradients, part, groups.outer) for part, _ in parts
-                ]
-        if starts:
+        if sums:
             unit.final = True
             self._wait_for(lambda one: one.unit is unit)
-            self._launch(unit, starts, inner=False)
+            self._launch(unit, sums, inner=False)
 
-    def _launch(
-        self, unit: GradState, starts: Sequence[Callable[[], collectives.Pending]], *, inner: bool
-    ) -> None:
+    def _launch(self, unit: GradState, sums: list[Sum], *, inner: bool) -> None:
+        """inner: over the ranks that share shards, and added to what cut shards have; else over instances."""
+        if not sums:
+            return
         while len(self._under_way) >= MOST_UNDER_WAY:
             self._wait_for_one(self._under_way[0])
-        pending = [start() for start in starts]
-        self._tracker.hold("exchange", unit.name, sum(one.temporary_bytes for one in pending))
+        add = inner and self._is_cut and unit.has_sum
+        pending = [
+            collectives.sum_gradients(what, group)
+            if isinstance(what, Tensor)
+            else collectives.reduce_scatter_units(what, group, accumulate=add)
+            for group, what in sums
+        ]
+        self._tracker.hold("exchange", unit.name, sum([one.temporary_bytes for one in pending]))
         self._under_way.append(_UnderWay(unit, pending, inner))
 
     def _hold(self, unit: GradState) -> None:
@@ -320,6 +296,35 @@ class GradReducePipeline:
                 self._nonfinite.append(key)
         unit.fresh = set(unit.keys)
         self._drop(unit)
+
+
+def _inner(calls: Calls, optimizer: Cut, *, is_cut: bool) -> list[Sum]:
+    """Over the ranks that share shards."""
+    sums: list[Sum] = []
+    for groups, buckets in calls:
+        if groups.reduce.size == 1:
+            continue
+        if optimizer is Cut.WHOLE:
+            sums += [(groups.reduce, _trained(one.full_grads)) for one in buckets]
+            continue
+        shards = [_trained(one.main_grads if is_cut else one.optimizer_grads) for one in buckets]
+        fulls = [_trained(one.full_grads) for one in buckets]
+        sums.append((groups.reduce, collectives.Kept(zip(shards, fulls, strict=True))))
+    return sums
+
+
+def _outer(calls: Calls, optimizer: Cut) -> list[Sum]:
+    """Over instances. Once a step: views would keep the memory of gradients at rest (`RestingGrads`)."""
+    sums: list[Sum] = []
+    for groups, buckets in calls:
+        if groups.outer.size == 1:
+            continue
+        parts = [(_trained(one.optimizer_grads), _trained(one.main_grads)) for one in buckets]
+        if optimizer is Cut.FULL:
+            sums.append((groups.outer, parts))
+        else:
+            sums += [(groups.outer, part) for part, _ in parts]
+    return sums
 
 
 def _trained(tensor: Tensor | None) -> Tensor:

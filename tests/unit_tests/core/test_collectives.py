@@ -13,6 +13,7 @@ import torch
 from megatron.core import collectives
 from megatron.core.parallel_state import make_parallel_state, single_process
 from megatron.core.peer_loss import PeerLostError
+from megatron.core.point_to_point import send_receive
 from megatron.core.rank_grid import RankGrid
 from megatron.core.traffic_counter import Moved
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
@@ -259,7 +260,7 @@ def test_collectives_of_both_kinds_and_messages_share_a_group():
         other = 1 - ctx.rank
         mine = torch.full((4,), 1.0 + ctx.rank)
         box, gathered, shard = torch.zeros(4), torch.zeros(8), torch.zeros(2)
-        sends, receives = collectives.send_receive([(mine, other)], [(box, other)], group)
+        sends, receives = send_receive([(mine, other)], [(box, other)], group)
         reduction = collectives.reduce_scatter_units([(shard, mine * 10)], group, accumulate=False)
         gather = collectives.all_gather_units([(gathered, mine * 100)], group)
         for pending in (gather, *receives, *sends, reduction):
@@ -277,7 +278,11 @@ def test_the_way_of_other_backends_gives_the_same():
         n = 6
         gathered = [torch.zeros(2 * n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
         pairs = [(one, values_of(ctx.rank, n, one.dtype)) for one in gathered]
-        collectives.all_gather_units(pairs, device_way).wait()
+        kept = collectives.Kept(pairs)
+        for _ in range(2):  # the second from what the first has kept
+            for one in gathered:
+                one.zero_()
+            collectives.all_gather_units(kept, device_way).wait()
         alone = torch.zeros(2 * n)
         collectives.all_gather(alone, pairs[0][1], device_way)
 
@@ -435,7 +440,7 @@ def test_messages_reach_the_other_end():
         group = ctx.make_ps(pp=4).pp_forward_group
         after, before = ring_neighbours(group)
         out, got = values_of(ctx.rank, 5), torch.zeros(5)
-        sends, receives = collectives.send_receive([(out, after)], [(got, before)], group)
+        sends, receives = send_receive([(out, after)], [(got, before)], group)
         for pending in (*receives, *sends):
             pending.wait()
             pending.wait()  # harmless
@@ -447,12 +452,12 @@ def test_messages_reach_the_other_end():
         boxes = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(4)]
         if group.rank == 0:
             letters = [torch.full((3,), i + 1.0, dtype=torch.bfloat16) for i in range(4)]
-            started = [collectives.send_receive([(letter, 1)], [], group) for letter in letters]
+            started = [send_receive([(letter, 1)], [], group) for letter in letters]
             for sends, receives in started:
                 assert (len(sends), receives) == (1, [])
                 sends[0].wait()
         if group.rank == 1:
-            sends, receives = collectives.send_receive([], [(box, 0) for box in boxes], group)
+            sends, receives = send_receive([], [(box, 0) for box in boxes], group)
             for pending in reversed(receives):
                 pending.wait()
             return [box[0].item() for box in boxes]
@@ -465,7 +470,7 @@ def test_messages_reach_the_other_end():
         dtype = {place: torch.float64 if place % 2 else torch.int64 for place in range(group.size)}
         sends = [(torch.full((1 + p, 2), 10 * group.rank + p, dtype=dtype[group.rank]), p) for p in others]
         boxes = {p: torch.zeros(1 + group.rank, 2, dtype=dtype[p]) for p in others}
-        sent, received = collectives.send_receive(sends, [(boxes[p], p) for p in others], group)
+        sent, received = send_receive(sends, [(boxes[p], p) for p in others], group)
         for pending in (*sent, *received):
             pending.wait()
         return {p: box.unique().tolist() for p, box in boxes.items()}
@@ -475,17 +480,17 @@ def test_messages_reach_the_other_end():
         ps = ctx.make_ps(pp=4)
         x = torch.full((2,), float(ctx.rank))
         if ctx.rank == 0:
-            held, _ = collectives.send_receive([(x, 1)], [], ps.pp_forward_group)
+            held, _ = send_receive([(x, 1)], [], ps.pp_forward_group)
             got = torch.zeros(2)
-            _, (back,) = collectives.send_receive([], [(got, 1)], ps.pp_backward_group)
+            _, (back,) = send_receive([], [(got, 1)], ps.pp_backward_group)
             back.wait()
             held[0].wait()
             return got.tolist()
         if ctx.rank == 1:
-            (back,), _ = collectives.send_receive([(x, 0)], [], ps.pp_backward_group)
+            (back,), _ = send_receive([(x, 0)], [], ps.pp_backward_group)
             back.wait()
             got = torch.ones(2)
-            _, (late,) = collectives.send_receive([], [(got, 0)], ps.pp_forward_group)
+            _, (late,) = send_receive([], [(got, 0)], ps.pp_forward_group)
             late.wait()
             return got.tolist()
         return None
@@ -494,12 +499,12 @@ def test_messages_reach_the_other_end():
         ps = ctx.make_ps(pp=4)
         x = torch.ones(2, 2)
         with pytest.raises(AssertionError, match=f"send of rank {ctx.rank} to itself in 'pp_forward'"):
-            collectives.send_receive([(x, ctx.rank)], [], ps.pp_forward_group)
+            send_receive([(x, ctx.rank)], [], ps.pp_forward_group)
         with pytest.raises(AssertionError, match="place 4 of 4"):
-            collectives.send_receive([], [(x, 4)], ps.pp_forward_group)
+            send_receive([], [(x, 4)], ps.pp_forward_group)
         with pytest.raises(AssertionError, match="receive: strides"):
-            collectives.send_receive([], [(torch.ones(2, 3).t(), (ctx.rank + 1) % 4)], ps.pp_forward_group)
-        assert collectives.send_receive([], [], ps.pp_forward_group) == ([], [])
+            send_receive([], [(torch.ones(2, 3).t(), (ctx.rank + 1) % 4)], ps.pp_forward_group)
+        assert send_receive([], [], ps.pp_forward_group) == ([], [])
 
     checks = (one_batch, order_is_kept_across_batches, many_peers, directions_are_independent, wrong_calls)
     got = share_ranks(4, {check.__name__: check for check in checks})
@@ -522,7 +527,7 @@ def test_the_observer_hears_of_messages_by_pair_so_that_both_ends_count_alike():
         boxes = [torch.zeros(1), torch.zeros(1)]
         sends = [(torch.ones(1), group.rank + 1)] * 2 if group.rank < 2 else []
         receives = [(box, group.rank - 1) for box in boxes] if group.rank > 0 else []
-        sent, received = collectives.send_receive(sends, receives, group)
+        sent, received = send_receive(sends, receives, group)
         for pending in (*sent, *received):
             pending.wait()
         return heard
@@ -547,7 +552,7 @@ def test_a_dead_or_silent_end_is_named(tmp_path):
         told = []
         for peer, calls in ((2, ([(box, 2)], [])), (1, ([], [(box, 1)]))):
             try:
-                sends, receives = collectives.send_receive(*calls, ps.pp_forward_group)
+                sends, receives = send_receive(*calls, ps.pp_forward_group)
                 for pending in (*sends, *receives):
                     pending.wait()
             except PeerLostError as error:

@@ -118,11 +118,12 @@ def test_who_has_begun_everything_ahead_and_waits_for_nobody():
 def test_the_record_knows_of_waits():
     watchdog, counter = Watchdog(dist.HashStore(), 0, 1, interval_s=0.05), TrafficCounter()
     watchdog.watch([TrafficCounter(), counter])
-    with counter.waiting():
-        assert watchdog.record().waits
+    waits = []
+    counter.wait_for(lambda: waits.append(watchdog.record().waits))
+    assert waits == [True]
     assert not watchdog.record().waits
-    with contextlib.suppress(ValueError), counter.waiting():
-        raise ValueError
+    with contextlib.suppress(ZeroDivisionError):
+        counter.wait_for(lambda: 1 // 0)
     assert watchdog.record().waits, "after an error the record shows where it happened"
     watchdog.close()
 

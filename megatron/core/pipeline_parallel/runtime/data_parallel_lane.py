@@ -10,9 +10,9 @@ it does what the row wants done once so many accesses have begun, and then waits
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.module import ModelError
 from megatron.core.peer_loss import PeerLostError
@@ -53,15 +53,22 @@ class DataParallelLane:
             for stage, chunk in chunks.items()
         }
         self._names = {stage: [unit.name for unit in units[stage].units] for stage in chunks}
-        self._calls: dict[int, Callable[[int], None]] = {
+        calls: dict[int, Callable[[int], None]] = {
             Kind.UNSHARD: grad_sync.gathers.start,
             Kind.RESHARD: grad_sync.gathers.free,
             Kind.REDUCE: grad_sync.reductions.start,
             Kind.HSDP_ALL_REDUCE: grad_sync.reductions.start_outer,
         }
-        for op in row:
-            if IS_DATA_PARALLEL[op[0]] and self._of(op).stop > len(units[op[1]].units):
-                raise PlanError(f"{op_text(op)}: stage {op[1]} has {len(units[op[1]].units)} units")
+        # By place in the row, unit by unit: its number in the stage, its name, and what does the operation.
+        self._doing: dict[int, list[tuple[int, str, Callable[[], None]]]] = {}
+        for place, op in enumerate(row):
+            if IS_DATA_PARALLEL[op[0]]:
+                if self._of(op).stop > len(units[op[1]].units):
+                    raise PlanError(f"{op_text(op)}: stage {op[1]} has {len(units[op[1]].units)} units")
+                self._doing[place] = [
+                    (one, self.name(op[1], one), partial(calls[op[0]], self._numbers[op[1]][one]))
+                    for one in self._of(op)
+                ]
         # What the row gathers; all else is always whole.
         self._come_and_go = {name for op in row if op[0] == Kind.UNSHARD for name in self.names(op)}
         self._gathered: set[str] = set()
@@ -99,24 +106,25 @@ class DataParallelLane:
 
     def perform(self, place: int, op: RawOp) -> None:
         """Do one operation. place: in the row."""
-        kind, stage = op[0], op[1]
+        kind, doing = op[0], self._doing[place]
         start = self._now()
-        call, numbers, units = self._calls[kind], self._numbers[stage], self._of(op)
-        for unit in units:
+        for unit, name, call in doing:
             if kind == _RESHARD:
-                self.wait(stage, unit)
-                self._gathered.discard(self._names[stage][unit])
+                if name in self._gathers:
+                    self.wait(op[1], unit)
+                self._gathered.discard(name)
             try:
-                call(numbers[unit])
+                call()
             except Exception as error:
-                _name(error, f"{op_text(op)}, unit {self.name(stage, unit)!r}")
+                _name(error, f"{op_text(op)}, unit {name!r}")
                 raise
         end = self._now()
         self.spent_s += end - start
         if kind == _UNSHARD:
-            names = self._names[stage][units.start : units.stop]
-            self._gathered.update(names)
-            self._gathers.update(dict.fromkeys(names, _Gather(place, op, start, end, left=len(names))))
+            gather = _Gather(place, op, start, end, left=len(doing))
+            for _, name, _ in doing:
+                self._gathered.add(name)
+                self._gathers[name] = gather
         elif self._recorder is not None:
             self._record(_Gather(place, op, start, end, left=0))
 
@@ -167,8 +175,12 @@ class UnitBoundaries:
 
 
 class Crossing:
-    """One computation with units. operations: (place in the row, operation) that belong to it, in rising k. chunk:
-    local number of its stage. Raises PlanError for an operation that waits for more accesses than there are."""
+    """One computation with units, which is called inside a `with` of it. operations: (place in the row, operation) that
+    belong to it, in rising k. chunk: local number of its stage. boundaries: who tells of units that begin; without, all
+    accesses begin before the call. Raises PlanError for an operation that waits for more accesses than there are.
+
+    The first access begins before the call too, whatever the model does until its units run. Behind it all have begun.
+    """
 
     def __init__(
         self,
@@ -177,8 +189,9 @@ class Crossing:
         units: StageUnits,
         operations: Sequence[tuple[int, RawOp]],
         lane: DataParallelLane,
+        boundaries: UnitBoundaries | None,
     ) -> None:
-        self._op, self._chunk, self._lane = op, chunk, lane
+        self._op, self._chunk, self._lane, self._boundaries = op, chunk, lane, boundaries
         self._operations = tuple(operations)
         self._accesses = units.accesses(op) or ((),)
         for _, one in operations:
@@ -193,23 +206,20 @@ class Crossing:
     def __str__(self) -> str:
         return op_text(self._op)
 
-    @contextlib.contextmanager
-    def under_way(self, boundaries: UnitBoundaries | None) -> Iterator[None]:
-        """Inside, the computation is called. Its first access begins before, whatever the model does until its units
-        run; the others as `boundaries` hears of them, without it before the call too. Behind it all have begun."""
+    def __enter__(self) -> None:
         self._done = 0
         self._advance(1)
-        if boundaries is None:
-            for begun in range(2, len(self._accesses) + 1):
-                self._advance(begun)
-            yield
+        if self._boundaries is not None:
+            self._boundaries.attend(self)
             return
-        boundaries.attend(self)
-        try:
-            yield
-        finally:
-            boundaries.attend(None)
-        self._operate(len(self._accesses))
+        for begun in range(2, len(self._accesses) + 1):
+            self._advance(begun)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._boundaries is not None:
+            self._boundaries.attend(None)
+        if kind is None:
+            self._operate(len(self._accesses))
 
     def unit_begins(self, chunk: int, unit: int) -> None:
         """Go on to the access that has the unit, unless that is the one under way.

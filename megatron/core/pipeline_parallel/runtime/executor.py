@@ -186,7 +186,8 @@ class Executor:
         """Of a computation. within: operations in its middle."""
         if self._lane is None:
             return None
-        return Crossing(op, self.plan.placement.chunk_of(op[1]), self._units[op[1]], within, self._lane)
+        chunk = self.plan.placement.chunk_of(op[1])
+        return Crossing(op, chunk, self._units[op[1]], within, self._lane, self._boundaries)
 
     # Around the operations -------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Executor:
         op, crossing = computation
         stage, microbatch = op[1], op[2]
         hidden = self._take(RECV_F, stage, microbatch) if stage > 0 else None
-        with self._under_way(crossing):
+        with crossing or _NO_UNITS:
             output = self._stages[stage].forward(microbatch, hidden)
         if stage < self._last_stage:
             self._hand_on(output, SEND_F, RECV_F, stage, stage + 1, microbatch)
@@ -236,7 +237,7 @@ class Executor:
 
     def _backward_weight(self, computation: Computation) -> None:
         op, crossing = computation
-        with self._under_way(crossing):
+        with crossing or _NO_UNITS:
             if op[4] < 0:
                 self._stages[op[1]].backward_weight(op[2])
             else:
@@ -298,16 +299,10 @@ class Executor:
         op, crossing = computation
         stage, microbatch = op[1], op[2]
         grad = self._take(RECV_B, stage, microbatch) if stage < self._last_stage else None
-        with self._under_way(crossing):
+        with crossing or _NO_UNITS:
             grad = backward(microbatch, grad)
         if stage > 0:
             self._hand_on(grad, SEND_B, RECV_B, stage, stage - 1, microbatch)
-
-    def _under_way(self, crossing: Crossing | None) -> contextlib.AbstractContextManager[None]:
-        """Around the call of a computation."""
-        if crossing is None:
-            return _NO_UNITS
-        return crossing.under_way(self._boundaries)
 
     def _take(self, kind: int, stage: int, microbatch: int) -> Tensor:
         """An input, waited for if it is still on its way."""

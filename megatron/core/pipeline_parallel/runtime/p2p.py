@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending, send_receive
-from megatron.core.gloo_pairs import Line, LineMessage
+from megatron.core.collectives import Pending
 from megatron.core.module import ModelError
 from megatron.core.parallel_state import Group, ParallelState
 from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
+from megatron.core.point_to_point import Line, send_receive
 
 MAX_DIMS = 8
 # A dtype's place in this list is its number in headers: only ever append.
@@ -32,7 +32,6 @@ _RECEIVE_OF = {SEND_F: RECV_F, SEND_B: RECV_B}
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Route = tuple[int, int]  # (kind of transfer, peer)
-Sent = Pending | LineMessage
 
 
 class P2P:
@@ -62,7 +61,7 @@ class P2P:
         # Of known routes, where there are no batches: the line, and an empty tensor of what it carries.
         self._lines: dict[Route, tuple[Line, Tensor]] = {}
         # Under way, in the order in which they were posted; headers apart.
-        self._sends: dict[Key, tuple[RawOp, Sent]] = {}
+        self._sends: dict[Key, tuple[RawOp, Pending]] = {}
         self._proven: list[Key] = []  # sends that are known to be complete
         self._headers: list[tuple[RawOp, Pending]] = []
         # Whether the backend takes batches, and can be asked if a send is through.
@@ -137,7 +136,7 @@ class P2P:
             self._lines[route] = found
         return found
 
-    def _keep(self, op: RawOp, pending: Sent) -> None:
+    def _keep(self, op: RawOp, pending: Pending) -> None:
         key = op[:3]
         assert key not in self._sends, f"{op_text(op)}: posted again before it was through"
         self._sends[key] = (op, pending)
@@ -224,7 +223,7 @@ class P2P:
 class _Receive:
     """A receive under way and the buffer that it fills."""
 
-    def __init__(self, op: RawOp, buffer: Tensor, pending: Sent) -> None:
+    def __init__(self, op: RawOp, buffer: Tensor, pending: Pending) -> None:
         self._op, self._buffer, self._pending = op, buffer, pending
 
     def wait(self) -> Tensor:
@@ -232,7 +231,7 @@ class _Receive:
         return self._buffer
 
 
-def _wait(op: RawOp, pending: Sent) -> None:
+def _wait(op: RawOp, pending: Pending) -> None:
     try:
         pending.wait()
     except PeerLostError as error:

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending, send_receive
+from megatron.core.collectives import Pending
 from megatron.core.parallel_state import ParallelState
 from megatron.core.peer_loss import PeerLostError
+from megatron.core.point_to_point import send_receive
 
 
 class StateArrival(Protocol):
