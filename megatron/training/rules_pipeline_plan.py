@@ -69,8 +69,9 @@ def _validated_memory(s: Situation) -> str | None:
     weight = DTYPE_BYTES[config.params_dtype]
     states = 12 if weight == 2 else 8  # fp32 weights are the optimizer's own
     copies = 12 if s.value("post_validation_rollback") == "snapshot" else 0
-    each = weight / place.ways(row.weights) + max(4, weight) / place.ways(row.main_grads)
-    each += (states + copies) / place.ways(row.optimizer)
+    each = max(4, weight) / place.ways(row.main_grads) + (states + copies) / place.ways(row.optimizer)
+    if weight != 2 or not row.rounds(place):
+        each += weight / place.ways(row.weights)
     needed, here = max(held.per_rank) * each, s.env.local_world_size
     if needed * here <= s.memory_bytes:
         return None

@@ -57,7 +57,7 @@ def state_bytes(
         weight=weight,
         grad=grad if wire == "auto" else _BYTES[wire],
         at_rest=(
-            (weight, place.ways(sharding.weights)),
+            (0 if own and sharding.rounds(place) else weight, place.ways(sharding.weights)),
             (grad, place.ways(sharding.main_grads)),
             (own + _MOMENTS * moment, place.ways(sharding.optimizer)),
             (copies * (_BYTES[main] + _MOMENTS * moment), place.ways(sharding.optimizer)),
