@@ -30,7 +30,6 @@ from megatron.core.tensor_parallel.mappings import (
     sum_ranks,
 )
 
-
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
