@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     sum_ranks,
 )
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_onednn_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
 
 class Activation(Protocol):
@@ -123,8 +123,8 @@ class _RowLinear(torch.autograd.Function):
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x [..., in], weight [out, in] -> [..., out]. fp32 on CPU by oneDNN, as torch takes 16-bit ones: an
     eighth faster than its other library on one AMD core, which knows no AVX-512 there."""
-    if x.is_cpu and x.dtype == torch.float32 == weight.dtype and _HAS_ONEDNN:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if x.is_cpu and x.dtype == torch.float32 == weight.dtype and _onednn_linear is not None:
+        out: Tensor = _onednn_linear(x, weight, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
 
