@@ -102,17 +102,17 @@ class RunCheckpoints:
     def load(self) -> None:
         """Put back what --load names, if anything. Raises what `Checkpointer.load` does."""
         engine = self._engine
-        with self._session.watchdog.phase("load"):
+        with self._session.watchdog.phase("load"), engine.model.buffer.resting_weights():
             restored = self._checkpointer.load(
                 engine.model_pieces(),
                 engine.optimizer.pieces(),
                 config=self._config.flat(),
                 check_state=check_state,
             )
+            if restored is not None and not restored.optimizer:
+                engine.model.buffer.copy_weights_to_main()
         if restored is None:
             return
-        if not restored.optimizer:
-            engine.model.buffer.copy_weights_to_main()
         engine.model.weights_changed()
         if restored.resumed:
             self._resume(restored)

@@ -228,8 +228,9 @@ def persistent_bytes(
     """Bytes on a rank between steps, by category, for so many elements of all trained buckets, padding included.
     main_itemsize: 0 where the optimizer updates the model's weights themselves."""
     optimizer = numel // place.ways(sharding.optimizer)
+    rounded = main_itemsize and 1 < place.ways(sharding.weights) == place.ways(sharding.optimizer)
     return {
-        "weights": numel // place.ways(sharding.weights) * weight_itemsize,
+        "weights": 0 if rounded else numel // place.ways(sharding.weights) * weight_itemsize,
         "main_weights": optimizer * main_itemsize,
         "main_grads": numel // place.ways(sharding.main_grads) * grad_itemsize,
         "moments": optimizer * moment_itemsize * num_moments,

@@ -124,6 +124,7 @@ class _Unit:
         self.asked = False
         self._is_cut = is_cut
         self._pending: list[collectives.Pending] = []
+        self._rounded = [(one.weights, one.resting) for one in buckets if one.rounds]
         self._gathers = [
             (groups.gather, collectives.Kept((one.full_weights, one.weights) for one in together))
             for groups, together in buffer.by_groups(buckets)
@@ -144,6 +145,8 @@ class _Unit:
 
     def gather(self) -> None:
         self.state = UnitState.GATHERING
+        for weights, main in self._rounded:
+            weights.copy_(main)
         self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._gathers]
 
     def gather_at_rest(self) -> None:

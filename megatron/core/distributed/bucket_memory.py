@@ -43,7 +43,8 @@ class Arena:
     """The flat buffers at rest of one layout; padding means nothing.
 
     own_main_weights: None where main weights are (part of) `weights`. main_grads: None where they are cut
-    (`BucketMemory` has them). Frozen parameters have only weights. groups: None where nobody communicates.
+    (`BucketMemory` has them). Frozen parameters have only weights. groups: None where nobody communicates. rounds: of
+    weights the main ones alone rest, `weights` has memory inside `FlatBuffer.resting_weights` only.
     """
 
     layout: FlatLayout
@@ -51,10 +52,16 @@ class Arena:
     own_main_weights: Tensor | None = None
     main_grads: Tensor | None = None
     groups: ArenaGroups | None = None
+    rounds: bool = False
 
     @property
     def trained(self) -> bool:
         return self.layout.trained
+
+    @property
+    def weights_rest(self) -> bool:
+        """Whether `weights` has memory now."""
+        return not self.rounds or self.weights.untyped_storage().nbytes() > 0
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -68,6 +75,7 @@ class BucketMemory:
 
     At rest: weights, main_grads: this rank's part, [numel / ways]. optimizer_weights, optimizer_grads: what of these is
     the optimizer's. main_weights: what it updates; the very optimizer_weights where the dtypes agree.
+    rounds: main_weights alone rest; weights, optimizer_weights are this rank's part of full_weights.
     Whole: full_weights, full_grads: [numel]; the very tensors at rest where those are whole, else transient.
     """
 
@@ -81,10 +89,19 @@ class BucketMemory:
     full_grads: Tensor | None
     optimizer_grads: Tensor | None
     optimizer_weights: Tensor | None
+    rounds: bool
 
     @property
     def name(self) -> str:
         return bucket_name(self.arena, self.bucket)
+
+    @property
+    def resting(self) -> Tensor:
+        """This rank's part of the weights as it rests: [numel / ways]."""
+        if not self.rounds:
+            return self.weights
+        assert self.main_weights is not None, self.name
+        return self.main_weights
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -181,18 +198,20 @@ class ArenaMaker:
         used = dict.fromkeys(self.main_grads_flat, 0)
         self.arenas: list[Arena] = []
         for layout, dtype in zip(layouts, dtypes, strict=True):
-            weights = self._zeros(layout, sharding.weights, dtype)
+            main = main_weight_dtype(dtype, config) if layout.trained else dtype
+            rounds = main != dtype and sharding.rounds(place)
+            weights = self._zeros(layout, sharding.weights, dtype, empty=rounds)
             if not layout.trained:
                 self.arenas.append(Arena(layout, weights))
                 continue
             main_weights, main_grads = None, None
-            if (main := main_weight_dtype(dtype, config)) != dtype:
+            if main != dtype:
                 main_weights = self._zeros(layout, sharding.optimizer, main)
             kept = main_grad_dtype(dtype, config)
             if sharding.main_grads is Cut.WHOLE:
                 main_grads = self.main_grads_flat[kept].narrow(0, used[kept], layout.numel)
                 used[kept] += layout.numel
-            self.arenas.append(Arena(layout, weights, main_weights, main_grads))
+            self.arenas.append(Arena(layout, weights, main_weights, main_grads, rounds=rounds))
 
     def bucket(
         self, arena: int, index: int, full_weights: Tensor | None, full_grads: Tensor | None
@@ -201,12 +220,19 @@ class ArenaMaker:
         assert (full_weights is None) == (self._sharding.weights is Cut.WHOLE), self._sharding
         memory, sharding = self.arenas[arena], self._sharding
         bucket = memory.layout.buckets[index]
-        weights = self.at_rest(memory, index, memory.weights, sharding.weights)
+        if memory.rounds:
+            assert full_weights is not None, "nothing is gathered"
+            start, end = memory.layout.shard(index, self._place, sharding.weights)
+            with with_memory(full_weights) as whole:
+                weights = whole[start - bucket.start : end - bucket.start]
+        else:
+            weights = self.at_rest(memory, index, memory.weights, sharding.weights)
         main_weights, main_grads, optimizer_grads, optimizer_weights = None, None, None, None
         if memory.trained:
             main_grads = self._main_grads(memory, index)
             optimizer_grads = self._narrowed(memory, index, main_grads, sharding.main_grads)
-            optimizer_weights = main_weights = self._narrowed(memory, index, weights, sharding.weights)
+            narrowed = weights if memory.rounds else self._narrowed(memory, index, weights, sharding.weights)
+            optimizer_weights = main_weights = narrowed
             if memory.own_main_weights is not None:
                 main_weights = self.at_rest(memory, index, memory.own_main_weights, sharding.optimizer)
         return BucketMemory(
@@ -220,6 +246,7 @@ class ArenaMaker:
             full_grads=main_grads if full_grads is None else full_grads,
             optimizer_grads=optimizer_grads,
             optimizer_weights=optimizer_weights,
+            rounds=memory.rounds,
         )
 
     def _main_grads(self, arena: Arena, index: int) -> Tensor:
@@ -241,6 +268,8 @@ class ArenaMaker:
         start, end = arena.layout.shard(index, self._place, self._sharding.optimizer)
         return part[start - outside : end - outside]
 
-    def _zeros(self, layout: FlatLayout, cut: Cut, dtype: torch.dtype) -> Tensor:
+    def _zeros(self, layout: FlatLayout, cut: Cut, dtype: torch.dtype, *, empty: bool = False) -> Tensor:
         numel = layout.numel_at_rest(self._place, cut)
+        if empty:
+            return own_storage("weights", "", numel, dtype, self._device)
         return torch.zeros(numel, dtype=dtype, device=self._device)

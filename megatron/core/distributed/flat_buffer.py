@@ -5,7 +5,8 @@ Per dtype of the model's weights there is one `Arena`, laid out by `shard_layout
 weights are cut):
 
     weights       the model's dtype
-    main_weights  what the optimizer updates: fp32 for 16-bit weights, else the very memory of the weights
+    main_weights  what the optimizer updates: fp32 for 16-bit weights, else the very memory of the weights; where both
+                  are cut alike, gathers round them, and no weights rest beside them
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
@@ -19,6 +20,7 @@ keep a storage of their own: nothing is ever reduced or updated there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -33,6 +35,7 @@ from megatron.core.distributed.bucket_memory import (
     NewFull,
     num_bytes,
     own_storage,
+    with_memory,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.parameter_views import ParameterViews, Reading, as_they_are
@@ -161,10 +164,13 @@ class FlatBuffer:
         return arena.layout.part_of(name, self.place, cut)
 
     def weight_part(self, name: str) -> Tensor:
-        """1-D: what this rank holds of a weight at rest. As `main_grad_part` and `main_weight_part`, memory in use."""
+        """1-D: what this rank holds of a weight at rest. As `main_grad_part` and `main_weight_part`, memory in use; but
+        where main weights alone rest, a rounded copy of these, outside of `resting_weights`."""
         arena = self.arena_of(name)
         if arena is None:
             return self._weights[name].view(-1)
+        if not arena.weights_rest:
+            return self.main_weight_part(name).to(arena.weights.dtype)
         return self._part(arena, arena.weights, self.sharding.weights, name, self.sharding.weights)
 
     def main_weight_part(self, name: str, cut: Cut | None = None) -> Tensor:
@@ -229,8 +235,18 @@ class FlatBuffer:
                 held[first - start : last - start] if last > first else held[:0]
             )
 
+    @contextlib.contextmanager
+    def resting_weights(self) -> Iterator[None]:
+        """Inside, all weights at rest have memory, to be written before `copy_weights_to_main`."""
+        with contextlib.ExitStack() as held:
+            for arena in self.arenas:
+                held.enter_context(with_memory(arena.weights))
+            self.copy_main_to_weights()
+            yield
+
     def copy_main_to_weights(self) -> None:
-        """Round main weights into this rank's part of the weights at rest; others' parts are for engines to gather."""
+        """Round main weights into this rank's part of the weights at rest, where these have memory; others' parts are
+        for engines to gather."""
         for weights, main in self._main_weights():
             weights.copy_(main)
 
@@ -245,7 +261,7 @@ class FlatBuffer:
         extra = self.extra_grads.values() if self.sharding.main_grads is Cut.WHOLE else ()
         own = [arena.own_main_weights for arena in self.arenas]
         return {
-            "weights": num_bytes(arena.weights for arena in self.arenas) + num_bytes(alone),
+            "weights": num_bytes([arena.weights for arena in self.arenas if not arena.rounds] + alone),
             "main_weights": num_bytes(tensor for tensor in own if tensor is not None),
             "main_grads": num_bytes(self.grads_at_rest()),
             "extra_grads": num_bytes(extra),
@@ -255,7 +271,7 @@ class FlatBuffer:
         """(weights at rest, main weights) where these have memory of their own."""
         at_once = self.place.ways(self.sharding.weights) == self.place.ways(self.sharding.optimizer)
         for index, arena in enumerate(self.arenas):
-            if arena.own_main_weights is None:
+            if arena.own_main_weights is None or not arena.weights_rest:
                 continue
             if at_once:
                 yield arena.weights, arena.own_main_weights

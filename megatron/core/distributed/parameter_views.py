@@ -84,7 +84,7 @@ class ParameterViews:
                 _repoint(parameter, self.weights[param])
             if cut:
                 start, end = layout.shard(bucket.index, self._place, self._sharding.weights)
-                memory.weights.copy_(whole[start - bucket.start : end - bucket.start])
+                memory.resting.copy_(whole[start - bucket.start : end - bucket.start])
         if memory.full_grads is not None:
             with with_memory(memory.full_grads) as whole:
                 self.grads |= {param: view(whole, param) for param in bucket.names}

@@ -37,6 +37,11 @@ class Sharding:
         cuts = (self.weights, self.main_grads, self.optimizer)
         return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
 
+    def rounds(self, place: ShardPlace) -> bool:
+        """Whether gathers round main weights, where these have another dtype, so that nothing else rests: weights and
+        optimizer are cut alike."""
+        return 1 < place.ways(self.weights) == place.ways(self.optimizer)
+
 
 STRATEGIES: Mapping[str, Sharding] = MappingProxyType(
     {

@@ -115,7 +115,11 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
     uses = (key for name in unit.names for key in buffer.param_meta[name].grad_keys)
     trained = [bucket for bucket in buckets if bucket.trained]
     own = [one.main_weights for one in trained if buffer.arenas[one.arena].own_main_weights is not None]
-    at_rest = [*(bucket.weights for bucket in buckets), *own, *(bucket.main_grads for bucket in trained)]
+    at_rest = [
+        *(one.weights for one in buckets if not one.rounds),
+        *own,
+        *(bucket.main_grads for bucket in trained),
+    ]
     scattered = buffer.sharding.optimizer is Cut.FULL
     outer = (one.main_grads if scattered else one.optimizer_grads for one in trained)
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.

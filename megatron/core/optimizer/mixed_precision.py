@@ -184,7 +184,11 @@ class MixedPrecisionOptimizer(Stepper):
     def weights_finite(self) -> Tensor:
         """Whether this rank's part of the model's weights is finite: 0-d bool. Main weights are finite then, too, as
         they are what is rounded into them. Meant for right after `step`: one reading pass over that part."""
-        trained = (memory.optimizer_weights for memory in self.buffer.buckets if memory.trained)
+        trained = (
+            memory.resting.to(memory.weights.dtype) if memory.rounds else memory.optimizer_weights
+            for memory in self.buffer.buckets
+            if memory.trained
+        )
         return all_finite(weights for weights in trained if weights is not None)
 
     def snapshot(self) -> None:

@@ -91,10 +91,11 @@ def test_speeds_have_defaults_by_backend_and_do_nothing_alone():
 
 @pytest.mark.parametrize(
     ("dtype", "strategy", "bytes_of_a_weight"),
-    [("bf16", "optim", 2 + 4 + 12 / 4), ("bf16", "optim_grads_params", 18 / 4), ("fp32", "optim_grads", 4 + 12 / 4)],
+    [("bf16", "optim", 2 + 4 + 12 / 4), ("bf16", "optim_grads_params", 16 / 4), ("fp32", "optim_grads", 4 + 12 / 4)],
 )  # fmt: skip
 def test_states_at_rest_by_flags(dtype, strategy, bytes_of_a_weight):
-    """18 bytes a parameter in bf16 (weights, fp32 gradients, main weights and moments), 16 in fp32."""
+    """18 bytes a parameter in bf16 (weights, fp32 gradients, main weights, moments), 16 where weights are cut: gathers
+    round main weights; 16 in fp32."""
     ddp = dataclasses.replace(configure(FSDP).ddp, accumulate_allreduce_grads_in_fp32=True)
     place = ShardPlace(inner_size=4, outer_size=1)
     found = state_bytes(ddp, sharding_of(strategy), place, dtype)

@@ -207,7 +207,7 @@ def test_what_all_ranks_hold_makes_up_the_model(row, dtype, by_unit):
             assert buffer.main_grad_part(name, Cut.FULL).numel() == high - low
         for number, memory in enumerate(buffer.buckets):
             check_bucket(buffer, memory)
-            whole = gathered(made, "weights", sharding.weights, number)
+            whole = gathered(made, "resting", sharding.weights, number)
             if sharding.weights is not Cut.WHOLE:
                 assert memory.full_weights.untyped_storage().nbytes() == 0
                 give_memory(memory.full_weights).copy_(whole)
@@ -244,7 +244,8 @@ def check_bucket(buffer: FlatBuffer, memory: BucketMemory) -> None:
         cut = getattr(sharding, wide)
         first = buffer.arenas[memory.arena].layout.shard(memory.bucket.index, place, sharding.optimizer)[0]
         shift = first - buffer.arenas[memory.arena].layout.shard(memory.bucket.index, place, cut)[0]
-        assert inside.data_ptr() == outside[shift:].data_ptr()
+        assert inside.storage_offset() == outside.storage_offset() + shift
+        assert inside.untyped_storage()._cdata == outside.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -286,8 +287,10 @@ def test_main_weights_reach_the_weights_at_rest(row):
             held = buffer.weight_part(name)[start - first : end - first]
             expected = (before[name].float() + 0.5).bfloat16().view(-1)
             assert torch.equal(held, expected[start:end])
-            buffer.weight_part(name).fill_(2.0)
-        buffer.copy_weights_to_main()
+        with buffer.resting_weights():
+            for name in buffer.names:
+                buffer.weight_part(name).fill_(2.0)
+            buffer.copy_weights_to_main()
         for name in buffer.names:
             assert (buffer.main_weight_part(name) == 2.0).all()
 
@@ -305,8 +308,9 @@ def test_persistent_bytes_are_those_of_the_table_to_the_padding(row, dtype):
             what: buffer.place.ways(getattr(buffer.sharding, what))
             for what in ("weights", "main_grads", "optimizer")
         }
+        rounded = dtype == torch.bfloat16 and 1 < ways["weights"] == ways["optimizer"]
         assert buffer.persistent_bytes() == {
-            "weights": dtype.itemsize * total // ways["weights"],
+            "weights": 0 if rounded else dtype.itemsize * total // ways["weights"],
             "main_weights": 0 if dtype == torch.float32 else 4 * total // ways["optimizer"],
             "main_grads": 4 * total // ways["main_grads"],
             "extra_grads": 0,
