@@ -30,8 +30,6 @@ from megatron.core.tensor_parallel.mappings import (
     sum_ranks,
 )
 
-_onednn_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-
 
 class Activation(Protocol):
     """An elementwise function whose input, not output, is kept for the backward pass."""
@@ -59,7 +57,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.in_parts = tp.sequence_parallel and not sink.keeps_gathered
         ctx.save_for_backward(x if ctx.in_parts else whole, weight)
         ctx.sink, ctx.key, ctx.bias_key, ctx.tp = sink, key, bias_key, tp
-        return product(whole, weight, bias)
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -101,8 +99,8 @@ class _RowLinear(torch.autograd.Function):
         ctx.activation, ctx.tp = activation, tp
         active = x if activation is None else activation.forward(x)
         if tp.size == 1:
-            return product(active, weight, bias)
-        total = sum_ranks(product(active, weight), tp)
+            return F.linear(active, weight, bias)
+        total = sum_ranks(F.linear(active, weight), tp)
         return total if bias is None else total.add_(bias)
 
     @staticmethod
@@ -120,19 +118,9 @@ class _RowLinear(torch.autograd.Function):
         return dx, None, None, None, None, None, None, None
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: x [..., in], weight [out, in] -> [..., out]. Large fp32 ones on CPU by oneDNN, as torch takes 16-bit
-    ones: an eighth faster on one AMD core than MKL, which knows no AVX-512 there."""
-    wide = x.is_cpu and x.dtype == torch.float32 == weight.dtype and weight.numel() >= 1 << 17
-    if wide and _onednn_linear is not None:
-        out: Tensor = _onednn_linear(x, weight, bias, "none", [], "")
-        return out
-    return F.linear(x, weight, bias)
-
-
 def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     """Gradient at the input of a linear layer: dy [..., out], weight [out, in] -> [..., in]."""
-    return product(dy, weight.t())
+    return dy.matmul(weight)
 
 
 def column_linear(
