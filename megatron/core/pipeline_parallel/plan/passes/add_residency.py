@@ -112,23 +112,17 @@ class _Maker:
         lefts = LEFTS if asked.weights_cut or asked.grads_cut else LEFTS[:1]
         whole = [sum(one.grad_bytes for one in stage.units) * asked.grads_cut for stage in self.stages]
         parts = asked.overlap_reduce and not plan.forward_only
-        orders = Orders(self.stages, self.costs, self._room(plan), whole, parts, lefts)
         uses = functools.lru_cache(maxsize=None)(self._uses)
+        assert asked.limit is not None
+        room = [limit - one.units.shard_bytes for limit, one in zip(asked.limit, uses(plan), strict=True)]
+        read = [one.most_read * asked.weights_cut for one in uses(plan)]
+        orders = Orders(self.stages, self.costs, room, read, whole, parts, lefts)
 
         def make(order: Plan, left: Left) -> tuple[Merit, Plan]:
             made = self._add(order, uses(order), left)
             return self._merit(made), made
 
         return WithinLimit(make, plan).fastest(plan, orders)
-
-    def _room(self, plan: Plan) -> list[float]:
-        """By rank, what activations may take beside the weights that one access reads."""
-        assert self.residency.limit is not None
-        room = []
-        for limit, one in zip(self.residency.limit, self._uses(plan), strict=True):
-            read = one.most_read if self.residency.weights_cut else 0
-            room.append(limit - one.units.shard_bytes - read)
-        return room
 
     def _uses(self, plan: Plan) -> list[RowUses]:
         overlap = self.residency.overlap_reduce

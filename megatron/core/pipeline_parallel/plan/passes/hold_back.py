@@ -16,14 +16,17 @@ from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, W
 _SLACK = 1e-9
 
 
-def hold_back(plan: Plan, costs: CostModel, room: Sequence[float], whole: Sequence[float]) -> Plan | None:
-    """plan: of computations alone. room: by rank, bytes for activations and gradients. whole: by stage, bytes of
-    gradients from its first weight gradient on. None where some rank can go no further.
+def hold_back(
+    plan: Plan, costs: CostModel, room: Sequence[float], read: Sequence[float], whole: Sequence[float]
+) -> Plan | None:
+    """plan: of computations alone. room: by rank, bytes for activations and gradients, and for what is read: the most
+    that one access reads. whole: by stage, bytes of gradients from its first weight gradient on. None where some rank
+    can go no further.
 
     Each rank takes the first of its row that there is room for. Where all ranks wait for each other then, the result
     that is there first is used earlier than the row says.
     """
-    walk = _Walk(plan, costs, room, whole)
+    walk = _Walk(plan, costs, room, read, whole)
     waiting = list(range(len(plan.rows)))
     while any(walk.left):
         while waiting:
@@ -38,9 +41,16 @@ def hold_back(plan: Plan, costs: CostModel, room: Sequence[float], whole: Sequen
 class _Walk:
     """left: by rank, what it has not done, the last first. done: by kind (F, B, W) and stage, how many."""
 
-    def __init__(self, plan: Plan, costs: CostModel, room: Sequence[float], whole: Sequence[float]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        room: Sequence[float],
+        read: Sequence[float],
+        whole: Sequence[float],
+    ) -> None:
         self.costs, self.whole, self.durations = costs, whole, costs.durations()
-        self.room = [one * (1 + _SLACK) for one in room]
+        self.room, self.read = [one * (1 + _SLACK) for one in room], read
         self.rank_of = plan.placement.ranks()
         self.last = len(self.rank_of) - 1
         self.left = [list(reversed(row)) for row in plan.rows]
@@ -84,9 +94,16 @@ class _Walk:
                 continue
             if kind == BW and w != one:
                 continue
-            more = self._more(kind, stage, one)
-            if more <= 0 or self.held[rank] + more <= self.room[rank]:
+            if self._fits(rank, kind, stage, one):
                 yield place
+
+    def _fits(self, rank: int, kind: int, stage: int, one: int) -> bool:
+        """While it runs: B's and W's free at their ends."""
+        more = self._more(kind, stage, one)
+        if kind in (W, BW):
+            more = max(more, 0.0 if one else self.whole[stage])
+        read = 0.0 if kind == W else self.read[rank]
+        return more <= 0 or self.held[rank] + more + read <= self.room[rank]
 
     def _more(self, kind: int, stage: int, one: int) -> float:
         if kind == F:

@@ -8,7 +8,8 @@ while units before it are still computed, so that they are reduced beside that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, Row, W
@@ -49,6 +50,32 @@ def fused(plan: Plan, first: int, *, everywhere: bool) -> Plan:
     nobody waits for a B's end."""
     rows = (_fused(row, everywhere=everywhere, first=first) for row in plan.rows)
     return dataclasses.replace(plan, rows=tuple(rows))
+
+
+def one_w_moved(plan: Plan) -> list[Plan]:
+    """With one W a computation earlier or later, in one with its B, or a BW in two."""
+    rows = ((rank, changed) for rank, row in enumerate(plan.rows) for changed in _one_w_moved(row))
+    return [
+        dataclasses.replace(plan, rows=(*plan.rows[:rank], row, *plan.rows[rank + 1 :])) for rank, row in rows
+    ]
+
+
+def _one_w_moved(row: Row) -> Iterator[Row]:
+    places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
+    for before, place in itertools.pairwise([-1, *places]):
+        op, other = row[place], row[before]
+        if op[0] == BW:
+            yield (*row[:place], (B, *op[1:]), (W, *op[1:]), *row[place + 1 :])
+        if (
+            before < 0 or W not in (op[0], other[0]) or max(op[4], other[4]) >= 0
+        ):  # parts stay at the row's end
+            continue
+        if other[0] == B and other[1:] == op[1:]:
+            yield (*row[:before], (BW, *op[1:]), *row[before + 1 : place], *row[place + 1 :])
+        elif other[0] == W and op[0] != W:
+            yield (*row[:before], *row[before + 1 : place + 1], other, *row[place + 1 :])
+        elif op[1] != other[1] or other[0] != W:
+            yield (*row[:before], op, *row[before:place], *row[place + 1 :])
 
 
 def _with_w(op: RawOp) -> tuple[RawOp, ...]:

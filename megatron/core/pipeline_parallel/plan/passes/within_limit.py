@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, 
 from megatron.core.pipeline_parallel.plan.passes.fit_limit import Left
 from megatron.core.pipeline_parallel.plan.passes.hold_back import hold_back
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.move_w import at_once, fused, later
+from megatron.core.pipeline_parallel.plan.passes.move_w import at_once, fused, later, one_w_moved
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.passes.trailing_w import PARTS, split_trailing
 from megatron.core.pipeline_parallel.plan.simulate import Merit
@@ -44,13 +44,15 @@ Choice = tuple[Plan, Left]
 
 @dataclass(frozen=True)
 class Orders:
-    """What orders follow from. room: by rank, bytes for activations and gradients. whole: by stage, bytes of gradients
+    """What orders follow from. room: by rank, bytes for activations, gradients and what is read. read: the most
+    that one access reads. whole: by stage, bytes of gradients
     from its first W on, 0 where they are whole at rest. parts: whether trailing W's may come unit by unit. lefts: what
     may be left of the room."""
 
     stages: Sequence[StageUnits]
     costs: CostModel
     room: Sequence[float]
+    read: Sequence[float]
     whole: Sequence[float]
     parts: bool
     lefts: Sequence[Left]
@@ -61,7 +63,7 @@ class Orders:
         compute = [[op for op in row if IS_COMPUTE[op[0]]] for row in plan.rows]
         if not plan.forward_only and not any(op[7] >= 0 for row in compute for op in row):
             order = dataclasses.replace(plan, rows=tuple(map(tuple, compute)))
-            held = hold_back(order, self.costs, self.room, self.whole)
+            held = hold_back(order, self.costs, self.room, self.read, self.whole)
             if held is not None and held != order:
                 lowered = lower(held, self.costs)
                 steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
@@ -76,9 +78,10 @@ class Orders:
     def of(self, bases: Sequence[Plan]) -> list[Plan]:
         """The bases, with W's later or in one with their B's, and trailing W's in parts."""
         moved = [*bases]
+        room = [one - read for one, read in zip(self.room, self.read, strict=True)]
         for before_last, together, by, one in itertools.product((False, True), (False, True), _LATER, bases):
             moved.append(
-                later(one, by, self.costs, self.room, self.whole, together=together, before_last=before_last)
+                later(one, by, self.costs, room, self.whole, together=together, before_last=before_last)
             )
         joined = (
             fused(one, max(0, one.num_microbatches - count), everywhere=everywhere)
@@ -142,6 +145,7 @@ class WithinLimit:
             before = start
             start = self._best(start, ((start[0], left) for left in lefts))
             start = self._best(start, ((one, start[1]) for one in _mixed(start[0], every)))
+            start = self._best(start, ((one, start[1]) for one in one_w_moved(start[0])))
             if start == before:
                 return
 
