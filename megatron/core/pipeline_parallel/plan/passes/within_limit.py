@@ -44,10 +44,9 @@ Choice = tuple[Plan, Left]
 
 @dataclass(frozen=True)
 class Orders:
-    """What orders follow from. room: by rank, bytes for activations, gradients and what is read. read: the most
-    that one access reads. whole: by stage, bytes of gradients
-    from its first W on, 0 where they are whole at rest. parts: whether trailing W's may come unit by unit. lefts: what
-    may be left of the room."""
+    """What orders follow from. room: by rank, bytes for activations, gradients and what is read. read: the most that
+    one access reads. whole: by stage, bytes of gradients from its first W on, 0 where they are whole at rest. parts:
+    whether trailing W's may come unit by unit. lefts: what may be left of the room."""
 
     stages: Sequence[StageUnits]
     costs: CostModel
@@ -124,19 +123,18 @@ class WithinLimit:
         return len(self.tried) >= self.most + (_UNTIL_ONE_FITS if self.best is None else 0)
 
     def _search(self, plan: Plan, orders: Orders) -> None:
-        bases = orders.bases(plan)
-        first = next((one for one in bases if self._merit((one, orders.lefts[0])) is not None), plan)
-        start = self._best(
-            (first, orders.lefts[0]), ((one, orders.lefts[0]) for one in orders.in_parts(first))
-        )
+        full, least = orders.lefts[0], orders.lefts[-1]
+        fits = ((one, left) for one in orders.one_by_one(plan) for left in (full, least))
+        first, left = next((one for one in fits if self._merit(one) is not None), (plan, full))
+        start = self._best((first, left), ((one, left) for one in orders.in_parts(first)))
         start = self._best(start, ((start[0], left) for left in orders.lefts))
         if self.is_done:
             return
         bases = orders.bases(plan)
         every = orders.of(bases)
         start = self._best(start, ((one, start[1]) for one in every))
-        starts = [start, self._best(start, ((one, orders.lefts[-1]) for one in every))]
-        for one in (*starts, *((base, orders.lefts[0]) for base in bases)):
+        starts = [start, self._best(start, ((one, least) for one in every))]
+        for one in (*starts, *((base, full) for base in bases)):
             self._descend(one, every, orders.lefts)
 
     def _descend(self, start: Choice, every: Sequence[Plan], lefts: Sequence[Left]) -> None:
