@@ -66,9 +66,8 @@ def _one_w_moved(row: Row) -> Iterator[Row]:
         op, other = row[place], row[before]
         if op[0] == BW:
             yield (*row[:place], (B, *op[1:]), (W, *op[1:]), *row[place + 1 :])
-        if (
-            before < 0 or W not in (op[0], other[0]) or max(op[4], other[4]) >= 0
-        ):  # parts stay at the row's end
+        parts = max(op[4], other[4]) >= 0  # they stay at the row's end
+        if before < 0 or W not in (op[0], other[0]) or parts:
             continue
         if other[0] == B and other[1:] == op[1:]:
             yield (*row[:before], (BW, *op[1:]), *row[before + 1 : place], *row[place + 1 :])

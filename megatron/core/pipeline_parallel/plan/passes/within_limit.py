@@ -57,16 +57,18 @@ class Orders:
     lefts: Sequence[Left]
 
     def bases(self, plan: Plan) -> list[Plan]:
-        """The plan's, and with forwards held back; both with W's as the order has them, and at once."""
+        """The plan's, and with forwards held back; both with W's as the order has them, and at once. The plan's alone
+        where its order is fixed."""
         found = [plan]
-        compute = [[op for op in row if IS_COMPUTE[op[0]]] for row in plan.rows]
-        if not plan.forward_only and not any(op[7] >= 0 for row in compute for op in row):
-            order = dataclasses.replace(plan, rows=tuple(map(tuple, compute)))
-            held = hold_back(order, self.costs, self.room, self.read, self.whole)
-            if held is not None and held != order:
-                lowered = lower(held, self.costs)
-                steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
-                found.append(post_validation(lowered, self.costs) if steps else lowered)
+        rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
+        if _is_fixed(plan):
+            return found
+        order = dataclasses.replace(plan, rows=rows)
+        held = hold_back(order, self.costs, self.room, self.read, self.whole)
+        if held is not None and held != order:
+            lowered = lower(held, self.costs)
+            steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
+            found.append(post_validation(lowered, self.costs) if steps else lowered)
         return list(dict.fromkeys([*found, *map(at_once, found)]))
 
     def one_by_one(self, plan: Plan) -> Iterator[Plan]:
@@ -128,7 +130,7 @@ class WithinLimit:
         first, left = next((one for one in fits if self._merit(one) is not None), (plan, full))
         start = self._best((first, left), ((one, left) for one in orders.in_parts(first)))
         start = self._best(start, ((start[0], left) for left in orders.lefts))
-        if self.is_done:
+        if self.is_done or _is_fixed(plan):
             return
         bases = orders.bases(plan)
         every = orders.of(bases)
@@ -170,6 +172,11 @@ class WithinLimit:
         if self.best is None or merit < self.best[0]:
             self.best = merit, made
         return merit
+
+
+def _is_fixed(plan: Plan) -> bool:
+    """Whether computations overlap in pairs, or there are forwards only."""
+    return plan.forward_only or any(op[7] >= 0 for row in plan.rows for op in row if IS_COMPUTE[op[0]])
 
 
 def _mixed(plan: Plan, others: Sequence[Plan]) -> list[Plan]:
