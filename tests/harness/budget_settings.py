@@ -1,7 +1,9 @@
 """Settings of large models that one budget is tried on: Llama shapes on H100s by their published sizes.
 
 450 TFLOP/s while computing, sequences of 8192, one a microbatch, sequence parallel; 45 GB/s to data parallel peers of a
-machine of 8 GPUs, shared by its tensor parallel groups; weights in bf16, main weights, gradients and moments in fp32.
+machine of 8 GPUs, shared by its tensor parallel groups; weights in bf16, main weights, gradients and moments in fp32;
+18 bytes a parameter at rest over the ranks that cut it, as the study has it, though engines need 16 where weights are
+cut (they keep no bf16 ones).
 Messages between stages and collectives of tensor parallelism are next to free: they are said to run on CPUs.
 
 `python -m tests.harness.budget_settings S3 70 80` prints what is chosen under so many GB.

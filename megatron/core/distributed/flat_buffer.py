@@ -6,7 +6,7 @@ weights are cut):
 
     weights       the model's dtype
     main_weights  what the optimizer updates: fp32 for 16-bit weights, else the very memory of the weights; where both
-                  are cut alike, gathers round them, and no weights rest beside them
+                  are cut into the same parts, gathers round them, and no weights rest beside them
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
@@ -165,7 +165,7 @@ class FlatBuffer:
 
     def weight_part(self, name: str) -> Tensor:
         """1-D: what this rank holds of a weight at rest. As `main_grad_part` and `main_weight_part`, memory in use; but
-        where main weights alone rest, a rounded copy of these, outside of `resting_weights`."""
+        where main weights alone rest, a rounded copy of these, written in vain, outside of `resting_weights`."""
         arena = self.arena_of(name)
         if arena is None:
             return self._weights[name].view(-1)

@@ -39,7 +39,7 @@ class Sharding:
 
     def rounds(self, place: ShardPlace) -> bool:
         """Whether gathers round main weights, where these have another dtype, so that nothing else rests: weights and
-        optimizer are cut alike."""
+        optimizer are cut into the same parts, more than one."""
         return 1 < place.ways(self.weights) == place.ways(self.optimizer)
 
 

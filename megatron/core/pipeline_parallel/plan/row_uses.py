@@ -41,13 +41,12 @@ class Gap(NamedTuple):
 
 
 class RowUses:
-    """computations: (place in the row, first moment). reads: by unit, when its weights are in use;
-    consecutive accesses are one use, and what stands between them that reads no weights belongs to it unless uses are
-    `apart`. adds: by unit, when
-    a computation contributes to its gradients, from the first access to the last. num_moments: without the
-    end. most_adding: the most bytes of gradients that are being added to or reduced, if each is reduced at
-    once (overlap_reduce), or behind the computation. most_read: the most bytes of weights that one access
-    reads."""
+    """computations: (place in the row, first moment). reads: by unit, when its weights are in use; consecutive accesses
+    are one use, whatever stands between them that reads no weights; apart: only neighbours are, so that a W between two
+    of them may have the room. adds: by unit, when a computation contributes to its gradients, from the first access to
+    the last. num_moments: without the end. most_adding: the most bytes of gradients that are being added to or reduced,
+    if each is reduced at once (overlap_reduce), or behind the computation. most_read: the most bytes of weights that
+    one access reads."""
 
     def __init__(
         self, row: Row, units: RankUnits, *, overlap_reduce: bool = True, apart: bool = False

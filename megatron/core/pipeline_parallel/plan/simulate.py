@@ -12,9 +12,7 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARAL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.timeline import Timeline, execute
 
-Merit = tuple[int, int, int]
-# Of the work: times that differ by less are the same.
-_SAME = 1e-9
+Merit = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,9 @@ class Simulation:
 
     @property
     def merit(self) -> Merit:
-        """Time, time exposed and time on the wire, in 1e-9 of the work and one before the other; the least is best."""
-        unit = _SAME * max(self.work, 1e-300)
+        """Time, time exposed and time on the wire, to nine digits and one before the other; the least is best."""
         times = (self.cost, sum(self.exposed), sum(lane.busy for lane in self.timeline.lanes))
-        cost, exposed, wire = (round(time / unit) for time in times)
+        cost, exposed, wire = (float(f"{time:.9g}") for time in times)
         return cost, exposed, wire
 
     @property

@@ -32,8 +32,8 @@ from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 
-# Tried where there is something to choose: what is left of the room, parts of trailing W's.
-_LEFT = (Left(0.0), Left(0.25), Left(0.5))
+# What is left of the room, tried where there is something to choose.
+_LEFT = LEFTS[:3]
 Groups = list[list[dict[int, int]]]
 
 
@@ -159,7 +159,7 @@ def _row(
         room = room_to_keep(uses, residency)
         kept = kept_gaps(uses, residency, [one * (1 - left.share) for one in room], grouping)
         bound = _bound(uses, residency, room, kept)
-    lanes = LaneRow(uses, residency)
+    lanes = LaneRow(uses, residency, reduced_first=left.reduced_first)
     gathered = stays(uses.reads, kept, weights=True)
     if residency.weights_cut:
         moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=residency.overlap_gather)

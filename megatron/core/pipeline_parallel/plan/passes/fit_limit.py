@@ -27,12 +27,14 @@ class Left(NamedTuple):
 
     share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
     reductions, as much as where no gradients are kept. grads_first: weights are kept in what gradients leave.
+    reduced_first: as in `LaneRow`.
     """
 
     share: float = 0.0
     ahead: bool = True
     under_way: bool = True
     grads_first: bool = False
+    reduced_first: bool = False
 
 
 def fit_limit(
@@ -59,13 +61,13 @@ def fit_limit(
         ]
 
     least = kept_gaps(uses, residency, [0.0] * count, grouping)
-    kept, held = least, _gradients(uses, residency, least)
+    kept, held = least, _gradients(uses, residency, least, left)
     if residency.grads_cut:
         other = held if left.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
         room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
         for attempt in range(_TRIES):
             kept = kept_gaps(uses, residency, to_keep(room), grouping, grads_alone=left.grads_first)
-            held = _gradients(uses, residency, kept)
+            held = _gradients(uses, residency, kept, left)
             over = [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
             if max(over, default=0) <= 0:
                 break
@@ -74,7 +76,7 @@ def fit_limit(
                 for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
                     room[one] = min(room[one], spare[one] + taken[one]) - more
         else:
-            kept, held = least, _gradients(uses, residency, least)
+            kept, held = least, _gradients(uses, residency, least, left)
     beyond = max((read + more - one for one, read, more in zip(free, reads, held, strict=True)), default=0.0)
     if beyond > 0:
         assert residency.limit is not None
@@ -90,11 +92,11 @@ def fit_limit(
     return kept, bound
 
 
-def _gradients(uses: RowUses, residency: Residency, kept: set[Gap]) -> list[int]:
+def _gradients(uses: RowUses, residency: Residency, kept: set[Gap], left: Left) -> list[int]:
     """By moment, what whole gradients and those under way take."""
     if not residency.grads_cut:
         return [0] * uses.num_moments
-    lanes = LaneRow(uses, residency)
+    lanes = LaneRow(uses, residency, reduced_first=left.reduced_first)
     lanes.reduce(sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last))
     return lanes.gradients_held()
 

@@ -72,10 +72,11 @@ def gather_moments(
 
 class LaneRow:
     """Collects operations by moment, and writes them into the row. At one moment weights are freed first, and
-    gathers come before reductions: computations wait for gathers sooner."""
+    gathers come before reductions, as computations wait for gathers sooner. reduced_first: behind them, where
+    what is gathered has no room before older reductions are waited for."""
 
-    def __init__(self, uses: RowUses, residency: Residency) -> None:
-        self._uses, self._residency = uses, residency
+    def __init__(self, uses: RowUses, residency: Residency, *, reduced_first: bool = False) -> None:
+        self._uses, self._residency, self._reduced_first = uses, residency, reduced_first
         self._firsts = [first for _, first in uses.computations]
         self._freed: defaultdict[int, list[RawOp]] = defaultdict(list)
         self._gathered: defaultdict[int, list[RawOp]] = defaultdict(list)
@@ -121,7 +122,7 @@ class LaneRow:
         under: list[tuple[int, int]] = []
         held, most = 0, []
         for moment in range(self._uses.num_moments):
-            most.append(held)
+            most.append(0 if self._reduced_first else held)
             for op in self._reduced.get(moment, ()):
                 unit = units.of[op[1]][op[4]]
                 if unit not in whole:  # its sum over instances waits for its reduction
@@ -168,5 +169,6 @@ class LaneRow:
         return tuple(written)
 
     def _at(self, moment: int, begun: int) -> list[RawOp]:
-        ops = self._freed[moment] + self._gathered[moment] + self._reduced[moment]
+        gathered, reduced = self._gathered[moment], self._reduced[moment]
+        ops = self._freed[moment] + (reduced + gathered if self._reduced_first else gathered + reduced)
         return [(*op[:3], begun, *op[4:]) for op in ops] if begun else ops

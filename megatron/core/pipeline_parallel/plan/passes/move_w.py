@@ -71,9 +71,9 @@ def _one_w_moved(row: Row) -> Iterator[Row]:
             continue
         if other[0] == B and other[1:] == op[1:]:
             yield (*row[:before], (BW, *op[1:]), *row[before + 1 : place], *row[place + 1 :])
-        elif other[0] == W and op[0] != W:
+        elif other[0] == W and op[0] != W and (op[0] != BW or op[1] != other[1]):
             yield (*row[:before], *row[before + 1 : place + 1], other, *row[place + 1 :])
-        elif op[1] != other[1] or other[0] != W:
+        elif op[0] == W and (op[1] != other[1] or other[0] not in (W, BW)):
             yield (*row[:before], op, *row[before:place], *row[place + 1 :])
 
 
@@ -108,7 +108,7 @@ def _later(
                 one = waiting.pop(0)[0]
                 written.append(one)
                 held += (0 if one[2] else whole[one[1]]) - costs.released(W, one[1])
-            held += more
+            held += more + (whole[stage] if kind == BW and not op[2] else 0)
             count += 1
         if kind != W:
             written.append(op)

@@ -1,12 +1,13 @@
-"""The fastest row of many under a limit in bytes: orders with the same forwards and input gradients in another place,
-parts of trailing W's, and what is left of the room, each tried with the best of the others.
+"""The fastest plan under a limit in bytes, searched over orders of computations, parts of trailing W's, and how the
+room is divided between what is kept and gathers ahead.
 
 Of a small plan ranks may have the rows of different orders too, and the search starts from every order; of a large one
-a few are tried (see `_TRIED`).
+a few are tried.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,11 +33,14 @@ LEFTS = (
     Left(under_way=False),
     Left(ahead=False, under_way=False),
     Left(ahead=False, under_way=False, grads_first=True),
+    Left(ahead=False, under_way=False, reduced_first=True),
 )
 # W's that come later by so many computations.
 _LATER = (1, 2, 1 << 20)
-# Plans that are tried: so many, and of how many operations in all; and so many more while none fits.
-_TRIED, _UNTIL_ONE_FITS = ((8, 200_000), (1 << 20, 8_000)), 8
+# Plans that are tried: so many of at most so many operations in all, of small ones more; and so many while none fits.
+_FEW, _OPERATIONS_OF_FEW = 8, 200_000
+_OPERATIONS_OF_MANY = 12_000
+_UNTIL_ONE_FITS = 8
 _ROUNDS = 3
 
 Choice = tuple[Plan, Left]
@@ -66,15 +70,16 @@ class Orders:
         order = dataclasses.replace(plan, rows=rows)
         held = hold_back(order, self.costs, self.room, self.read, self.whole)
         if held is not None and held != order:
-            lowered = lower(held, self.costs)
             steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
-            found.append(post_validation(lowered, self.costs) if steps else lowered)
+            with contextlib.suppress(PlanError):  # such an order may have no room for a step's validation
+                lowered = lower(held, self.costs)
+                found.append(post_validation(lowered, self.costs) if steps else lowered)
         return list(dict.fromkeys([*found, *map(at_once, found)]))
 
     def one_by_one(self, plan: Plan) -> Iterator[Plan]:
         """The bases, of which all but the first are made when they are asked for."""
         yield plan
-        yield from self.bases(plan)
+        yield from self.bases(plan)[1:]
 
     def of(self, bases: Sequence[Plan]) -> list[Plan]:
         """The bases, with W's later or in one with their B's, and trailing W's in parts."""
@@ -106,7 +111,7 @@ class WithinLimit:
 
     def __init__(self, make: Callable[[Plan, Left], tuple[Merit, Plan]], plan: Plan) -> None:
         self.make = make
-        self.most = max(min(count, ops // plan.num_ops) for count, ops in _TRIED)
+        self.most = max(min(_FEW, _OPERATIONS_OF_FEW // plan.num_ops), _OPERATIONS_OF_MANY // plan.num_ops)
         self.tried: dict[Choice, Merit | None] = {}
         self.best: tuple[Merit, Plan] | None = None
         self.refused: PlanError | None = None
@@ -135,7 +140,7 @@ class WithinLimit:
         bases = orders.bases(plan)
         every = orders.of(bases)
         start = self._best(start, ((one, start[1]) for one in every))
-        starts = [start, self._best(start, ((one, least) for one in every))]
+        starts = [start, *(self._best(start, ((one, left) for one in every)) for left in orders.lefts[-2:])]
         for one in (*starts, *((base, full) for base in bases)):
             self._descend(one, every, orders.lefts)
 

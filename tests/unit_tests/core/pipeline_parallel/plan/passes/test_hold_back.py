@@ -43,12 +43,10 @@ def test_what_has_room_before_gradients_comes_later_behind_them():
 def test_the_same_computations_never_over_the_room(seed):
     draw = random.Random(seed)
     ranks = draw.choice((2, 3, 4))
-    schedule = draw.choice(("zb-h1", "zb-h2", "gis", "zbv", "1f1b", "dualpipe-v"))
+    schedule = draw.choice(("zb-h1", "zb-h2", "gis", "zbv", "1f1b"))
     plan, costs = made(schedule, ranks, 2 * ranks + draw.randint(0, 2))
     whole = [draw.choice((10.0, 40.0))] * plan.placement.num_stages
     read, room = draw.choice((0.0, 15.0)), draw.uniform(60, 400)
-    if any(op[7] >= 0 for row in plan.rows for op in row):
-        return  # overlapped pairs stay together: nobody asks for those
     held = hold_back(plan, costs, (room,) * ranks, (read,) * ranks, whole)
     if held is None:
         assert max(most_held(row, costs, whole) for row in plan.rows) + read > room
