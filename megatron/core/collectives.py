@@ -105,7 +105,7 @@ def all_gather_units(
     its `output`. Nothing is copied or packed on the way. Neither is read or written by others before `wait()`.
     """
     if isinstance(pairs, Kept) and (kept := pairs.calls.get(None)) is not None:
-        return kept.launch(async_op)
+        return kept.launch(async_op, group)
     for output, input in pairs:
         assert output.numel() == group.size * input.numel(), f"{output.shape} != {group.size} x {input.shape}"
         assert output.dtype == input.dtype, f"{output.dtype} gathered from {input.dtype}"
@@ -145,8 +145,9 @@ def reduce_scatter_units(
     CPU time, so there ranks exchange their slices and each sums its own in rank order: 16-bit values in fp32, the
     same bits on every run. NCCL sums in full's type, in an order of its own.
     """
-    if isinstance(items, Kept) and (kept := items.calls.get(accumulate)) is not None:
-        return kept.launch(async_op)
+    one = accumulate if isinstance(accumulate, bool) else None
+    if isinstance(items, Kept) and one is not None and (kept := items.calls.get(one)) is not None:
+        return kept.launch(async_op, group)
     adds = [accumulate] * len(items) if isinstance(accumulate, bool) else list(accumulate)
     assert len(adds) == len(items), f"accumulate for {len(adds)} of {len(items)} items"
     for shard, full in items:
@@ -162,8 +163,8 @@ def reduce_scatter_units(
         return _done("reduce_scatter", group)
     payload = sum(part.full.nbytes for part in parts)
     call = _Call("reduce_scatter", group, _reduce(parts, group), _tensors(items), payload)
-    if isinstance(items, Kept) and isinstance(accumulate, bool):
-        items.calls[accumulate] = call
+    if isinstance(items, Kept) and one is not None:
+        items.calls[one] = call
     return call.launch(async_op)
 
 
@@ -205,7 +206,7 @@ class Kept(list[tuple[Tensor, Tensor]]):
     def __init__(self, items: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__(items)
         # Gathers: None; reductions: whether they accumulate.
-        self.calls: dict[bool | Sequence[bool] | None, _Call] = {}
+        self.calls: dict[bool | None, _Call] = {}
 
 
 class _Call(NamedTuple):
@@ -217,8 +218,9 @@ class _Call(NamedTuple):
     buffers: tuple[Tensor, ...]
     payload_bytes: int = 0
 
-    def launch(self, async_op: bool) -> Pending:
+    def launch(self, async_op: bool, over: Group | None = None) -> Pending:
         op, group, begin, buffers, payload_bytes = self
+        assert over in (None, group), f"{op} kept for {group.purpose}, called over {over}"
         if payload_bytes:
             group.traffic.count(op, payload_bytes)
         _observe(op, group)

@@ -87,3 +87,15 @@ def test_what_would_hold_the_least_is_no_fixed_order_that_holds_more():
     ]  # the first holds three microbatches, whatever the limit
     with pytest.raises(PlanError, match="the least is that of zbv"):
         joint(asked, 6)
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_steps_are_compared_by_their_time_not_by_the_share_of_work_in_it(turn):
+    even = candidates(2, 1e6, random.Random(0), (SHARDED,))[0]
+    costs = CostModel.of_ranks(even.placement, activation=(4.0,), time_f=(1.0, 2.0), time_b=(1.0, 2.0))
+    uneven = dataclasses.replace(even, schedule="zb-1p", costs=costs)
+    times = {one.schedule: judge(one, 4).simulation for one in (even, uneven)}
+    assert times["1f1b"].cost < times["zb-1p"].cost
+    assert times["1f1b"].bubble_rate > times["zb-1p"].bubble_rate
+    best, _ = joint([even, uneven][::turn], 4)
+    assert best.spec.schedule == "1f1b"
