@@ -21,8 +21,8 @@ def model_provider(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> nn.Module:
     """The model, or the part of it that this rank holds: its stage of the pipeline, of that the chunk vp_stage."""
-    from megatron.training.build import build_gpt_model
     from megatron.training.global_vars import get_config, get_parallel_state
+    from megatron.training.run.build import build_gpt_model
 
     return build_gpt_model(
         get_config(),
@@ -69,14 +69,14 @@ def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor
 
 def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Data sets for training, validation and test, of at least these sizes."""
-    from megatron.training.data import build_gpt_datasets
     from megatron.training.global_vars import get_config, get_tokenizer
+    from megatron.training.run.data import build_gpt_datasets
 
     return build_gpt_datasets(get_config(), get_tokenizer(), num_samples)
 
 
 if __name__ == "__main__":
-    from megatron.training.arguments import launch_config
+    from megatron.training.config.arguments import launch_config
 
     config = launch_config()  # exits with status 2 on a wrong launch line
 

@@ -32,7 +32,6 @@ from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_state import ParallelState, single_process
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -42,6 +41,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBound
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.transport.parallel_state import ParallelState, single_process
 
 Config = DistributedDataParallelConfig
 

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.fsdp_workload import Batches, Trainer, Work, plain_adam, plain_model
 from benchmarks.plain_gpt import Block
-from megatron.core.mesh import device_mesh
 from megatron.core.optional import available
+from megatron.core.transport.mesh import device_mesh
 
 
 class PlainLoop:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from benchmarks.plain_gpt import Block, copy_weights
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.parallel_state import ParallelState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATE, BETAS, EPS = 3e-4, (0.9, 0.95), 1e-8

@@ -25,24 +25,24 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.distributed.tensor import DTensor
 
 from benchmarks.plain_gpt import Block, copy_weights, set_schedule
-from megatron.core import host_data
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.clip_grads import clip_coefficient
-from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
-from megatron.training.arguments import parse_config
-from megatron.training.build import build_engine, build_gpt_model
-from megatron.training.config import Config
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline import PipelineRunner
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
+from megatron.core.transport import host_data
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.report.timers import Timers
+from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.step_batches import StepBatches
 
 NUM_RANKS = 2
 LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP, SEED = 3e-4, 0.1, (0.9, 0.95), 1.0, 1234

@@ -52,14 +52,14 @@ from benchmarks.sleeping_stages import (
     positive,
     share_text,
 )
-from megatron.core import collectives
-from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.ranks import RankContext, run_ranks
 
 WIDTH = 128  # of hidden states, fp32

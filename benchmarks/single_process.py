@@ -35,8 +35,8 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_state import single_process
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.parallel_state import single_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Batches = list[tuple[Tensor, Tensor]]

@@ -13,7 +13,6 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
-from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import BW, W
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
@@ -22,6 +21,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
+from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.ranks import RankContext
 
 DP, STRATEGY = 2, "optim_grads_params"

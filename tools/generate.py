@@ -25,9 +25,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.training.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
-from megatron.training.config import Config
-from megatron.training.exit_status import ExitStatus
+from megatron.training.config.config import Config
+from megatron.training.guard.exit_status import ExitStatus
+from megatron.training.run.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
 
 
 def parse() -> argparse.Namespace:

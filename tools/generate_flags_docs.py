@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config_base import arg_info, value_type
-from megatron.training.command_line import GROUP_TITLES, default_text, limit_text
-from megatron.training.flag_lists import KNOWN_CHOICES
-from megatron.training.flag_table import Arity, FlagEntry, FlagState, flag_table
+from megatron.training.config.command_line import GROUP_TITLES, default_text, limit_text
+from megatron.training.config.flag_lists import KNOWN_CHOICES
+from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, flag_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 

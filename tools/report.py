@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.training.metrics_file import read_metrics
-from megatron.training.report import write_report
+from megatron.training.report.metrics_file import read_metrics
+from megatron.training.report.report import write_report
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -59,8 +59,8 @@ def forward_step(data_iterator, model):
 
 
 def datasets_provider(num_samples):
-    from megatron.training.data import build_gpt_datasets
     from megatron.training.global_vars import get_config
+    from megatron.training.run.data import build_gpt_datasets
 
     return build_gpt_datasets(get_config(), get_tokenizer(), num_samples)
 

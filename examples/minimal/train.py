@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import collectives
 from megatron.core.device import current_device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -21,10 +20,15 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_state import destroy_process_group, init_process_group, make_parallel_state
-from megatron.core.rank_grid import dense_grid
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.launch_env import LaunchEnv
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import (
+    destroy_process_group,
+    init_process_group,
+    make_parallel_state,
+)
+from megatron.core.transport.rank_grid import dense_grid
+from megatron.training.config.launch_env import LaunchEnv
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ, VOCAB = 40, 8, 2, 64, 256
 

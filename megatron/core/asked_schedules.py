@@ -24,7 +24,7 @@ def asked_schedules(parallel: ModelParallelConfig) -> dict[str, str]:
     return asked
 
 
-def told_schedule(parallel: ModelParallelConfig, runs: str | None = None) -> str:
+def describe_schedule(parallel: ModelParallelConfig, runs: str | None = None) -> str:
     """The flag that asks for the schedule. runs: what is run, for flags that leave that to a choice or to a file."""
     name = parallel.pipeline_schedule
     if parallel.pipeline_schedule_file is not None:

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "pretrain": "megatron.training.training",
+    "pretrain": "megatron.training.run.training",
     "get_args": "megatron.training.global_vars",
     "get_timers": "megatron.training.global_vars",
     "get_tokenizer": "megatron.training.global_vars",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.training.console import say
+from megatron.training.report.console import say
 
 
 class NotInitializedError(RuntimeError):
@@ -96,7 +96,7 @@ def get_args() -> SimpleNamespace:
 
 
 def get_config() -> Any:
-    """The resolved configuration in its groups (`megatron.training.config.Config`)."""
+    """The resolved configuration in its groups (`megatron.training.config.config.Config`)."""
     return _get("config")
 
 

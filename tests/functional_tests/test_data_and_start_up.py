@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.training.data import first_difference
+from megatron.training.run.data import first_difference
 from tests.harness import launch
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"

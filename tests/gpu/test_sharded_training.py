@@ -17,8 +17,8 @@ from megatron.core.device import current_device
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import destroy_process_group, init_process_group, make_parallel_state
-from megatron.core.rank_grid import RankGrid
+from megatron.core.transport.parallel_state import destroy_process_group, init_process_group, make_parallel_state
+from megatron.core.transport.rank_grid import RankGrid
 from tests.harness.sharded_training import STRATEGIES, Block, Net, seeded, tokens
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

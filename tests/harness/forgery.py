@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.manifest import config_digest, sign
-from megatron.core.parallel_state import single_process
-from megatron.training.arguments import parse_config
-from megatron.training.build import build_engine, build_gpt_model
-from megatron.training.nan_policy import NanPolicy
-from megatron.training.rng_state import rng_state
-from megatron.training.run_checkpoints import RunCheckpoints
-from megatron.training.state import TrainState
+from megatron.core.transport.parallel_state import single_process
+from megatron.training.config.arguments import parse_config
+from megatron.training.guard.nan_policy import NanPolicy
+from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.rng_state import rng_state
+from megatron.training.run.run_checkpoints import RunCheckpoints
+from megatron.training.run.state import TrainState
 
 # A checkpoint of iteration 2 that the code before this schema wrote, and the flags of its run.
 SAVED_BEFORE = Path(__file__).parents[1] / "functional_tests" / "front_door" / "data" / "saved_before"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelUnit
-from megatron.core.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState
 
 WIDTH, LR = 6, 0.02
 

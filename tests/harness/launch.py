@@ -248,7 +248,7 @@ def forked(
     """A forked run under way; none of its processes outlives the block. rank_env: variables of one rank only."""
     import torch._dynamo  # noqa: F401 - here, so that no rank has to: torch's optimizers import their compiler
 
-    import megatron.training.training  # noqa: F401
+    import megatron.training.run.training  # noqa: F401
 
     sys.stdout.flush()
     sys.stderr.flush()

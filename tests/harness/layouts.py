@@ -19,13 +19,13 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
-from megatron.core.parallel_state import ParallelState
-from megatron.training.arguments import parse_config
-from megatron.training.build import Engine, build_engine, build_gpt_model
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.pipeline import PipelineRunner
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.report.timers import Timers
+from megatron.training.run.build import Engine, build_engine, build_gpt_model
+from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.step_batches import StepBatches
 from tests.harness.ranks import RankContext
 from tests.harness.reference_gpt import ReferenceConfig
 from tests.harness.tiny_models import VOCAB, tiny_batch

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, walk_ro
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, DataParallelLane
-from megatron.core.traffic import Traffic
+from megatron.core.transport.traffic import Traffic
 from tests.harness.layouts import Run
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
-    from megatron.core.parallel_state import ParallelState
+    from megatron.core.transport.parallel_state import ParallelState
 
 GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
 
@@ -77,8 +77,8 @@ class RankContext:
 
     def make_ps(self, *, instances: int = 1, **grid_arguments: Any) -> ParallelState:
         """Any other grid: `ctx.make_ps(dp=2, pp=2)`, `order=...` too; instances: of the distributed optimizer."""
-        from megatron.core.parallel_state import make_parallel_state
-        from megatron.core.rank_grid import RankGrid
+        from megatron.core.transport.parallel_state import make_parallel_state
+        from megatron.core.transport.rank_grid import RankGrid
 
         return make_parallel_state(
             RankGrid(self.world_size, **grid_arguments),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from megatron.training.nan_policy import NanPolicy
-from megatron.training.run_clock import RunClock
-from megatron.training.step import StepRunner, StepTask
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
-from megatron.training.validated_step import ValidatedStepRunner
+from megatron.training.guard.nan_policy import NanPolicy
+from megatron.training.report.run_clock import RunClock
+from megatron.training.report.timers import Timers
+from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.run.step_batches import StepBatches
+from megatron.training.run.validated_step import ValidatedStepRunner
 from tests.harness.layouts import Layout, Pieces, Run
 from tests.harness.ranks import RankContext
 

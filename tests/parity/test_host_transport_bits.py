@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.host_transport import HostTransport
+from megatron.core.transport.shm_transport import HostTransport
 from tests.harness.layouts import Layout, train
 from tests.harness.ranks import run_ranks
 

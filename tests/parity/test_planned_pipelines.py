@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core import host_data
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.unit_events import UnitEvents
@@ -25,6 +24,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBound
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Go, Validation
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.transport import host_data
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import tiny_batch, tiny_config, tiny_stage
 from tests.harness.toy_pipeline import lowered

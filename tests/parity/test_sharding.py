@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from megatron.core.mesh import device_mesh
+from megatron.core.transport.mesh import device_mesh
 from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, assembled, microbatch, reference_config, train
 from tests.harness.ranks import run_ranks
 from tests.harness.reference_gpt import ReferenceGPT

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.training.checkpointing import Checkpointer
-from megatron.training.training_config import CheckpointConfig
+from megatron.training.config.training_config import CheckpointConfig
+from megatron.training.run.checkpointing import Checkpointer
 from tests.harness.layouts import NO_DROPOUT, Layout, Pieces, Run, assembled
 from tests.harness.ranks import run_ranks
 

@@ -39,7 +39,7 @@ def imports(node):
 
 def test_only_launch_env_reads_the_environment():
     names = ("os.environ", "os.getenv", "os.putenv")
-    assert files_where(lambda node: dotted(node) in names) == {"megatron/training/launch_env.py"}
+    assert files_where(lambda node: dotted(node) in names) == {"megatron/training/config/launch_env.py"}
 
 
 def test_only_optional_probes_packages():
@@ -50,12 +50,12 @@ def test_only_optional_probes_packages():
 @pytest.mark.parametrize("prefix", ["dist", "torch.distributed"])
 def test_only_collectives_calls_collectives_and_only_parallel_state_makes_groups(prefix):
     calls = {f"{prefix}.{name}" for name in COLLECTIVES}
-    both = {"megatron/core/collectives.py", "megatron/core/point_to_point.py"}
+    both = {"megatron/core/transport/collectives.py", "megatron/core/transport/point_to_point.py"}
     assert files_where(lambda node: dotted(node) in calls) <= both
     meeting = files_where(lambda node: dotted(node) == f"{prefix}.barrier")  # groups are closed together
-    assert meeting <= {"megatron/core/collectives.py", "megatron/core/parallel_state.py"}
+    assert meeting <= {"megatron/core/transport/collectives.py", "megatron/core/transport/parallel_state.py"}
     groups = {f"{prefix}.{name}" for name in ("new_group", "init_process_group", "init_device_mesh")}
-    assert files_where(lambda node: dotted(node) in groups) <= {"megatron/core/parallel_state.py"}
+    assert files_where(lambda node: dotted(node) in groups) <= {"megatron/core/transport/parallel_state.py"}
 
 
 def test_only_gloo_pairs_sends_over_a_process_group_by_itself():
@@ -66,7 +66,7 @@ def test_only_gloo_pairs_sends_over_a_process_group_by_itself():
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         return called and node.func.attr in ("send", "recv", "recv_anysource") and len(node.args) == 3
 
-    assert files_where(sends) == {"megatron/core/gloo_pairs.py"}
+    assert files_where(sends) == {"megatron/core/transport/gloo_pairs.py"}
 
 
 def test_nothing_unpickles_evaluates_or_executes():
@@ -110,12 +110,12 @@ OPENERS = {
     "megatron/core/safe_files.py": "the helper itself",
     "megatron/core/available_memory.py": "figures of /proc and of the control group",
     "megatron/core/device.py": "figures of this process in /proc",
-    "megatron/core/host_transport.py": "the machine's number and its ranks' memory in /proc",
-    "megatron/training/console.py": "a descriptor that leads nowhere",
-    "megatron/training/lease.py": "a file without a name, for the file system's time",
-    "megatron/training/lease_holder.py": "processes in /proc",
-    "megatron/training/rendezvous.py": "a descriptor that leads nowhere",
-    "megatron/training/startup_check.py": "the sources of this very program",
+    "megatron/core/transport/shm_transport.py": "the machine's number and its ranks' memory in /proc",
+    "megatron/training/report/console.py": "a descriptor that leads nowhere",
+    "megatron/training/guard/lease.py": "a file without a name, for the file system's time",
+    "megatron/training/guard/lease_holder.py": "processes in /proc",
+    "megatron/training/guard/rendezvous.py": "a descriptor that leads nowhere",
+    "megatron/training/guard/startup_check.py": "the sources of this very program",
     "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",
     "megatron/core/dist_checkpointing/commit.py": "the manifest that this save has written",
 }

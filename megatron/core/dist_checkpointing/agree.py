@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.core import host_data
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.parallel_state import ParallelState
+from megatron.core.transport import host_data
+from megatron.core.transport.parallel_state import ParallelState
 
 
 def rank_of(ps: ParallelState | None) -> int:

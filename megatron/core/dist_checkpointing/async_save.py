@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Guard, Log, PendingSave, begin_save, no_guard, no_log
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.parallel_state import ParallelState
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import ParallelState
 
 
 class _Writer(threading.Thread):

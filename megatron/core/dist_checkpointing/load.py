@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.safetensors_format import (
 )
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
-from megatron.core.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState
 
 _SHOWN = 8  # names that a message lists before it says how many more
 

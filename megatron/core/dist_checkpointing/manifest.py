@@ -40,8 +40,8 @@ from megatron.core.dist_checkpointing.schema import (
     one_of,
     text,
 )
-from megatron.core.rank_grid import AXES
 from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.transport.rank_grid import AXES
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron-zero-checkpoint"

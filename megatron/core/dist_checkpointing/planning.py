@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron.core.dist_checkpointing.agree import gather_json, rank_of
 from megatron.core.dist_checkpointing.manifest import canonical
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.parallel_state import ParallelState
 from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.transport.parallel_state import ParallelState
 
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.storage import (
     write_results,
     write_shard,
 )
-from megatron.core.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState
 
 Log = Callable[[str], None]
 Guard = Callable[[], None]  # raises CheckpointError, or OSError, when the folder is not to be changed

@@ -14,10 +14,10 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from megatron.core import collectives
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.transport import collectives
 
 
 class UnitState(Enum):

@@ -18,7 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, main_grads_dtype, main_params_dtype
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import Group
+from megatron.core.transport.parallel_state import Group
 
 NewFull = Callable[[str, str, int, torch.dtype, torch.device], Tensor]
 """(role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.parallel_state import Group
 from megatron.core.param_meta import Region
 from megatron.core.param_parts import RegionPart, region_parts
+from megatron.core.transport import collectives, host_data
+from megatron.core.transport.parallel_state import Group
 
 MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large enough for any link
 

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
 from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory
 from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
@@ -39,9 +38,10 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import Group
-from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import Group
+from megatron.core.transport.peer_loss import PeerLostError
 
 Calls = list[tuple[ArenaGroups, list[BucketMemory]]]
 # One collective: a sum in place, or (shard, whole) of a reduce-scatter.

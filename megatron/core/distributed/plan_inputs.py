@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core import collectives, host_data
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.residency_lines import StepMoves
 from megatron.core.pipeline_parallel.plan.units import StageUnits, with_work_of
+from megatron.core.transport import collectives, host_data
 
 _REPEATS = 5
 _SMALL = 1 << 12  # elements a rank

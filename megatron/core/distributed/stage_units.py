@@ -242,7 +242,8 @@ def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
     numbers = {number: index for index, group in enumerate(groups) for number in group}
     chunks = (chunk.renumbered(numbers) for chunk in found.chunks)
     return EngineUnits(
-        tuple(units), tuple(ChunkUnits(_told_apart(one.forward), _told_apart(one.backward)) for one in chunks)
+        tuple(units),
+        tuple(ChunkUnits(_describe_apart(one.forward), _describe_apart(one.backward)) for one in chunks),
     )
 
 
@@ -295,7 +296,7 @@ def _renumbered(row: Row, numbers: Mapping[int, int]) -> Row:
     return tuple(access for access, _ in itertools.groupby(access for access in others if access))
 
 
-def _told_apart(row: Row) -> Row:
+def _describe_apart(row: Row) -> Row:
     """Of merged units nobody hears where one access of a unit ends and another of it, with more units, begins."""
     accesses: list[Access] = []
     for access in row:

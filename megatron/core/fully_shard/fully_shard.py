@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import Cut
 from megatron.core.fully_shard.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -34,10 +33,11 @@ from megatron.core.fully_shard.nested_calls import InnerCalls, lasting_ranks, re
 from megatron.core.fully_shard.shard_parameters import UNCOPIED
 from megatron.core.fully_shard.standalone_config import resolve_standalone
 from megatron.core.fully_shard.step_driver import DRIVER, StepDriver, driver_of
-from megatron.core.initial_weights import broadcast_weights
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import ParallelState
 from megatron.core.squared_sums import squared_sums
+from megatron.core.transport import collectives
+from megatron.core.transport.initial_weights import broadcast_weights
+from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule
 
 

@@ -42,12 +42,12 @@ from megatron.core.fully_shard.reshard_policy import (
     policies,
 )
 from megatron.core.fully_shard.weights_on_demand import WeightsOnDemand
-from megatron.core.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import ModelError, ModelUnit
-from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.protocols import GradListener
+from megatron.core.transport.mesh import data_parallel_state, parallel_state_of_mesh
+from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule, declared_units, find_units, forward_order
 
 

@@ -27,7 +27,7 @@ from megatron.core.fully_shard.shard_parameters import BUILD_IT_AFTERWARDS
 from megatron.core.fully_shard.step_driver import DRIVER, StepDriver
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.own_parameters import OwnParameters
-from megatron.core.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule, matched_units
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
 from megatron.core.fully_shard.fully_shard import FullyShardedModule
 from megatron.core.fully_shard.step_driver import driver_of
+from megatron.core.transport import collectives
 
 
 def sharded_grad_scaler(model: FullyShardedModule, **kwargs: Any) -> ShardedGradScaler:

@@ -13,7 +13,7 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import FlatSlice, ParamGroup, build_param_groups, flat_slices
-from megatron.core.optimizer.ragged_ends import RaggedEnds, vector_of
+from megatron.core.optimizer.unaligned_tails import RaggedEnds, vector_of
 
 
 class FlatUpdate:

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives, host_data
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import Group, ParallelState
 from megatron.core.param_meta import Region
+from megatron.core.transport import collectives, host_data
+from megatron.core.transport.parallel_state import Group, ParallelState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
+from megatron.core.transport.collectives import all_reduce
 
 
 class _CrossEntropy(torch.autograd.Function):

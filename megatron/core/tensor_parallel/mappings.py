@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending, all_gather, all_reduce, reduce_scatter
-from megatron.core.parallel_state import Group, ParallelState
+from megatron.core.transport.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megatron.core.transport.parallel_state import Group, ParallelState
 
 
 @dataclasses.dataclass(frozen=True)

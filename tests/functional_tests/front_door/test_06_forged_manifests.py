@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
-from megatron.core.parallel_state import single_process
-from megatron.training.checkpointing import Checkpointer, load_for_inference
-from megatron.training.saved_config import saved_config
-from megatron.training.training_config import CheckpointConfig
+from megatron.core.transport.parallel_state import single_process
+from megatron.training.config.saved_config import saved_config
+from megatron.training.config.training_config import CheckpointConfig
+from megatron.training.run.checkpointing import Checkpointer, load_for_inference
 from tests.harness import forgery, launch
 from tests.harness.pieces import whole_tensors
 

@@ -19,7 +19,7 @@ def add_arguments(parser):
 
 def spoil(args):
     from megatron.core.optimizer.flat_update import FlatUpdate
-    from megatron.training.launch_env import LaunchEnv
+    from megatron.training.config.launch_env import LaunchEnv
 
     real, calls = FlatUpdate.step, []
 
@@ -35,7 +35,7 @@ def spoil(args):
 
 
 if __name__ == "__main__":
-    from megatron.training.arguments import launch_config
+    from megatron.training.config.arguments import launch_config
 
     config = launch_config(extra_args_provider=add_arguments)
     spoil(config.extra)

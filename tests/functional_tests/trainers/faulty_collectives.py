@@ -28,7 +28,7 @@ def add_arguments(parser):
 
 
 def go_away_at(fault, how, rank, iteration):
-    from megatron.core import collectives
+    from megatron.core.transport import collectives
     from megatron.training import get_args
 
     purpose, number = fault.split(":")
@@ -59,7 +59,7 @@ def datasets_provider(num_samples):
 
 
 if __name__ == "__main__":
-    from megatron.training.arguments import launch_config
+    from megatron.training.config.arguments import launch_config
 
     config = launch_config(extra_args_provider=add_arguments)
     if config.extra["timeout_s"]:

@@ -66,7 +66,7 @@ def become_terminal(text):
 
 
 def main():
-    from megatron.training import rendezvous
+    from megatron.training.guard import rendezvous
 
     variables = os.environ
     sys.argv += variables.get("MORE_FLAGS", "").split()

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
-from megatron.training.data import build_gpt_datasets
 from megatron.training.global_vars import get_config, get_tokenizer
+from megatron.training.run.data import build_gpt_datasets
 from pretrain_gpt import forward_step, model_provider
 
 

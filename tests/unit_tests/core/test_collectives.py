@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from megatron.core import collectives
-from megatron.core.parallel_state import make_parallel_state, single_process
-from megatron.core.peer_loss import PeerLostError
-from megatron.core.point_to_point import send_receive
-from megatron.core.rank_grid import RankGrid
-from megatron.core.traffic_counter import Moved
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import make_parallel_state, single_process
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.core.transport.point_to_point import send_receive
+from megatron.core.transport.rank_grid import RankGrid
+from megatron.core.transport.traffic_counter import Moved
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 

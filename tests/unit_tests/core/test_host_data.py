@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.core import host_data
-from megatron.core.parallel_state import single_process
+from megatron.core.transport import host_data
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.ranks import run_ranks
 
 

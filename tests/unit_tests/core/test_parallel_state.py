@@ -10,16 +10,16 @@ import time
 import pytest
 import torch
 
-from megatron.core import collectives, parallel_state
-from megatron.core.parallel_state import (
+from megatron.core.transport import collectives, parallel_state
+from megatron.core.transport.parallel_state import (
     destroy_process_group,
     init_process_group,
     make_parallel_state,
     single_process,
 )
-from megatron.core.peer_loss import PeerLostError
-from megatron.core.rank_grid import TP_PP_DP_ORDER, RankGrid, RankGridError
-from megatron.core.rank_groups import PURPOSES, own_ranks
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.core.transport.rank_grid import TP_PP_DP_ORDER, RankGrid, RankGridError
+from megatron.core.transport.rank_groups import PURPOSES, own_ranks
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
@@ -192,7 +192,7 @@ def test_the_groups_of_one_rank_in_16384(monkeypatch):
     """The real calls in a world of torch's fake backend: a rank of a middle stage."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    monkeypatch.setattr("megatron.core.parallel_state._backend", lambda purpose, device: "fake")
+    monkeypatch.setattr("megatron.core.transport.parallel_state._backend", lambda purpose, device: "fake")
 
     def body(ctx):
         torch.distributed.destroy_process_group()

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron.core.peer_loss import PeerLostError, peer_loss_named
+from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
 
 
 def loss(error, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.point_to_point import Line, send_receive
+from megatron.core.transport.point_to_point import Line, send_receive
 from tests.harness.ranks import run_ranks
 
 

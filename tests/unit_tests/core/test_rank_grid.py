@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.rank_grid import AXES, RankGrid, RankGridError, dense_grid, expert_grid
+from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError, dense_grid, expert_grid
 
 SIZES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})
 ORDERS = st.permutations(AXES).map("-".join)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.rank_grid import (
+from megatron.core.transport.rank_grid import (
     AXES,
     DEFAULT_ORDER,
     TP_PP_DP_ORDER,
@@ -14,7 +14,7 @@ from megatron.core.rank_grid import (
     RankGridError,
     dense_grid,
 )
-from megatron.core.rank_groups import (
+from megatron.core.transport.rank_groups import (
     PURPOSES,
     MeshError,
     WorldPart,

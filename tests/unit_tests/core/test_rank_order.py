@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core import rank_order
-from megatron.core.rank_order import add_in_rank_order
+from megatron.core.transport import rank_order
+from megatron.core.transport.rank_order import add_in_rank_order
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import flag_lists
-from megatron.training.arguments import parse_config
-from megatron.training.exit_status import ExitStatus
-from megatron.training.flag_table import flag_table, spellings
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.problems import ConfigurationError, render_problems
+from megatron.training.config import flag_lists
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.flag_table import flag_table, spellings
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.problems import ConfigurationError, render_problems
+from megatron.training.guard.exit_status import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.device import Device
-from megatron.core.parallel_state import single_process
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "minimal" / "train.py"

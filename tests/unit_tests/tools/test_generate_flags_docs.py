@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.training.flag_table import flag_table
+from megatron.training.config.flag_table import flag_table
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import generate
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron.training.config import Config
+from megatron.training.config.config import Config
 from tests.harness.tiny_models import tiny_config
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "generate.py"

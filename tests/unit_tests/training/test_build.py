@@ -6,12 +6,12 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.module import MegatronModule, ModelError
-from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import infer_param_meta
-from megatron.training.arguments import parse_config
-from megatron.training.build import UnsplittableError, build_engine, build_gpt_model, refuse_unsplittable
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.training import RAISED_ALIKE
+from megatron.core.transport.parallel_state import single_process
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.build import UnsplittableError, build_engine, build_gpt_model, refuse_unsplittable
+from megatron.training.run.training import RAISED_ALIKE
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
 

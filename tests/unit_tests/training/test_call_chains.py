@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import megatron
-from megatron.training.nan_policy import NanPolicy
-from megatron.training.run_clock import RunClock
-from megatron.training.step import StepRunner, StepTask
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
+from megatron.training.guard.nan_policy import NanPolicy
+from megatron.training.report.run_clock import RunClock
+from megatron.training.report.timers import Timers
+from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.run.step_batches import StepBatches
 from tests.harness.layouts import Layout, Run
 from tests.harness.ranks import run_ranks
 from tests.harness.validated_steps import NoWatchdog

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.chart import (
+from megatron.training.report.chart import (
     MAX_POINTS,
     Mark,
     Series,

@@ -8,11 +8,11 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.save import save
-from megatron.core.parallel_state import single_process
-from megatron.training.checkpointing import Checkpointer, checkpoint_config, load_for_inference
-from megatron.training.rng_state import rng_state
-from megatron.training.training_config import CheckpointConfig
-from megatron.training.weight_check import NonFiniteWeightsError
+from megatron.core.transport.parallel_state import single_process
+from megatron.training.config.training_config import CheckpointConfig
+from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.run.checkpointing import Checkpointer, checkpoint_config, load_for_inference
+from megatron.training.run.rng_state import rng_state
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import run_ranks
 

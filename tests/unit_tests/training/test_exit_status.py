@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import exit_status
-from megatron.training.exit_status import ExitRecord, ExitStatus, TrainingExit, write_exit_json
+from megatron.training.guard import exit_status
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit, write_exit_json
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -186,7 +186,7 @@ def test_unwritable_folder_does_not_hide_the_error(capsys, tmp_path):
 
 def test_hard_exit_flushes_and_runs_nothing():
     code = (
-        "import atexit; from megatron.training.exit_status import hard_exit, ExitStatus\n"
+        "import atexit; from megatron.training.guard.exit_status import hard_exit, ExitStatus\n"
         "atexit.register(lambda: print('never'))\n"
         "print('last words', end='')\n"
         "hard_exit(ExitStatus.PEER_LOST)\n"

@@ -5,8 +5,8 @@ import string
 
 import pytest
 
-from megatron.training.config import FIELDS, GROUPS
-from megatron.training.flag_table import (
+from megatron.training.config.config import FIELDS, GROUPS
+from megatron.training.config.flag_table import (
     Arity,
     FlagState,
     closest_flags,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.training.arguments import parse_config
-from megatron.training.flops import train_step_flops
+from megatron.training.config.arguments import parse_config
+from megatron.training.run.flops import train_step_flops
 from tests.harness.launch_lines import SMALL
 
 

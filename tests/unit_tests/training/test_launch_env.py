@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron.training.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 
 TORCHRUN = {
     "RANK": "5",

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
-from megatron.training import lease as lease_module
-from megatron.training.lease import LOCK_FILE, Lease, LeaseError, look, take
-from megatron.training.lease_holder import (
+from megatron.training.guard import lease as lease_module
+from megatron.training.guard.lease import LOCK_FILE, Lease, LeaseError, look, take
+from megatron.training.guard.lease_holder import (
     STALE_S,
     UNREADABLE,
     Holder,

@@ -6,10 +6,10 @@ import resource
 
 import pytest
 
-from megatron.training import limits
-from megatron.training.arguments import parse_config
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.limits import SystemLimitError, limit_behind
+from megatron.training.config import limits
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.limits import SystemLimitError, limit_behind
 from tests.harness import launch
 from tests.harness.ranks import run_ranks
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron.core.peer_loss import PeerLostError
-from megatron.training.launch_env import LaunchEnvError
-from megatron.training.meeting import Meeting
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.training.config.launch_env import LaunchEnvError
+from megatron.training.guard.meeting import Meeting
 
 
 def meet(ranks, store=None, judge=None, timeout_s=20.0):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.device import MemoryFigures
-from megatron.training import metrics
-from megatron.training.metrics import IntervalTotals, IterationRecord, iteration_line
+from megatron.training.report import metrics
+from megatron.training.report.metrics import IntervalTotals, IterationRecord, iteration_line
 
 WHEN = datetime(2026, 3, 4, 5, 6, 7, 89)
 USER_LINE = re.compile(

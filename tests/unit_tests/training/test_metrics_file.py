@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron.training.metrics_file import MetricsFile, read_metrics
+from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 
 def iterations(path):

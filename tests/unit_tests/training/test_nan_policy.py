@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from megatron.training.exit_status import ExitStatus
-from megatron.training.nan_policy import (
+from megatron.training.guard.exit_status import ExitStatus
+from megatron.training.guard.nan_policy import (
     Decision,
     NanPolicy,
     NonFiniteError,

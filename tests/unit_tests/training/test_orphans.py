@@ -6,9 +6,9 @@ import time
 
 import torch.distributed as dist
 
-from megatron.training import watchdog
-from megatron.training.orphans import OrphanGuard
-from megatron.training.watchdog import Watchdog
+from megatron.training.guard import watchdog
+from megatron.training.guard.orphans import OrphanGuard
+from megatron.training.guard.watchdog import Watchdog
 
 FAST = {"poll_s": 0.01, "grace_s": 0.05}
 

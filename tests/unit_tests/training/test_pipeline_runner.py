@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.device import Device
-from megatron.core.parallel_state import single_process
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
-from megatron.training import training
-from megatron.training.arguments import parse_config
-from megatron.training.pipeline import PipelineRunner
-from megatron.training.timers import Timers
+from megatron.core.transport.parallel_state import single_process
+from megatron.training.config.arguments import parse_config
+from megatron.training.report.timers import Timers
+from megatron.training.run import training
+from megatron.training.run.pipeline import PipelineRunner
 from tests.harness import launch
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.progress import EtaEstimator, Progress, format_age, format_duration
+from megatron.training.report.progress import EtaEstimator, Progress, format_age, format_duration
 
 
 def run_eta(durations):

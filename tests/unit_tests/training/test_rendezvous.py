@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from megatron.core.peer_loss import PeerLostError
-from megatron.training import rendezvous
-from megatron.training.launch_env import LaunchEnv, LaunchEnvError
-from megatron.training.rendezvous import hosts_store, open_store
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.guard import rendezvous
+from megatron.training.guard.rendezvous import hosts_store, open_store
 from tests.harness.launch import free_port
 
 SOON = datetime.timedelta(seconds=0.2)

@@ -9,8 +9,8 @@ from torch import nn
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.training.exit_status import ExitStatus, status_of
-from megatron.training.replica_check import (
+from megatron.training.guard.exit_status import ExitStatus, status_of
+from megatron.training.guard.replica_check import (
     Difference,
     ReplicaMismatchError,
     all_alike,
@@ -18,7 +18,7 @@ from megatron.training.replica_check import (
     digest,
     first_difference,
 )
-from megatron.training.training import RAISED_ALIKE, STATUS_TABLE
+from megatron.training.run.training import RAISED_ALIKE, STATUS_TABLE
 from tests.harness.ranks import run_ranks
 
 

@@ -14,9 +14,9 @@ from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.training.exit_status import ExitRecord, ExitStatus, write_exit_json
-from megatron.training.metrics_file import MetricsFile
-from megatron.training.report import read_run, write_report
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, write_exit_json
+from megatron.training.report.metrics_file import MetricsFile
+from megatron.training.report.report import read_run, write_report
 from tests.harness.measured_runs import lowered, write_timeline
 from tests.harness.unit_stages import asked, model
 

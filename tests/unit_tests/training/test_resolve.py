@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.training.config import Config
-from megatron.training.resolve import CHECKPOINT_FIELDS, Machine, apply_checkpoint_args, resolve
+from megatron.training.config.config import Config
+from megatron.training.config.resolve import CHECKPOINT_FIELDS, Machine, apply_checkpoint_args, resolve
 
 
 def resolved(machine=None, **values):

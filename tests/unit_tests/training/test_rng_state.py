@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.device import current_device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.training.rng_state import rng_state, set_rng_state
+from megatron.training.run.rng_state import rng_state, set_rng_state
 
 
 def draw():

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError, build_schedule
-from megatron.training.arguments import ConfigurationError, parse_config
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.problems import Problem, render_problems
-from megatron.training.resolve import Machine, resolve
-from megatron.training.rule_table import Situation
-from megatron.training.rules import RULES, broken_rules
+from megatron.training.config.arguments import ConfigurationError, parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.problems import Problem, render_problems
+from megatron.training.config.resolve import Machine, resolve
+from megatron.training.config.rule_table import RuleContext
+from megatron.training.config.rules import RULES, broken_rules
 from tests.harness.launch_lines import SMALL
 
 
@@ -206,7 +206,7 @@ def test_the_rules_refuse_exactly_what_cannot_be_built(unit, length, decay, warm
     given_here |= {"micro_batch_size": 2, "global_batch_size": 2, "lr": 1.0}
     config = resolve(given_here, dict.fromkeys(given_here, "flag"), Machine())
     ids = ("length", "schedule-length", "warmup-length", "wsd-tail")
-    refused = {problem.rule for problem in broken_rules(Situation(config)) if problem.rule in ids}
+    refused = {problem.rule for problem in broken_rules(RuleContext(config)) if problem.rule in ids}
     if unit == "samples" and length == 1:
         assert "length" in refused  # a schedule, but no step
         return
@@ -248,18 +248,20 @@ def test_the_launchers_ranks_count():
 
 def test_deterministic_mode_on_gpus_names_the_variables():
     config = resolve({"deterministic_mode": True}, {"deterministic_mode": "flag"}, Machine(has_gpu=True))
-    wrong = Situation(config, env=LaunchEnv(world_size=2), has_gpu=True)
+    wrong = RuleContext(config, env=LaunchEnv(world_size=2), has_gpu=True)
     told = [p.message for p in broken_rules(wrong) if p.rule == "deterministic-mode"]
     assert "CUBLAS_WORKSPACE_CONFIG" in told[0]
     assert "NCCL_ALGO" in told[0]
     right = LaunchEnv(world_size=2, cublas_workspace_config=":4096:8", nccl_algo="Ring")
     assert not [
-        p for p in broken_rules(Situation(config, env=right, has_gpu=True)) if p.rule == "deterministic-mode"
+        p
+        for p in broken_rules(RuleContext(config, env=right, has_gpu=True))
+        if p.rule == "deterministic-mode"
     ]
 
 
 def test_every_rule_names_flags_that_exist():
-    from megatron.training.flag_table import spellings
+    from megatron.training.config.flag_table import spellings
 
     for rule in RULES:
         assert rule.flags

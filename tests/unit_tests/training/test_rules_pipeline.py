@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.asked_schedules import told_schedule
+from megatron.core.asked_schedules import describe_schedule
 from megatron.core.model_parallel_config import ModelParallelConfig, bytes_of, count_or_auto
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
@@ -20,12 +20,12 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
-from megatron.training.arguments import ConfigurationError, parse_config
-from megatron.training.config import FIELDS
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.resolve import Machine, resolve
-from megatron.training.rule_table import Situation
-from megatron.training.rules import broken_rules
+from megatron.training.config.arguments import ConfigurationError, parse_config
+from megatron.training.config.config import FIELDS
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.resolve import Machine, resolve
+from megatron.training.config.rule_table import RuleContext
+from megatron.training.config.rules import broken_rules
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -195,7 +195,7 @@ def test_what_to_do_fits_the_cause(ranks, words, rule, fix):
 
 def test_the_flag_that_asks_for_a_schedule_is_named():
     def told(words, runs=None):
-        return told_schedule(configure(f"--num-layers 4 {words}").parallel, runs)
+        return describe_schedule(configure(f"--num-layers 4 {words}").parallel, runs)
 
     assert told("") == "--pipeline-schedule 1f1b"
     assert told("--pipeline-schedule zbv", "zbv") == "--pipeline-schedule zbv"
@@ -367,7 +367,7 @@ def test_the_rules_refuse_exactly_what_cannot_be_planned(
     values |= {"interleave_group_size": gis_group, "allow_padding_num_layers": pad}
     values = {name: value for name, value in values.items() if value is not None}
     config = resolve(values, dict.fromkeys(values, "flag"), Machine(world_size=pp))
-    refused = {problem.rule for problem in broken_rules(Situation(config))} & IDS
+    refused = {problem.rule for problem in broken_rules(RuleContext(config))} & IDS
     name = config.parallel.pipeline_schedule
     try:
         held = len(stages_of(config.parallel, num_layers, name)) // pp

@@ -6,11 +6,11 @@ import os
 import pytest
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
-from megatron.training import exit_status
-from megatron.training.exit_status import ExitRecord, ExitStatus, write_exit_json
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.lease import LOCK_FILE, LeaseError
-from megatron.training.run_folder import OutputPathError, RunFolder, fresh_folder, is_held
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard import exit_status
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, write_exit_json
+from megatron.training.guard.lease import LOCK_FILE, LeaseError
+from megatron.training.guard.run_folder import OutputPathError, RunFolder, fresh_folder, is_held
 
 ENV = LaunchEnv()
 

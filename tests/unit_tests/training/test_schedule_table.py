@@ -26,8 +26,8 @@ def mine(request):
 
 schedules.SCHEDULES["mine"] = schedules.Schedule("mine", "v", mine, chunks=2, microbatches_a_rank=3)
 
-from megatron.training.arguments import ConfigurationError, parse_config
-from megatron.training.launch_env import LaunchEnv
+from megatron.training.config.arguments import ConfigurationError, parse_config
+from megatron.training.config.launch_env import LaunchEnv
 from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from tools import show_schedule
 

@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from megatron.training.arguments import parse_config
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.run_folder import RunFolder
-from megatron.training.session import initialize
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard.run_folder import RunFolder
+from megatron.training.run.session import initialize
 
 env = LaunchEnv.read()
 session = initialize(parse_config(sys.argv[1:], env=env), env, RunFolder(None, print))

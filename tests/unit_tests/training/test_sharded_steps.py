@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import host_transport
-from megatron.training.arguments import parse_config
-from megatron.training.build import build_engine, build_gpt_model
-from megatron.training.evaluate import evaluate
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.nan_policy import NanPolicy, NonFiniteError
-from megatron.training.pipeline import PipelineRunner
-from megatron.training.replica_check import check_replicas
-from megatron.training.run_clock import RunClock
-from megatron.training.step import StepRunner, StepTask
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
+from megatron.training.guard.replica_check import check_replicas
+from megatron.training.report.run_clock import RunClock
+from megatron.training.report.timers import Timers
+from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.evaluate import evaluate
+from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.run.step_batches import StepBatches
 from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
 from tests.harness.ranks import RanksError, run_ranks
 from tests.harness.tiny_models import VOCAB
@@ -256,7 +255,7 @@ def booked(ctx):
 def test_every_row_is_tracked(monkeypatch):
     """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too. Ranks send
     messages, as those of several hosts."""
-    monkeypatch.setattr(host_transport, "_new_file", lambda token: -1)
+    monkeypatch.setattr(shm_transport, "_new_file", lambda token: -1)
     for told in run_ranks(booked, 2):
         for row, (held, reported, transient, exchange, casts, sizes, own) in told.items():
             assert (held, reported, transient) == (0, 0, 0), row

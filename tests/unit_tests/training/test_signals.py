@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.signals import SignalHandler
+from megatron.training.guard.signals import SignalHandler
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +25,7 @@ def wait_for(condition, seconds=10.0):
 def start(body, **kw):
     """A child that runs `body` with `signals` and prints 'ready' first."""
     code = (
-        "import os, signal, sys, time\nfrom megatron.training.signals import SignalHandler\n"
+        "import os, signal, sys, time\nfrom megatron.training.guard.signals import SignalHandler\n"
         + textwrap.dedent(body)
     )
     child = subprocess.Popen(

@@ -2,8 +2,8 @@ import platform
 
 import pytest
 
-from megatron.training import startup_check
-from megatron.training.startup_check import StartupMismatchError, compare_across_ranks, config_text
+from megatron.training.guard import startup_check
+from megatron.training.guard.startup_check import StartupMismatchError, compare_across_ranks, config_text
 
 CONFIG = {"num_layers": 4, "lr": 1e-4, "data_path": ("a", "b"), "save": None}
 

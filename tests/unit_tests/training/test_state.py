@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from megatron.training.arguments import parse_config
-from megatron.training.state import TrainState
+from megatron.training.config.arguments import parse_config
+from megatron.training.run.state import TrainState
 from tests.harness.launch import TINY
 
 

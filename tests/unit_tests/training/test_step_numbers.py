@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.module import ModelError
-from megatron.training.step_numbers import MicrobatchLoss, StepNumbers, evaluate_loss
+from megatron.training.report.step_metrics import MicrobatchLoss, StepMetrics, evaluate_loss
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def test_both_shapes_of_a_loss_function():
 
 
 def numbers_of(rank):
-    numbers = StepNumbers(CPU)
+    numbers = StepMetrics(CPU)
     for microbatch in range(2):
         value = float(10 * rank + microbatch)
         loss = torch.tensor(math.nan if (rank, microbatch) == (1, 1) else value)
@@ -55,4 +55,4 @@ def test_numbers_are_summed_over_ranks_in_one_vector():
 @pytest.mark.parametrize("value", [(1, 2, 3), torch.ones(3), (1.0, torch.ones(2))])
 def test_a_report_of_three_numbers_is_refused_by_name(value):
     with pytest.raises(ModelError, match=r"reported 3 values as 'x': report a number or \(sum, count\)"):
-        StepNumbers(CPU).add(MicrobatchLoss(torch.zeros(()), None, {"x": value}))
+        StepMetrics(CPU).add(MicrobatchLoss(torch.zeros(()), None, {"x": value}))

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from megatron.training.timers import Timers, format_block
+from megatron.training.report.timers import Timers, format_block
 
 
 class FakeClock:

@@ -18,18 +18,18 @@ import torch
 
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import RollbackBy
-from megatron.training.arguments import parse_config
-from megatron.training.build import build_engine, build_gpt_model
-from megatron.training.exit_status import ExitStatus
-from megatron.training.launch_env import LaunchEnv
-from megatron.training.nan_policy import NanPolicy, NonFiniteError
-from megatron.training.pipeline import PipelineRunner
-from megatron.training.run_clock import RunClock
-from megatron.training.step import StepRunner, StepTask
-from megatron.training.step_batches import StepBatches
-from megatron.training.timers import Timers
-from megatron.training.validated_step import ValidatedStepRunner
-from megatron.training.weight_check import NonFiniteWeightsError
+from megatron.training.config.arguments import parse_config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard.exit_status import ExitStatus
+from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
+from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.report.run_clock import RunClock
+from megatron.training.report.timers import Timers
+from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.run.step_batches import StepBatches
+from megatron.training.run.validated_step import ValidatedStepRunner
 from tests.harness.gradient_faults import LARGE, Fault, Faults
 from tests.harness.layouts import MODEL
 from tests.harness.ranks import run_ranks

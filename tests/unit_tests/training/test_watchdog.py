@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.traffic_counter import TrafficCounter
-from megatron.training.culprit import (
+from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.training.guard.hang_diagnosis import (
     ENDED,
     FAILING,
     ProgressRecord,
@@ -24,7 +24,7 @@ from megatron.training.culprit import (
     _unpack,
     find_culprit,
 )
-from megatron.training.watchdog import Watchdog
+from megatron.training.guard.watchdog import Watchdog
 
 NOW = 1000.0
 

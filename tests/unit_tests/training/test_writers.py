@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.core import optional
-from megatron.training import writers
-from megatron.training.config import Config
-from megatron.training.metrics import IterationRecord
-from megatron.training.metrics_file import read_metrics
-from megatron.training.run_folder import OutputPathError
-from megatron.training.writers import Writers, open_writers
+from megatron.training.config.config import Config
+from megatron.training.guard.run_folder import OutputPathError
+from megatron.training.report import writers
+from megatron.training.report.metrics import IterationRecord
+from megatron.training.report.metrics_file import read_metrics
+from megatron.training.report.writers import Writers, open_writers
 
 
 def config(**values):

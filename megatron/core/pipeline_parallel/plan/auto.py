@@ -62,7 +62,7 @@ def _judge(spec: ScheduleSpec, num_microbatches: int) -> _Judged:
     if not over:
         return _Judged(spec, simulation)
     rank = -max(over)[1]
-    held, allowed = map(spec.told_activation, _peaks_and_limits(spec, simulation)[rank])
+    held, allowed = map(spec.describe_activation, _peaks_and_limits(spec, simulation)[rank])
     return _Judged(spec, simulation, rank, f"rank {rank} would hold {held} of {allowed}")
 
 
@@ -81,12 +81,12 @@ def _line(one: _Judged, best: _Judged) -> str:
         rank, (peak, limit) = max(
             enumerate(peaks), key=lambda at: at[1][0] / at[1][1] if at[1][1] else at[1][0]
         )
-        held = f"{spec.told_activation(peak)} of {spec.told_activation(limit)}"
+        held = f"{spec.describe_activation(peak)} of {spec.describe_activation(limit)}"
     else:
         peak = max(simulation.peak_activation)
-        rank, held = simulation.peak_activation.index(peak), spec.told_activation(peak)
+        rank, held = simulation.peak_activation.index(peak), spec.describe_activation(peak)
     bubble = f"bubble {100 * simulation.bubble_rate:.1f}%"
-    text = f"{spec.schedule}: cost {spec.told_time(simulation.cost)}, {bubble}, peak {held} (rank {rank})"
+    text = f"{spec.schedule}: cost {spec.describe_time(simulation.cost)}, {bubble}, peak {held} (rank {rank})"
     if one is best:
         return f"{text}: chosen"
     if one.rank is not None:

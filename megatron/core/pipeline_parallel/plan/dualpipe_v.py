@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, RawOp, W, compute
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.two_chunks import v_placement
+from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
 
 def dualpipe_v(request: Request) -> Plan:

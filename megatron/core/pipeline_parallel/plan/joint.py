@@ -95,7 +95,7 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
                 raise _NoFasterError(bound)
             found = judge(spec, num_microbatches, below)
         except _NoFasterError as error:
-            lines.append(f"{named(spec)}: takes at least {spec.told_time(error.bound)}")
+            lines.append(f"{named(spec)}: takes at least {spec.describe_time(error.bound)}")
             continue
         except PlanError as error:
             lines.append(f"{named(spec)}: not possible: {error}")
@@ -125,7 +125,7 @@ def told(one: Judged) -> str:
         f", exposed {100 * max(found.exposed) / found.cost:.1f}%" if found.exposed and found.cost else ""
     )
     return (
-        f"{one.spec.told_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
+        f"{one.spec.describe_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
         f"{size_text(one.peaks[rank])} (rank {rank})"
     )
 

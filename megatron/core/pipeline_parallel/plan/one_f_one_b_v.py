@@ -6,7 +6,7 @@ import itertools
 
 from megatron.core.pipeline_parallel.plan.ir import BW, F, Plan, RawOp, compute
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.two_chunks import v_placement
+from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
 # What one microbatch takes of a rank, in the time of one chunk's F: twice F, and twice BW of 2.
 _PERIOD = 6

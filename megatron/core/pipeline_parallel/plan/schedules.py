@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.dualpipe_v import dualpipe_v
+from megatron.core.pipeline_parallel.plan.gis import grouped
 from megatron.core.pipeline_parallel.plan.gpipe import gpipe
-from megatron.core.pipeline_parallel.plan.grouped import grouped
-from megatron.core.pipeline_parallel.plan.hand_orders import zb_h1, zb_h2
 from megatron.core.pipeline_parallel.plan.interleaved import interleaved
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
@@ -16,6 +15,7 @@ from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_min, zb_1p, zb_2p, zbv
+from megatron.core.pipeline_parallel.plan.zb_h import zb_h1, zb_h2
 
 AUTO = "auto"  # instead of a name: the fastest schedule that fits
 

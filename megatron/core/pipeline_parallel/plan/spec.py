@@ -135,13 +135,13 @@ class ScheduleSpec:
         chunks = p.num_chunks if p.kind != V_SHAPED else None
         return Request(p.num_ranks, num_microbatches, chunks, self.group_size, self.costs, self.limits)
 
-    def told_time(self, time: float) -> str:
+    def describe_time(self, time: float) -> str:
         """In the costs' unit, such as `27.761 ms` of a run and `27.76 x F of a layer` by the model."""
         if self.measured:
             return f"{time / 1e6:.3f} ms"
         return f"{time:.2f} x F of a layer" if self.estimated else f"{time:g}"
 
-    def told_activation(self, size: float) -> str:
+    def describe_activation(self, size: float) -> str:
         """In the costs' unit, such as `12.50 MiB`; what is smaller than a hundredth of one in KiB."""
         return mib_text(size) if self.estimated else f"{size:g}"
 

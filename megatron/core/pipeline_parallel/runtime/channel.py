@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import RawOp
+from megatron.core.pipeline_parallel.plan.send_completion import Key
 
 Message = tuple[RawOp, Tensor | None]  # a SEND_* with what it sends, or a RECV_*
 

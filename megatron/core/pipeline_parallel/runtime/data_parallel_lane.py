@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.module import ModelError
-from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.ir import BW, Kind, PlanError, RawOp, Row, W, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync
+from megatron.core.transport.peer_loss import PeerLostError
 
 _UNSHARD, _RESHARD = int(Kind.UNSHARD), int(Kind.RESHARD)
 

@@ -16,8 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.module import ModelError
-from megatron.core.peer_loss import PeerLostError
-from megatron.core.pipeline_parallel.plan.echoes import Key, echoes
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
     RECV_B,
@@ -33,7 +31,8 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, IS_TRANSFER, REPEATED_ON_AGAIN
-from megatron.core.pipeline_parallel.plan.undone import undone
+from megatron.core.pipeline_parallel.plan.rollback_ops import undone
+from megatron.core.pipeline_parallel.plan.send_completion import Key, echoes
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
@@ -44,6 +43,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
 from megatron.core.pipeline_parallel.runtime.program import Computation, Step, check_row, compile_row
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync, Stage
+from megatron.core.transport.peer_loss import PeerLostError
 
 Handler = Callable[[RawOp], None]
 

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import Group, ParallelState
-from megatron.core.peer_loss import PeerLostError
-from megatron.core.pipeline_parallel.plan.echoes import Key
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
+from megatron.core.pipeline_parallel.plan.send_completion import Key
 from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
-from megatron.core.point_to_point import Line, send_receive
+from megatron.core.transport.collectives import Pending
+from megatron.core.transport.parallel_state import Group, ParallelState
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.core.transport.point_to_point import Line, send_receive
 
 MAX_DIMS = 8
 # A dtype's place in this list is its number in headers: only ever append.

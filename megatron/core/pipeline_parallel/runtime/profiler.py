@@ -14,11 +14,11 @@ from time import monotonic
 from torch import Tensor
 
 from megatron.core.device import Device, heap_bytes
-from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import Span
 from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of, median
 from megatron.core.protocols import Stage
+from megatron.core.transport.parallel_state import ParallelState
 
 MOST_STEPS = 32  # that are kept; of more, the latest
 

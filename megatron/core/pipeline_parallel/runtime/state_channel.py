@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending
-from megatron.core.parallel_state import ParallelState
-from megatron.core.peer_loss import PeerLostError
-from megatron.core.point_to_point import send_receive
+from megatron.core.transport.collectives import Pending
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.core.transport.point_to_point import send_receive
 
 
 class StateArrival(Protocol):

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core import host_data
-from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
 from megatron.core.safe_files import SHARED_MODE, open_for_append
+from megatron.core.transport import host_data
+from megatron.core.transport.parallel_state import ParallelState
 
 
 class TimelineWriter:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import single_process
-from megatron.core.traffic_counter import Moved
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import single_process
+from megatron.core.transport.traffic_counter import Moved
 from tests.harness.hand_driven import (
     Model,
     build,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -14,8 +13,9 @@ from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSu
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.cut_models import shard_place
 from tests.harness.ranks import RanksError, run_ranks, share_ranks
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import collectives
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.param_meta import LOOKUP, GradRoute, ParamMeta
-from megatron.core.traffic_counter import Moved
+from megatron.core.transport import collectives
+from megatron.core.transport.traffic_counter import Moved
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import run_ranks
 

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.unit_events import UnitEvents
 from megatron.core.module import ModelError
-from megatron.core.peer_loss import PeerLostError
 from megatron.core.pipeline_parallel.plan.ir import Plan, parse_row
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.telling_stages import Log, NoChannel, units_of
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.module import ModelError
-from megatron.core.parallel_state import single_process
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import STRATEGIES, WIDTH, Net, assert_at_rest, seeded, sharded, unit_sizes
 

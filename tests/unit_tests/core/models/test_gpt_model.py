@@ -6,9 +6,9 @@ import torch
 from megatron.core.device import current_device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
-from megatron.core.parallel_state import DEFAULT_TIMEOUT, Group
 from megatron.core.param_meta import GradRoute, InitKind
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transport.parallel_state import DEFAULT_TIMEOUT, Group
 from tests.harness.tiny_models import (
     GQA,
     ROPE,

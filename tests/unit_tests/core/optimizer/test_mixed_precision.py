@@ -18,9 +18,9 @@ from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta, infer_param_meta
-from megatron.training.weight_pieces import weight_pieces
+from megatron.core.transport.parallel_state import single_process
+from megatron.training.run.weight_pieces import weight_pieces
 from tests.harness.ranks import run_ranks
 
 WHOLE = STRATEGIES["no_shard"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -16,9 +15,10 @@ from megatron.core.distributed.sharding import STRATEGIES, ShardPlace, sharding_
 from megatron.core.optimizer.clip_grads import norm_of
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_state import single_process
 from megatron.core.param_meta import ParamMeta
 from megatron.core.squared_sums import squared_sums
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.cut_models import MODEL, cut_buffer, cut_stages, global_part
 from tests.harness.ranks import RanksError, run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.optimizer.ragged_ends import VECTOR, RaggedEnds, vector_of
+from megatron.core.optimizer.unaligned_tails import VECTOR, RaggedEnds, vector_of
 
 
 def test_ends_are_gathered_filled_up_and_put_back():

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.core.device import current_device
-from megatron.core.parallel_state import DEFAULT_TIMEOUT, Group
 from megatron.core.param_meta import GradRoute, InitKind, Region
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.norm import Norm
+from megatron.core.transport.parallel_state import DEFAULT_TIMEOUT, Group
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.tiny_models import tiny_config
 

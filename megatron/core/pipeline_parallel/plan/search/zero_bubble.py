@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_
 from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.solve import solve
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.two_chunks import v_placement
+from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 

@@ -80,7 +80,7 @@ def test_times_and_activations_are_told_in_the_units_of_costs(facts, cost, held)
 def test_small_sizes_are_told_in_kib():
     spec = dataclasses.replace(specs("1f1b")[0], estimated=True)
     told = {1.31789e6: "1.26 MiB", 972800: "0.93 MiB", 2**32: "4096.00 MiB", 1024: "1.00 KiB", 0: "0.00 MiB"}
-    assert {size: spec.told_activation(size) for size in told} == told
+    assert {size: spec.describe_activation(size) for size in told} == told
 
 
 def test_1f1b_wins_where_transfers_cost_much():

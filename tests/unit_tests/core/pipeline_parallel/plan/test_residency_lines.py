@@ -6,7 +6,7 @@ import json
 from megatron.core.pipeline_parallel.plan import residency_lines
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves, StepResidency
-from megatron.training.metrics_file import MetricsFile, read_metrics
+from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 MIB = 2**20
 HELD = HeldBytes(at_rest=3 * MIB, gathered=MIB, gradients=MIB // 2, activations=6 * MIB)

@@ -3,7 +3,7 @@ import pytest
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.two_chunks import v_placement
+from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
 
 def test_both_ends_of_the_model_are_on_the_first_rank():

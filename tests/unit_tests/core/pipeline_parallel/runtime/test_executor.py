@@ -295,7 +295,9 @@ def test_a_lost_peer_is_told_with_rank_stage_iteration_and_operation():
     survivor, dead = rank_outcomes(check, 2, timeout=20)
     assert dead.died == "exited with status 9 without returning"
     last = survivor.error.strip().splitlines()[-1]
-    assert last.startswith("megatron.core.peer_loss.PeerLostError: rank 0: stage 0, iteration 5, 0BW"), last
+    assert last.startswith(
+        "megatron.core.transport.peer_loss.PeerLostError: rank 0: stage 0, iteration 5, 0BW"
+    ), last
     assert ": 0RECV_B" in last
     assert "lost rank 1 in receive over group 'pp_backward'" in last
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.collectives import Pending
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.transport.collectives import Pending
 from tests.harness.ranks import run_ranks
 
 

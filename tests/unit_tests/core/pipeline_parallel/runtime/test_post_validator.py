@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, parse_op
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.rollback_ops import undone
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.plan.undone import undone
 from megatron.core.pipeline_parallel.runtime.executor import Go
 from megatron.core.pipeline_parallel.runtime.post_validator import Completed, PostValidator
 from megatron.core.validation_state import ValidationState

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-from megatron.core.parallel_state import single_process
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.measured import read_timeline
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
@@ -19,6 +18,7 @@ from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.ranks import run_ranks
 from tests.harness.telling_stages import Log, NoChannel, TellingStage, units_of
 from tests.harness.toy_pipeline import ToyChunk, lowered

@@ -1,0 +1,59 @@
+"""Small data of the host, such as names and sizes, told among the ranks of a group."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import Group
+
+
+def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
+    """Every rank's bytes, in group order. For small host data: lengths first, then padded to the longest."""
+    if group.size == 1:
+        return [data]
+    device = _device(group)
+    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
+    collectives.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group)
+    sizes = [int(n) for n in lengths.tolist()]  # sync: the sizes of host data
+    longest = max(sizes)
+    if longest == 0:
+        return [b""] * group.size
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    everyone = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
+    collectives.all_gather(everyone, mine, group)
+    rows = everyone.view(group.size, longest).cpu().numpy()  # sync: host data
+    return [rows[rank, :size].tobytes() for rank, size in enumerate(sizes)]
+
+
+def all_gather_json(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, in group order, through JSON: plain data only, nothing is executed when it is read.
+
+    NaN and infinities pass. Keys of mappings become strings, tuples become lists, on every rank alike.
+    """
+    return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode(), group)]
+
+
+def broadcast_json(value: Any, group: Group, source: int = 0) -> Any:
+    """The value of the group's rank `source` on every rank, through JSON; what others pass is ignored."""
+    data = json.dumps(value).encode() if group.rank == source else b""
+    if group.size == 1:
+        return json.loads(data)
+    device = _device(group)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    collectives.broadcast(length, group, source)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)  # sync: the size of host data
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    collectives.broadcast(buffer, group, source)
+    return json.loads(buffer.cpu().numpy().tobytes())
+
+
+def _device(group: Group) -> torch.device:
+    """Where small host data has to be for this group's backend to carry it."""
+    return torch.device("cpu") if group.backend == "gloo" else group.device.torch_device

@@ -1,0 +1,125 @@
+"""Between torch's meshes and our `ParallelState`, and a state of all ranks there are: for use without our trainer.
+
+A torch mesh or the default process group becomes a state of data parallel ranks with communicators of its own;
+a state's groups become a mesh where torch wants one, without a new communicator.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.device import Device, device_in_use
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import (
+    DEFAULT_TIMEOUT,
+    Group,
+    ParallelState,
+    make_parallel_state,
+    make_state_of_parts,
+    single_process,
+)
+from megatron.core.transport.rank_grid import RankGrid
+from megatron.core.transport.rank_groups import MeshError, parts_from_places
+
+
+def device_mesh(ps: ParallelState, *purposes: str) -> DeviceMesh:
+    """A torch DeviceMesh over groups that exist already, for interoperation: `device_mesh(ps, "dp", "tp")`.
+
+    One dim a purpose, named after it, slowest first: axes ("pp", "dp", "tp"), or ("dp_outer", "dp_gather")
+    for hybrid sharding. Ranks along axes that are not named have meshes of their own. Makes no
+    communicator, so a group of one cannot be a dim: leave it out. Communicates nothing.
+    """
+    groups = [ps.group(purpose) for purpose in purposes]
+    handles = [group.process_group for group in groups if group.process_group is not None]
+    alone = [group.purpose for group in groups if group.size == 1]
+    assert groups, "a mesh over no purpose"
+    assert not alone, f"mesh over {purposes}: {alone} have one rank and no communicator"
+    # Distances along the axes add up: this is what a grid is.
+    own = groups[0].ranks[groups[0].rank]
+    ranks = torch.tensor(own)
+    for group in groups:
+        ranks = ranks.unsqueeze(-1) + (torch.tensor(group.ranks) - own)
+    assert ranks.unique().numel() == ranks.numel(), f"{purposes} are not independent: {ranks.tolist()}"
+    if len(groups) == 1:
+        return DeviceMesh.from_group(handles[0], ps.device.kind, mesh_dim_names=purposes)
+    return DeviceMesh.from_group(handles, ps.device.kind, ranks, mesh_dim_names=purposes)
+
+
+def parallel_state_of_mesh(
+    mesh: DeviceMesh, device: Device | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT
+) -> ParallelState:
+    """A state of data parallel ranks, those of a torch mesh: (inner,), or (outer, inner) for hybrid sharding.
+
+    Its world is the mesh: `ps.rank` is this rank's place in it, the last dim fastest. Makes communicators of its
+    own and uses none of the mesh's. Communicates over the default process group, and every rank of that calls it,
+    with its own mesh: ranks may stand in different ones, such as slices of a larger mesh. device: what
+    `mesh.device_type` says, CUDA's current one.
+
+    Raises MeshError for more than two dims, for a rank outside its mesh, and for meshes that overlap.
+    """
+    device = device or device_in_use(mesh.device_type)
+    world = tuple(range(dist.get_world_size()))
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
+    outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
+    usable = mesh.ndim <= 2 and dist.get_rank() in ranks
+    # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
+    # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.
+    here = (ranks[0], ranks.index(dist.get_rank()), len(ranks), outer) if usable else (-1, 0, 0, 0)
+    told = _gather_numbers(here, world, device, timeout)
+    _check_mesh(mesh, dist.get_rank())
+    parts = parts_from_places(told)
+    own = next(part for part in parts if dist.get_rank() in part.ranks)
+    return make_state_of_parts(parts, own, device, timeout)
+
+
+def data_parallel_state(
+    device: Device | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT
+) -> ParallelState:
+    """All ranks of torch's default process group, data parallel; one process where there is no such group.
+
+    device: CUDA's current one where there is one and the ranks do not talk over gloo alone. Communicates over the
+    default process group.
+    """
+    if not dist.is_initialized():
+        return single_process(device or device_in_use(), timeout=timeout)
+    device = device or device_in_use("cpu" if dist.get_backend() == "gloo" else None)
+    world_size = dist.get_world_size()
+    return make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
+
+
+def _check_mesh(mesh: DeviceMesh, rank: int) -> None:
+    shape = tuple(mesh.mesh.shape)
+    if mesh.ndim > 2:
+        raise MeshError(
+            f"a mesh of {mesh.ndim} dims {shape}: data parallelism takes one, or two as (outer, inner) for hybrid "
+            f"sharding; pass the slice of these dims, as in mesh['dp'] or mesh['outer', 'inner']"
+        )
+    if rank not in mesh.mesh.flatten().tolist():
+        raise MeshError(
+            f"rank {rank} is not in the mesh {mesh.mesh.tolist()}; give every rank a mesh that it is in, "
+            "such as one of its own, [rank]"
+        )
+
+
+def _gather_numbers(
+    own: tuple[int, ...], world: tuple[int, ...], device: Device, timeout: datetime.timedelta
+) -> list[list[int]]:
+    """Everybody's numbers in rank order, over the default process group."""
+    host = dist.get_backend() == "gloo"
+    group = Group(
+        "default",
+        world,
+        dist.get_rank(),
+        "gloo" if host else device.backend,
+        dist.group.WORLD,
+        device,
+        timeout,
+    )
+    place = torch.device("cpu") if host else device.torch_device
+    told = torch.empty(len(world), len(own), dtype=torch.int64, device=place)
+    collectives.all_gather(told, torch.tensor(own, device=place), group)
+    return told.tolist()

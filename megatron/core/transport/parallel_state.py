@@ -1,0 +1,338 @@
+"""Who this rank is and whom it talks to: one frozen `ParallelState`, built once, passed first as `ps`.
+
+The only module that makes process groups. A group belongs to a *purpose* (a row of `rank_groups.PURPOSES`): two
+purposes over the same ranks have separate communicators, because one communicator runs its collectives one
+after the other.
+
+Size and rank along an axis (`ps.dp_size`, `ps.dp_rank`) are those of the grid; rank r of the world is
+`grid.coordinates(r)`. What torch has already, a mesh or its default process group, becomes a state in `mesh.py`; the
+state's world may then be a part of torch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.device import Device, current_device
+from megatron.core.transport.peer_loss import peer_loss_named
+from megatron.core.transport.rank_grid import RankGrid
+from megatron.core.transport.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
+from megatron.core.transport.shm_transport import HostTransport, meet_on_host
+from megatron.core.transport.traffic_counter import TrafficCounter
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+Observer = Callable[[str, str, tuple[int, ...]], None]  # (operation, purpose, ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Ranks that talk for one purpose, seen from one of them.
+
+    ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
+    one, which never communicates. observer: hears of every collective before it begins. traffic: what its collectives
+    have moved. host: what moves tensors between its ranks without messages, where there is one.
+    """
+
+    purpose: str
+    ranks: tuple[int, ...]
+    rank: int
+    backend: str
+    process_group: dist.ProcessGroup | None
+    device: Device
+    timeout: datetime.timedelta
+    observer: Observer | None = None
+    traffic: TrafficCounter = dataclasses.field(default_factory=TrafficCounter, compare=False, repr=False)
+    host: HostTransport | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelState:
+    """This rank's place in the grid and its groups. Made by the functions of this module.
+
+    rank: this rank's place in the state's world. Groups hold ranks of torch's world, which is the same one except
+    in a state made of a mesh over a part of it.
+    """
+
+    rank: int
+    world_size: int
+    grid: RankGrid
+    device: Device
+    groups: Mapping[str, Group]
+
+    def group(self, purpose: str) -> Group:
+        assert purpose in self.groups, f"no group {purpose!r}; purposes: {sorted(self.groups)}"
+        return self.groups[purpose]
+
+    @property
+    def world_group(self) -> Group:
+        return self.group("world")
+
+    @property
+    def control_group(self) -> Group:
+        return self.group("control")
+
+    @property
+    def dp_group(self) -> Group:
+        return self.group("dp")
+
+    @property
+    def dp_reduce_group(self) -> Group:
+        """The inner ranks: one distributed optimizer instance, all of dp when there is one."""
+        return self.group("dp_reduce")
+
+    @property
+    def dp_gather_group(self) -> Group:
+        """The inner ranks on another communicator: parameters are gathered while gradients are reduced."""
+        return self.group("dp_gather")
+
+    @property
+    def dp_outer_group(self) -> Group:
+        """The same shard in every distributed optimizer instance."""
+        return self.group("dp_outer")
+
+    @property
+    def tp_group(self) -> Group:
+        return self.group("tp")
+
+    @property
+    def mp_group(self) -> Group:
+        """All ranks that together hold one copy of the model."""
+        return self.group("mp")
+
+    @property
+    def pp_group(self) -> Group:
+        return self.group("pp")
+
+    @property
+    def pp_forward_group(self) -> Group:
+        return self.group("pp_forward")
+
+    @property
+    def pp_backward_group(self) -> Group:
+        return self.group("pp_backward")
+
+    @property
+    def embedding_group(self) -> Group:
+        """The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone."""
+        return self.group("embedding")
+
+    @functools.cached_property
+    def coordinates(self) -> Mapping[str, int]:
+        """This rank's place along every axis."""
+        return MappingProxyType(dict(self.grid.coordinates(self.rank)))
+
+    @property
+    def tp_rank(self) -> int:
+        return self.coordinates["tp"]
+
+    @property
+    def dp_rank(self) -> int:
+        return self.coordinates["dp"]
+
+    @property
+    def pp_rank(self) -> int:
+        return self.coordinates["pp"]
+
+    @property
+    def tp_size(self) -> int:
+        return self.grid.tp
+
+    @property
+    def dp_size(self) -> int:
+        return self.grid.dp
+
+    @property
+    def pp_size(self) -> int:
+        return self.grid.pp
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        """The rank that prints Megatron's lines."""
+        return self.rank == self.world_size - 1
+
+
+def init_process_group(
+    device: Device,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    backend: str | None = None,
+    init_method: str = "env://",
+    store: dist.Store | None = None,
+) -> dist.Store:
+    """Meet the other ranks of the world (torch's default process group); the store that they met through.
+
+    A world of one meets nobody: its store is a local one. backend: the device's own by default. init_method "env://" is
+    what torchrun sets up. store: one that all ranks have reached already, instead of an init_method.
+
+    Raises PeerLostError when a rank does not come within the timeout or dies meanwhile.
+    """
+    if world_size == 1:
+        return store or dist.HashStore()
+    everyone = tuple(range(world_size))
+    if store is None:
+        with peer_loss_named("rendezvous", "default", everyone, rank):
+            store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
+        store.set_timeout(timeout)
+    with peer_loss_named("init_process_group", "default", everyone, rank):
+        dist.init_process_group(
+            backend or device.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device.torch_device if device.kind == "cuda" else None,
+        )
+    return store
+
+
+def destroy_process_group(ps: ParallelState) -> None:
+    """Leave the world, all ranks together.
+
+    The barrier is needed: tearing down while a peer is still talking aborts it ("terminate called without an
+    active exception"). Not for a rank that leaves because of an error: it just exits.
+    """
+    if ps.world_size > 1:
+        with peer_loss_named("leaving the world", "default", tuple(range(ps.world_size)), ps.rank):
+            dist.barrier()
+        dist.destroy_process_group()
+
+
+def make_parallel_state(
+    grid: RankGrid,
+    device: Device,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    observer: Observer | None = None,
+    *,
+    num_distributed_optimizer_instances: int = 1,
+) -> ParallelState:
+    """Make every group of `PURPOSES`; the default process group must exist (`init_process_group`).
+
+    num_distributed_optimizer_instances: into so many parts dp is divided (dp_reduce and dp_gather are one of them,
+    dp_outer goes across).
+
+    timeout: after which a collective gives up on a silent peer. observer: told of every collective, for a
+    watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same
+    arguments. Raises RankGridError when the instances do not divide dp, PeerLostError naming the purpose whose
+    group was being made.
+    """
+    check_instances(grid, num_distributed_optimizer_instances)
+    if grid.world_size == 1:
+        return single_process(device, grid=grid, timeout=timeout)
+    world_size = dist.get_world_size()
+    assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
+    everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
+    return make_state_of_parts([everyone], everyone, device, timeout, observer)
+
+
+def make_state_of_parts(
+    parts: list[WorldPart],
+    own: WorldPart,
+    device: Device,
+    timeout: datetime.timedelta,
+    observer: Observer | None = None,
+) -> ParallelState:
+    """A state of `own`, the part of torch's world in which this rank stands. parts: all of them, on every rank.
+
+    Communicates over the default process group: every rank goes through the groups of all parts and keeps its own.
+    Raises PeerLostError naming the purpose whose group was being made.
+    """
+    rank = dist.get_rank()
+    groups: dict[str, Group] = {}
+    transports: list[HostTransport] = []
+    for purpose in PURPOSES:
+        ranks = own.own_ranks(purpose, rank)
+        lists = [one for part in parts for one in part.rank_lists(purpose)]
+        backend = _backend(purpose, device)
+        if observer is not None and len(ranks) > 1:
+            observer("new_group", purpose.name, ranks)
+        with peer_loss_named("new_group", purpose.name, ranks, rank):
+            process_group = _make_communicator(purpose, lists, ranks, backend, timeout)
+        group = Group(purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout)
+        host = meet_on_host(group, transports) if purpose.on_host else None
+        groups[purpose.name] = dataclasses.replace(group, observer=observer, host=host)
+    place, size = own.ranks.index(rank), len(own.ranks)
+    return ParallelState(place, size, own.grid, device, MappingProxyType(groups))
+
+
+def single_process(
+    device: Device | None = None,
+    *,
+    grid: RankGrid | None = None,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+) -> ParallelState:
+    """A world of one: no process group, no communication at all."""
+    device = device or current_device()
+    grid = grid or RankGrid(world_size=1)
+    assert grid.world_size == 1, f"single_process with a grid for {grid.world_size} ranks"
+    groups = {
+        purpose.name: Group(purpose.name, (0,), 0, _backend(purpose, device), None, device, timeout)
+        for purpose in PURPOSES
+    }
+    return ParallelState(0, 1, grid, device, MappingProxyType(groups))
+
+
+def _backend(purpose: Purpose, device: Device) -> str:
+    return "gloo" if purpose.transport == "host" else device.backend
+
+
+def _make_communicator(
+    purpose: Purpose,
+    lists: list[tuple[int, ...]],
+    own: tuple[int, ...],
+    backend: str,
+    timeout: datetime.timedelta,
+) -> dist.ProcessGroup | None:
+    """This rank's communicator for a purpose, None when it is alone.
+
+    Every rank goes through every list, its own or not, in one order. torch's way of asking the members alone
+    (use_local_synchronization) names a group by the number of groups its rank has, which differs between
+    ranks here (embedding): the members would wait for each other under different names. And NCCL's groups are
+    split off the world's, in which every rank takes part.
+    """
+    mine: dist.ProcessGroup | None = None
+    for ranks in lists:
+        if len(ranks) > 1:
+            made = dist.new_group(
+                list(ranks),
+                timeout,
+                backend,
+                group_desc=purpose.name,
+                **_options(purpose, ranks, backend, timeout),
+            )
+            mine = made if ranks == own else mine
+    if mine is not None and backend == "nccl" and purpose.point_to_point:
+        dist.barrier(mine)  # all ranks of a communicator must take part in its first use
+    return mine
+
+
+def _options(
+    purpose: Purpose, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta
+) -> dict[str, Any]:
+    """What a communicator asks for beyond the usual."""
+    options: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
+        options["sort_ranks"] = False
+    if backend == "nccl" and purpose.high_priority:
+        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl._timeout = timeout  # torch warns where the two differ
+        options["pg_options"] = nccl
+    return options

@@ -1,0 +1,123 @@
+"""A peer died or stays silent: the error that says so, and how it is told from our own mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.core.transport.parallel_state import Group
+
+# What backends and stores say when a peer is gone or silent, as against a call with wrong shapes or types.
+_LOST = re.compile(
+    r"connection|timed? ?out|peer|socket|broken pipe|remote process|monitoredBarrier|aborted", re.IGNORECASE
+)
+# A port that is taken is this machine's trouble: no peer is to blame, and torch's text names the port.
+_OWN = re.compile(r"EADDRINUSE|failed to (listen|bind)", re.IGNORECASE)
+
+
+class PeerLostError(RuntimeError):
+    """A peer died or stayed silent for longer than the timeout: this rank cannot go on (exit status 6).
+
+    op, purpose: the call and the group it was made on. rank: the one that tells. peer: the lost one, where the
+    call has only one. where: what the rank was doing, see `at`.
+    """
+
+    status = 6
+
+    def __init__(
+        self,
+        op: str,
+        purpose: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        elapsed_s: float,
+        detail: str,
+        *,
+        peer: int | None = None,
+        where: str = "",
+    ) -> None:
+        self.op = op
+        self.purpose = purpose
+        self.ranks = ranks
+        self.rank = rank
+        self.elapsed_s = elapsed_s
+        self.detail = detail
+        self.peer = peer
+        self.where = where
+        lost = "a peer" if peer is None else f"rank {peer}"
+        super().__init__(
+            f"rank {rank}: {where + ': ' if where else ''}lost {lost} in {op} over group {purpose!r} (ranks "
+            f"{_abridged(ranks)}) after {elapsed_s:.1f} s: {detail}"
+        )
+
+    def at(self, where: str) -> PeerLostError:
+        """The same loss, told with where it hit, such as "stage 1, iteration 3, 1RECV_F5".
+
+        An outer `where` goes in front of an inner one. `raise error.at(where) from error`.
+        """
+        return PeerLostError(
+            self.op,
+            self.purpose,
+            self.ranks,
+            self.rank,
+            self.elapsed_s,
+            self.detail,
+            peer=self.peer,
+            where=f"{where}: {self.where}" if self.where else where,
+        )
+
+
+@contextlib.contextmanager
+def peer_loss_named(
+    op: str,
+    purpose: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    *,
+    started: float | None = None,
+    peer: int | None = None,
+) -> Iterator[None]:
+    """PeerLostError where a peer is to blame; any other error (a wrong shape or type is our own) passes.
+
+    ranks: those of the group. rank: this one's number in the world. started: when the call began, by
+    `time.monotonic`; now by default.
+    """
+    began = time.monotonic() if started is None else started
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        ours = isinstance(error, PeerLostError) or _OWN.search(text) is not None
+        if ours or not (isinstance(error, dist.DistError) or _LOST.search(text)):
+            raise
+        elapsed_s = time.monotonic() - began
+        raise PeerLostError(op, purpose, ranks, rank, elapsed_s, _first_line(text), peer=peer) from error
+
+
+def blame(error: RuntimeError, op: str, group: Group, started: float, peer: int | None = None) -> NoReturn:
+    """Raise the error of a call on a group: as PeerLostError where a peer is to blame. By hand, in an `except`, where a
+    context manager around every call would cost too much."""
+    me = group.ranks[group.rank]
+    with peer_loss_named(op, group.purpose, group.ranks, me, started=started, peer=peer):
+        raise error
+    raise AssertionError("not reached: an error passes or is told in other words")
+
+
+def _first_line(text: str) -> str:
+    """The message without the C++ stack, and without the source positions that backends put into it."""
+    line = text.strip().splitlines()[0] if text.strip() else "no message"
+    line = line.partition(" This is typically caused by ")[0]  # gloo's advice to itself
+    line = re.sub(r"\[[^\]]*\.(cc|cpp|h|hpp):\d+\]:?\s*", "", line)
+    return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
+
+
+def _abridged(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= 16:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}], {len(ranks)} in all"

@@ -1,0 +1,279 @@
+"""All-gathers and reduce-scatters between ranks of one host through memory that all of them see.
+
+Every rank has two slots, taken in turns, and two counters: of the operations whose data it has put into its slots, and
+of those that it has taken from everybody's. Operation n is put once all others have taken n - 2, and taken once all
+have put n. Starting one never blocks: what cannot be put yet is put by a later call, and `wait` goes on with everything
+until its own operation is done. Two are on their way without anybody's waiting, any number may be under way.
+
+A rank takes NUM_BYTES at most for a group: pages that no operation has come to are not there. The memory has no name
+and goes with the last process that uses it, however that ends.
+
+[Note: order of writes] What a rank wrote before it counted is seen by those who have seen the count: so on x86, where
+stores are seen in their order. Elsewhere there is no such transport, and ranks send messages.
+
+[Note: several groups] Ranks may wait for two groups in different orders, where hooks decide. So whoever waits for one
+transport goes on with the others of its parallel state too: a peer may need what this rank has still to put there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.transport import collectives
+from megatron.core.transport.rank_order import add_in_rank_order
+
+if TYPE_CHECKING:
+    from megatron.core.transport.parallel_state import Group
+
+SLOT_BYTES = 16 << 20  # messages take more CPU time at every size: the slots' is a question of memory alone
+_COUNTER_BYTES = 4096
+NUM_BYTES = _COUNTER_BYTES + 2 * SLOT_BYTES
+# Places in a rank's counters, 8 bytes each. A mark a slot: what was put there. The token: whose memory this is.
+_PUT, _TAKEN, _MARKS, _TOKEN = 0, 8, 16, 24
+_NAME = "megatron"
+_ALIGNMENT = 64
+_SMALL = 1 << 20  # bytes
+# How long a rank only looks, as peers are most often there or nearly; and sleeps in between before it suspects them.
+_SPIN_S, _PATIENCE_S = 1e-4, 0.05
+_LONGEST_S = 1e-3  # of a sleep
+
+_Copies = tuple[Sequence[tuple[Tensor, Tensor]], ...]  # by turn: (into, from)
+_Take = Callable[[int], None]  # with the turn
+
+
+class HostTransport:
+    """memory: NUM_BYTES of each rank of the group, in its order. processes: their numbers. together: the transports of
+    this parallel state; this one joins them."""
+
+    def __init__(
+        self, group: Group, memory: list[Tensor], processes: list[int], together: list[HostTransport]
+    ) -> None:
+        self._rank, self._timeout_s = group.rank, group.timeout.total_seconds()
+        self._peers = [_counters(one) for one in memory]
+        self._own = self._peers.pop(group.rank)
+        self._whose = list(zip(group.ranks, processes, strict=True))  # ranks and processes, of the peers only
+        del self._whose[group.rank]
+        self._slots = list(zip(*(one[_COUNTER_BYTES:].split(SLOT_BYTES) for one in memory), strict=True))
+        self._to_put: collections.deque[Operation] = collections.deque()
+        self._to_take: collections.deque[Operation] = collections.deque()
+        self._num_put = self._num_taken = 0
+        self._together = together
+        together.append(self)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether they go into one slot."""
+        return _places(tensors)[-1] <= SLOT_BYTES
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], Operation]:
+        """What starts it, as often as it is called: of each (output [size, n], input [n]), every rank's input into its
+        row; an input may be that row. The inputs fit."""
+        *places, end = _places([input for _, input in pairs])
+        me, laid = self._rank, list(zip(pairs, places, strict=True))
+        puts = tuple(
+            [(_piece(slots[me], place, input), input) for (_, input), place in laid] for slots in self._slots
+        )
+        takes = tuple(
+            [
+                (output[rank], input if rank == me else _piece(slot, place, input))
+                for (output, input), place in laid
+                for rank, slot in enumerate(slots)
+                if rank != me or output[me].data_ptr() != input.data_ptr()
+            ]
+            for slots in self._slots
+        )
+
+        def take(turn: int) -> None:
+            for row, sent in takes[turn]:
+                _copy(row, sent)
+
+        return lambda: self._start(puts, take, 2 * end)
+
+    def reduce_scatter(self, parts: Sequence[tuple[Tensor, Tensor, bool]]) -> Callable[[], Operation]:
+        """What starts it, as often as it is called: of each (shard [n], full [size, n], accumulate), the sum over
+        ranks, in their order, of this rank's row replaces the shard, or is added to it. All rows but one fit."""
+        *places, end = _places([full[1:] for _, full, _ in parts])
+        me, laid = self._rank, list(zip(parts, places, strict=True))
+
+        def put_in(slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+            rows = [(_piece(slot, place, full[1:]), full) for (_, full, _), place in laid]
+            pieces = [
+                one for sent, full in rows for one in ((sent[:me], full[:me]), (sent[me:], full[me + 1 :]))
+            ]
+            return [one for one in pieces if one[0].numel()]
+
+        def in_order(slots: Sequence[Tensor], full: Tensor, place: int) -> list[Tensor]:
+            return [
+                full[me] if rank == me else _piece(slot, place, full[1:])[me - (me > rank)]
+                for rank, slot in enumerate(slots)
+            ]
+
+        puts = tuple(put_in(slots[me]) for slots in self._slots)
+        takes = [
+            [(in_order(slots, full, place), shard, accumulate) for (shard, full, accumulate), place in laid]
+            for slots in self._slots
+        ]
+
+        def take(turn: int) -> None:
+            for sent, shard, accumulate in takes[turn]:
+                add_in_rank_order(sent, shard, accumulate=accumulate)
+
+        return lambda: self._start(puts, take, 2 * end + 1)
+
+    def is_done(self, number: int) -> bool:
+        """Go on with what can be done, here and in the state's other transports; whether operation `number` is."""
+        for transport in self._together:
+            transport._go_on()
+        return self._num_taken >= number
+
+    def wait(self, number: int) -> None:
+        """Return once operation `number` is done. Raises RuntimeError, as backends do, where a peer is lost."""
+        started = looked = time.monotonic()
+        while not self.is_done(number):
+            now = time.monotonic()
+            if now - looked > _PATIENCE_S:
+                looked = now
+                self._look_for_lost(number, now - started)
+            if now - started > _SPIN_S:
+                time.sleep(min(_LONGEST_S, (now - started) / 4))
+
+    def _look_for_lost(self, number: int, waited_s: float) -> None:
+        late = self._late(number)
+        ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
+        if gone := ended.intersection(self._late(number)):  # one may have put everything before it ended
+            raise RuntimeError(f"connection closed by peer: the process of rank {min(gone)} has ended")
+        if waited_s > self._timeout_s:
+            raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
+
+    def _start(self, puts: _Copies, take: _Take, mark: int) -> Operation:
+        operation = Operation(self, self._num_put + len(self._to_put) + 1, puts, take, mark)
+        self._to_put.append(operation)
+        self._go_on()
+        return operation
+
+    def _go_on(self) -> None:
+        while self._to_put and all(peer[_TAKEN] >= self._num_put - 1 for peer in self._peers):
+            operation, turn = self._to_put.popleft(), self._num_put % 2
+            for piece, source in operation.puts[turn]:
+                _copy(piece, source)
+            self._own[_MARKS + turn] = operation.mark
+            self._num_put += 1
+            self._own[_PUT] = self._num_put
+            self._to_take.append(operation)
+        while self._to_take and all(peer[_PUT] > self._num_taken for peer in self._peers):
+            operation, turn = self._to_take.popleft(), self._num_taken % 2
+            marks = {peer[_MARKS + turn] for peer in self._peers}
+            assert marks == {operation.mark}, f"2 x bytes (+ 1: sums): here {operation.mark}, others {marks}"
+            operation.take(turn)
+            self._num_taken += 1
+            self._own[_TAKEN] = self._num_taken
+
+    def _late(self, number: int) -> list[int]:
+        """Ranks of the world that operation `number` waits for, to put theirs or to make room for this one's."""
+        taken = min(number, self._num_put + 1) - 2
+        counters = zip(self._whose, self._peers, strict=True)
+        return [rank for (rank, _), peer in counters if peer[_PUT] < number or peer[_TAKEN] < taken]
+
+
+class Operation(NamedTuple):
+    """One under way: a work, as backends have them. puts: what others are to read, into this rank's slot. take: reads
+    every rank's slot. mark: a number that is the same on all ranks."""
+
+    transport: HostTransport
+    number: int
+    puts: _Copies
+    take: _Take
+    mark: int
+
+    def is_completed(self) -> bool:
+        return self.transport.is_done(self.number)
+
+    def wait(self) -> None:
+        self.transport.wait(self.number)
+
+
+def meet_on_host(group: Group, together: list[HostTransport]) -> HostTransport | None:
+    """A transport for the group; None, on all its ranks alike, where they are on several hosts or devices, or where the
+    system lets one of them not share memory. Communicates over the group. Raises PeerLostError."""
+    if group.size == 1 or group.backend != "gloo" or group.device.kind != "cpu":
+        return None
+    token = int.from_bytes(os.urandom(7))
+    own = _new_file(token)
+    try:
+        told = torch.empty(group.size, 3, dtype=torch.int64)
+        collectives.all_gather(told, torch.tensor([os.getpid(), own, token]), group)
+        memory = _map_all(told.tolist())
+        can = torch.tensor(memory is not None, dtype=torch.int32)
+        collectives.all_reduce(can, group, "min")  # and nobody closes his file before all have mapped it
+    finally:
+        if own >= 0:
+            os.close(own)
+    return HostTransport(group, memory, told[:, 0].tolist(), together) if memory and can else None
+
+
+def _copy(into: Tensor, source: Tensor) -> None:
+    """Of one dtype and shape. Small ones by hand: where nothing is in the caches, the way of `copy_` to its kernel
+    takes 20 to 30 us more."""
+    if source.nbytes <= _SMALL and source.is_contiguous() and into.is_contiguous():
+        ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        into.copy_(source)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where they begin in a slot, one behind the other, and where the last one ends."""
+    return [0, *itertools.accumulate(one.nbytes + -one.nbytes % _ALIGNMENT for one in tensors)]
+
+
+def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:
+    """The tensor in a slot that begins at a place."""
+    piece = slot[place : place + like.nbytes].view(like.dtype)
+    return piece if like.dim() == 1 else piece.view(like.shape)
+
+
+def _new_file(token: int) -> int:
+    """A file without a name, in memory, NUM_BYTES long and empty but for the token; -1 where there can be none."""
+    file = -1
+    if platform.machine() in ("x86_64", "AMD64"):  # see [Note: order of writes]
+        with contextlib.suppress(OSError, AttributeError):  # no Linux
+            file = os.memfd_create(_NAME)
+            os.ftruncate(file, NUM_BYTES)
+            os.pwrite(file, token.to_bytes(8, "little"), 8 * _TOKEN)
+    return file
+
+
+def _map_all(told: list[list[int]]) -> list[Tensor] | None:
+    """Every rank's memory; None where one cannot be had. told: (process, file, token) of each rank, which on another
+    host may be anybody's."""
+    memory: list[Tensor] = []
+    for process, file, _ in told:
+        path = f"/proc/{process}/fd/{file}"
+        with contextlib.suppress(OSError, RuntimeError):  # torch's, for a file that cannot be opened
+            if os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                memory.append(torch.from_file(path, shared=True, size=NUM_BYTES, dtype=torch.uint8))
+    tokens = [_counters(one)[_TOKEN] for one in memory]
+    return memory if tokens == [token for _, _, token in told] else None
+
+
+def _counters(memory: Tensor) -> memoryview:
+    return memoryview(memory[:_COUNTER_BYTES].numpy().data).cast("q")
+
+
+def _has_ended(process: int) -> bool:
+    """Whoever started the process may not have heard of it yet."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | ProcessLookupError)
+    return state in "ZX"

@@ -1,0 +1,256 @@
+"""From the command line to a checked, frozen configuration, before torch is imported (floor 0).
+
+    parse -> (checkpoint's shape) -> resolve -> rules
+
+What is wrong is printed all at once and ends the process with status 2; under a launcher only local rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.training.config.check_config import build_report, render_json, render_text
+from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.config.problems import ConfigurationError, Problem, render_problems
+from megatron.training.config.resolve import Machine, apply_checkpoint_args, resolve
+from megatron.training.config.rule_table import RuleContext
+from megatron.training.config.rules import broken_rules, inert_flags
+from megatron.training.config.saved_config import check_config, saved_config
+from megatron.training.config.saved_vocabulary import saved_padded_vocabulary
+from megatron.training.config.training_config import CheckpointConfig
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json
+from megatron.training.guard.run_folder import is_held
+from megatron.training.report.console import guard_console
+from megatron.training.report.first_page import first_page
+
+__all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
+
+_OF_VALUES = ("value", "range-", "limit-")  # ids of problems that keep a value from being taken
+# A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
+SPEAKER_GRACE_S = 3.0
+
+
+def launch_config(
+    argv: Sequence[str] | None = None,
+    *,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    needs_data: bool = True,
+) -> Config:
+    """The configuration of this launch, or the end of the process.
+
+    argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as Megatron's
+    `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags say.
+    Raises SystemExit: 2 with every problem printed, or the first page where the line is empty; under --check-config 0
+    or 2 after the report; 3 when --load names what cannot be loaded, as far as can be told without reading tensors.
+    """
+    guard_console()
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        env = LaunchEnv.read()
+        line = read_command_line(words, extra_args_provider, args_defaults)
+    except LaunchEnvError as error:
+        raise _refuse_launcher(error, words) from None
+    except ConfigurationError as error:
+        raise _refuse(error.problems, LaunchEnv.read(), words) from None
+    try:
+        config, problems = _resolved(line, env, needs_data=needs_data)
+        if not problems and not config.training.check_config and config.checkpoint.load is not None:
+            check_loadable(config.checkpoint.load, needed_by=config.checkpoint.needs_checkpoint)
+    except CheckpointError as error:
+        raise _refuse_checkpoint(error, env, words, line) from None
+    if config.training.check_config:
+        _report(config, problems, env)
+        raise SystemExit(int(ExitStatus.CONFIGURATION) if problems else 0)
+    if problems and not words and not line.problems:
+        _speak(first_page(sys.orig_argv[0], sys.argv[0], _own_tokenizer(args_defaults or {})), env)
+        raise SystemExit(int(ExitStatus.CONFIGURATION))
+    if problems:
+        raise _refuse(problems, env, words, config)
+    try:
+        env.check_meeting_place()
+    except LaunchEnvError as error:
+        raise _refuse_launcher(error, words) from None
+    if env.rank == 0:
+        for warning in config.warnings:
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+        for note in config.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    return config
+
+
+def parse_config(
+    argv: Sequence[str],
+    *,
+    env: LaunchEnv | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    needs_data: bool = True,
+) -> Config:
+    """Like `launch_config` for callers that are no launch (tools, tests): raises ConfigurationError, prints nothing.
+
+    Without data no tokenizer is needed either.
+    """
+    line = read_command_line(argv, extra_args_provider, args_defaults)
+    config, problems = _resolved(line, env or LaunchEnv(), needs_data=needs_data, needs_tokenizer=needs_data)
+    if problems:
+        raise ConfigurationError(problems)
+    return config
+
+
+def _refuse_launcher(error: LaunchEnvError, words: Sequence[str]) -> SystemExit:
+    """Every rank says it: what its variables say of its place cannot be trusted."""
+    fix = "set the variable to such a value, or unset it; torchrun sets those that ranks need by itself"
+    return _refuse([Problem("launcher", (), str(error), fix)], LaunchEnv(), words)
+
+
+def _refuse(
+    problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], config: Config | None = None
+) -> SystemExit:
+    """The exception that ends the process, after local rank 0 has told why."""
+    text = render_problems(problems)
+    _speak(text, env)
+    save = None if config is None else config.checkpoint.save
+    _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
+    return SystemExit(int(ExitStatus.CONFIGURATION))
+
+
+def _speak(text: str, env: LaunchEnv) -> None:
+    """Print for the ranks of this machine. One that is not the first speaks only if it is still there after the grace:
+    then it alone was refused."""
+    if env.local_rank != 0:
+        time.sleep(SPEAKER_GRACE_S)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _own_tokenizer(args_defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """The flag with which the first page's lines overrule a trainer's own tokenizer, which may need more flags."""
+    return ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in args_defaults else ()
+
+
+def _refuse_checkpoint(
+    error: CheckpointError, env: LaunchEnv, words: Sequence[str], line: CommandLine
+) -> SystemExit:
+    """The exception that ends the process when --load names what cannot be loaded. Local rank 0 says it."""
+    status = ExitStatus.CHECKPOINT
+    if env.local_rank != 0:
+        time.sleep(SPEAKER_GRACE_S)
+    else:
+        print(f"error (checkpoint, exit status {int(status)}): {error}", file=sys.stderr, flush=True)
+        _record_refusal(status, str(error), env, line.values.get("save"), words)
+    return SystemExit(int(status))
+
+
+def _record_refusal(
+    status: ExitStatus, reason: str, env: LaunchEnv, save: str | None, words: Sequence[str]
+) -> None:
+    """Write exit.json into --save, so that no former run's record asks to be started again, if that folder exists and
+    no run holds it: nothing is made for a run that is none. Ranks of the first machine do.
+    """
+    if env.local_rank != env.rank or "--check-config" in words:
+        return
+    save = save or _last_value(words, "--save")
+    if save is not None and os.path.isdir(save) and not is_held(Path(save)):
+        leave_exit_json(save, ExitRecord.of(status, reason, rank=env.rank))
+
+
+def _last_value(words: Sequence[str], flag: str) -> str | None:
+    """A flag's value on a command line that was not parsed."""
+    value = None
+    for word, after in zip(words, [*words, "--"][1:], strict=True):
+        if word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+        elif word == flag and not after.startswith("--"):
+            value = after
+    return value
+
+
+def _resolved(
+    line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
+) -> tuple[Config, list[Problem]]:
+    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
+    check_only = bool(values.get("check_config"))
+    unloadable = _load_problems(values) if check_only and line.complete else []
+    if values.get("use_checkpoint_args") and values.get("load") is not None and not unloadable:
+        saved = saved_config(values["load"], values.get("ckpt_step"))
+        if saved is None:
+            warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
+        else:
+            try:
+                values, origin, told = apply_checkpoint_args(values, origin, saved)
+            except ValueError as error:
+                raise CheckpointError(f"{values['load']}: its configuration's {error}") from None
+            warnings += told
+    has_gpu = env.gpu_present()
+    if check_only and values.get("padded_vocab_size") is None:
+        # A launch asks one rank once all are there: see session.
+        saved_size = saved_padded_vocabulary(values)
+        if saved_size is not None:
+            values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, "checkpoint"
+    memory_bytes = env.memory_bytes()
+    machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
+    config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
+    situation = RuleContext(
+        config=config,
+        env=env,
+        used=tuple(line.used),
+        has_gpu=has_gpu,
+        check_only=check_only,
+        needs_data=needs_data,
+        needs_tokenizer=needs_tokenizer,
+        memory_bytes=memory_bytes,
+    )
+    if not line.complete:
+        return config, line.problems
+    broken = [problem for problem in broken_rules(situation) if not _follows(problem, line.problems)]
+    return config, line.problems + unloadable + broken
+
+
+def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """Under --check-config: why a launch would end with status 3. It reads the checkpoint's manifest, no tensors."""
+    given = {
+        name: values[name]
+        for name in ("load", "finetune", "ckpt_step", "exit_on_missing_checkpoint")
+        if name in values
+    }
+    checkpoint = CheckpointConfig(**given)
+    if checkpoint.load is None:
+        return []
+    try:
+        check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
+        found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
+        if found is not None and values.get("use_checkpoint_args"):
+            config_of(found, check_config)
+    except CheckpointError as error:
+        fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
+        return [Problem("load", ("--load",), f"--load: {error}", fix)]
+    return []
+
+
+def _follows(problem: Problem, told: Sequence[Problem]) -> bool:
+    """Whether a broken rule only says that a flag is missing whose value could not be read, or judges by its default
+    one whose value is refused."""
+    refused = {flag for other in told if other.rule.startswith(_OF_VALUES) for flag in other.flags}
+    misread = refused | {flag for other in told for flag in (*other.flags, *other.meant)}
+    return bool(set(problem.flags) & (misread if problem.rule.startswith("required-") else refused))
+
+
+def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
+    """Print what --check-config is for, from local rank 0."""
+    if env.local_rank == 0:
+        report = build_report(config, problems)
+        told = render_json(report) if config.training.json else render_text(report)
+        encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
+        sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+        if problems and not config.training.json:
+            print(render_problems(problems), file=sys.stderr, flush=True)

@@ -1,0 +1,367 @@
+"""The argparse parser generated from the groups and the flag table, and what a command line says (floor 0)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.config_base import arg_info, value_type
+from megatron.training.config.config import MAX_GUESSES
+from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
+from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.config.values import (
+    BoundsError,
+    check_shape,
+    check_words,
+    convert_loaded,
+    convert_words,
+    listed,
+    shortened,
+    shown,
+)
+from megatron.training.config.yaml_config import read_yaml
+
+GROUP_TITLES: Mapping[str, str] = {
+    "model": "model",
+    "parallel": "parallelism",
+    "ddp": "data parallel engine",
+    "optimizer": "precision, optimizer, schedules",
+    "data": "data",
+    "tokenizer": "tokenizer",
+    "training": "training",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "logging": "logging",
+    "reliability": "reliability",
+}
+MAX_FLAGS = 4096  # on one line; argparse looks through all of them for each
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedFlag:
+    """A known flag that is no implemented field, as the user gave it."""
+
+    entry: FlagEntry
+    spelling: str
+    words: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class CommandLine:
+    """What the user said: values by destination name with their origin, other known flags, the user's own flags."""
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    origin: dict[str, str] = dataclasses.field(default_factory=dict)
+    used: list[UsedFlag] = dataclasses.field(default_factory=list)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    complete: bool = True  # False: the user's own flags stopped the parser half-way
+
+    def set(self, name: str, value: Any, origin: str) -> None:
+        self.values[name], self.origin[name] = value, origin
+
+
+_Recorded = list[tuple[FlagEntry, str, list[str]]]
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows how many words a flag really takes (the parser itself accepts any number, to report all mistakes)."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, _Record):
+            return f"{', '.join(action.option_strings)} {action.shown}".rstrip()
+        return super()._format_action_invocation(action)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return action.shown if isinstance(action, _Record) else super()._format_args(action, default_metavar)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose errors are exceptions."""
+
+    def error(self, message: str) -> Any:
+        raise _ParseError(message)
+
+
+class _ParseError(ValueError):
+    pass
+
+
+class _Record(argparse.Action):
+    """Notes the words after a flag; they are converted, all mistakes at once, after the whole line was read."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, entry: FlagEntry, recorded: _Recorded, help: str
+    ) -> None:
+        self.entry, self.recorded = entry, recorded
+        metavar = _metavar(entry)
+        self.shown = {Arity.SWITCH: "", Arity.ONE: metavar, Arity.MANY: f"{metavar} ..."}[entry.arity]
+        super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        self.recorded.append((self.entry, option_string or self.entry.spelling, list(values)))
+
+
+def _metavar(entry: FlagEntry) -> str:
+    if entry.field is None:
+        return "VALUE"
+    kind = value_type(entry.field.type)
+    plain = {int: "N", float: "X"}.get(kind.kind, "TEXT")
+    words = kind.choices if kind.kind is str else (plain, *kind.choices)
+    return "{" + ",".join(words) + "}" if kind.choices else plain
+
+
+def help_text(entry: FlagEntry) -> str:
+    """One line: what the flag does, its unit, its default, and limits."""
+    assert entry.field is not None
+    info = arg_info(entry.field)
+    assert info is not None
+    notes = [f"unit: {info.unit}"] if info.unit else []
+    notes.append(default_text(entry))
+    if entry.why:
+        notes.append(limit_text(entry))
+    return f"{info.help} ({'; '.join(note for note in notes if note)})".replace("%", "%%")
+
+
+def default_text(entry: FlagEntry) -> str:
+    """ "required", "default: 12" or how the value is derived."""
+    assert entry.field is not None
+    info, default = arg_info(entry.field), entry.field.default
+    assert info is not None
+    if info.derived:
+        return f"default: {info.derived}"
+    if default is None:
+        return "required" if info.required else "default: unset"
+    if isinstance(default, bool):
+        return "default: true, the flag sets false" if default else "default: off"
+    return (
+        f"default: {' '.join(map(str, default)) or 'none'}"
+        if isinstance(default, tuple)
+        else f"default: {default}"
+    )
+
+
+def limit_text(entry: FlagEntry) -> str:
+    """What of a field is not supported, or has no effect."""
+    if entry.state is FlagState.INERT:
+        return f"accepted, no effect: {entry.why}"
+    allowed = [str(value) for value in entry.allowed or () if value not in (None, False)]
+    only = f"only {', '.join(allowed)} supported so far" if allowed else "not supported yet"
+    return f"{only}, {entry.why}"
+
+
+def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -> argparse.ArgumentParser:
+    """Fields first, then the user's own flags, then the flags that are only known: user flags win over those."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Train a GPT. docs/flags.md lists every flag Megatron-LM users know with its state.",
+        allow_abbrev=False,
+        formatter_class=_Help,
+        usage="%(prog)s [--yaml-cfg FILE] [flags]",
+    )
+    sections = {group: parser.add_argument_group(title) for group, title in GROUP_TITLES.items()}
+    table = flag_table()
+    for entry in table.values():
+        if entry.group is not None:
+            _add(sections[entry.group], entry, recorded, help_text(entry))
+    if extra_args_provider is not None:
+        returned = extra_args_provider(parser)
+        parser = parser if returned is None else returned
+    for entry in table.values():
+        if entry.group is None:
+            # An ArgumentError here means that the user's own flag has this name, and theirs counts.
+            with contextlib.suppress(argparse.ArgumentError):
+                _add(parser, entry, recorded, argparse.SUPPRESS)
+    return parser
+
+
+def _add(
+    section: argparse.ArgumentParser | argparse._ArgumentGroup,
+    entry: FlagEntry,
+    recorded: _Recorded,
+    help: str,
+) -> None:
+    kwargs: dict[str, Any] = {
+        "dest": f"_{entry.name}",
+        "action": _Record,
+        "entry": entry,
+        "recorded": recorded,
+    }
+    section.add_argument(*entry.flags, **kwargs, help=help)
+    if entry.negations:
+        section.add_argument(*entry.negations, **kwargs, help=argparse.SUPPRESS)
+
+
+def read_command_line(
+    argv: Sequence[str],
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> CommandLine:
+    """Parse `argv`, with the YAML file it may name below it and `args_defaults` below that.
+
+    Never raises for what a user typed: mistakes are in `.problems`. `--help` exits.
+    """
+    line = CommandLine()
+    recorded: _Recorded = []
+    try:
+        parser = _build(recorded, extra_args_provider)
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(
+            [Problem("extra-flag", (), f"extra_args_provider: {error}", "give your own flag another name")]
+        ) from error
+    words = _joined_negatives(argv)
+    if (count := sum(word.startswith("-") for word in words)) > MAX_FLAGS:
+        message = f"the command line has {count} flags; at most {MAX_FLAGS} are read"
+        line.problems.append(Problem("flag", (), message, "put settings into a file: --yaml-cfg FILE"))
+        line.complete = False
+        return line
+    try:
+        namespace, unknown = parser.parse_known_args(words)
+        line.extra = dict(vars(namespace))
+        line.origin.update(
+            {name: "flag" for name, value in line.extra.items() if value != parser.get_default(name)}
+        )
+        overrides: dict[str, Any] = {}
+        for name, value in (args_defaults or {}).items():
+            _set_default(line, overrides, name, value)
+        _read_file(line, words, overrides)
+        if overrides:
+            # Once more over these values: what the command line says replaces them, the rest stays.
+            recorded.clear()
+            namespace, unknown = parser.parse_known_args(words, argparse.Namespace(**overrides))
+            line.extra = dict(vars(namespace))
+            line.origin.update({n: "flag" for n in overrides if line.extra[n] is not overrides[n]})
+    except _ParseError as error:
+        line.problems.append(Problem("flag", (), str(error), "see --help"))
+        line.complete = False
+        return line
+    own = tuple("--" + name.replace("_", "-") for name in line.extra)
+    line.problems += _unknown_problems(unknown, own)
+    for entry, spelling, given in recorded:
+        _record(line, entry, spelling, given)
+    return line
+
+
+def _joined_negatives(argv: Sequence[str]) -> list[str]:
+    """`--lr -1e-5` as `--lr=-1e-5`, `--window-size -1,-1` likewise: argparse would take these values for flags."""
+    words: list[str] = []
+    for word in argv:
+        if _NEGATIVE_NUMBER.fullmatch(word) and words and words[-1].startswith("--") and "=" not in words[-1]:
+            words[-1] = f"{words[-1]}={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _set_default(line: CommandLine, overrides: dict[str, Any], name: str, value: Any) -> None:
+    entry = flag_table().get(name)
+    if name in line.extra:
+        overrides[name] = value
+        line.origin[name] = "args_defaults"
+    elif entry is None:
+        close = closest_flags("--" + name.replace("_", "-"), count=1)
+        hint = f"did you mean {close[0][2:].replace('-', '_')}?" if close else "use a destination name"
+        line.problems.append(Problem("args-defaults", (), f"args_defaults has an unknown name {name}", hint))
+    elif entry.field is not None:
+        _loaded(line, entry, value, "args_defaults")
+
+
+def _loaded(line: CommandLine, entry: FlagEntry, value: Any, origin: str) -> None:
+    assert entry.field is not None
+    try:
+        line.set(
+            entry.name,
+            convert_loaded(entry.field, list(value) if isinstance(value, tuple) else value),
+            origin,
+        )
+    except ValueError as error:
+        told = f"{origin}: {entry.name}"
+        line.problems.append(value_problem(entry, entry.spelling, told, error, "give a value of this kind"))
+
+
+def _read_file(line: CommandLine, words: list[str], overrides: dict[str, Any]) -> None:
+    """Settings of the last `--yaml-cfg` on the line."""
+    path = None
+    for at, word in enumerate(words):
+        if word == "--yaml-cfg" and at + 1 < len(words):
+            path = words[at + 1]
+        elif word.startswith("--yaml-cfg="):
+            path = word.partition("=")[2]
+    if path is None:
+        return
+    table = flag_table()
+    settings, problems = read_yaml(path, frozenset(line.extra) | frozenset(table))
+    line.problems += problems
+    for setting in settings:
+        entry = table.get(setting.name)
+        if setting.name in line.extra:
+            overrides[setting.name] = setting.value
+            line.origin[setting.name] = setting.origin
+        elif entry is not None and entry.field is not None:
+            _loaded(line, entry, setting.value, setting.origin)
+        elif entry is not None and setting.value is not None and setting.value is not False:
+            given = setting.value if isinstance(setting.value, list) else [setting.value]
+            shown = () if setting.value is True else tuple(map(str, given))
+            line.used.append(UsedFlag(entry, setting.name, shown))
+
+
+def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: list[str]) -> None:
+    """One flag of the command line."""
+    try:
+        if entry.arity is Arity.SWITCH and words:
+            raise ValueError(f"takes no value, got {listed(words)}")
+        if entry.field is None:
+            if entry.arity is Arity.ONE and len(words) != 1:
+                raise ValueError(f"expects one value, got {listed(words)}")
+            check_words(words)
+            check_shape(entry.name, words)
+            line.used.append(UsedFlag(entry, spelling, tuple(words)))
+        elif entry.arity is Arity.SWITCH:
+            turned = not entry.field.default
+            line.set(entry.name, turned if spelling in entry.flags else not turned, "flag")
+        else:
+            line.set(entry.name, convert_words(entry.field, words), "flag")
+    except ValueError as error:
+        fix = "leave the value out" if entry.arity is Arity.SWITCH else "see --help for its values"
+        line.problems.append(value_problem(entry, spelling, spelling, error, fix))
+
+
+def value_problem(entry: FlagEntry, flag: str, told: str, error: ValueError, fix: str) -> Problem:
+    """What is wrong with a value. told: whose it is, in words. fix: where the value is not one of its kind."""
+    if isinstance(error, BoundsError):
+        return Problem(f"{error.rule}-{entry.name.replace('_', '-')}", (flag,), f"{told} {error}", error.fix)
+    return Problem("value", (flag,), f"{told} {error}", fix)
+
+
+def _unknown_problems(words: Sequence[str], spelled: tuple[str, ...]) -> list[Problem]:
+    """Words that no flag took: unknown flags (their values belong to them) and strays."""
+    problems: list[Problem] = []
+    known, stray, more = tuple(f for f in spelled if f.startswith("--")), True, 0
+    for word in words:
+        unknown = word.startswith("--") and len(word) > 2
+        if not unknown and not stray:
+            continue
+        stray = not unknown
+        if len(problems) == MAX_GUESSES:
+            more += 1
+        elif unknown:
+            flag = shortened(word.partition("=")[0])
+            close = closest_flags(flag, known)
+            fix = f"did you mean {', '.join(close)}?" if close else "see docs/flags.md for every known flag"
+            problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix, tuple(close)))
+        else:
+            told = f"{shown(word)} belongs to no flag"
+            problems.append(Problem("stray-word", (), told, "put it behind its flag"))
+    if more:
+        told = f"{more} more words are unknown flags, or belong to none"
+        problems.append(Problem("unknown-flag", (), told, "mend those above first"))
+    return problems

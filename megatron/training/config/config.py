@@ -1,0 +1,339 @@
+"""The whole configuration of a run: one field a group, and where every value came from (floor 0)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset_config import DataConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import Sharding, ShardPlace, sharding_of
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.models.gpt.stage_schedule import StagedModel
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.rank_grid import (
+    DEFAULT_ORDER,
+    TP_PP_DP_ORDER,
+    RankGrid,
+    RankGridError,
+    dense_grid,
+    expert_grid,
+)
+from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
+from megatron.training.config.training_config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ReliabilityConfig,
+    TrainingConfig,
+)
+from megatron.training.run.state_bytes import rank_budget
+
+GROUPS: Mapping[str, type[Any]] = types.MappingProxyType(
+    {
+        "model": TransformerConfig,
+        "parallel": ModelParallelConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+        "tokenizer": TokenizerConfig,
+        "training": TrainingConfig,
+        "evaluation": EvaluationConfig,
+        "checkpoint": CheckpointConfig,
+        "logging": LoggingConfig,
+        "reliability": ReliabilityConfig,
+    }
+)
+FIELDS: Mapping[str, tuple[str, dataclasses.Field[Any]]] = types.MappingProxyType(
+    {field.name: (group, field) for group, cls in GROUPS.items() for field in dataclasses.fields(cls)}
+)
+assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values()), "a name is in two groups"
+
+DEFAULT_ORIGIN = "default"
+# difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
+CLOSE_ENOUGH = 0.7
+MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of them are a wrong file, not slips
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A resolved configuration.
+
+    extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
+    "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0.
+    """
+
+    model: TransformerConfig
+    parallel: ModelParallelConfig
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    reliability: ReliabilityConfig
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_flat(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        origin: Mapping[str, str] | None = None,
+        warnings: tuple[str, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> Config:
+        """From destination names, the rest at their defaults. Lists become tuples. Unknown names: ValueError."""
+        unknown = sorted(set(values) - set(FIELDS))
+        if unknown:
+            raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")
+        told: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        for name, value in values.items():
+            told[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
+        groups = {group: group_cls(**told[group]) for group, group_cls in GROUPS.items()}
+        return cls(
+            **groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings, notes=notes
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting under its destination name, the user's own flags left out."""
+        return {name: value for _, name, value in self._walk()}
+
+    def _walk(self) -> Iterator[tuple[str, str, Any]]:
+        for group, group_cls in GROUPS.items():
+            for field in dataclasses.fields(group_cls):
+                yield group, field.name, getattr(getattr(self, group), field.name)
+
+    def replace(self, *, origin: str = "derived", **values: Any) -> Config:
+        """A copy with some settings changed, named by destination, and with their origin."""
+        return Config.from_flat(
+            {**self.flat(), **values},
+            extra=self.extra,
+            origin={**self.origin, **dict.fromkeys(values, origin)},
+            warnings=self.warnings,
+            notes=self.notes,
+        )
+
+    def given(self, name: str) -> bool:
+        return is_given(self.origin.get(name, DEFAULT_ORIGIN))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.training.world_size or 1
+
+    @property
+    def rank_order(self) -> str:
+        return TP_PP_DP_ORDER if self.parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER
+
+    def grid(self) -> RankGrid:
+        """Dense ranks. Raises RankGridError."""
+        p = self.parallel
+        return dense_grid(
+            self.world_size,
+            tp=p.tensor_model_parallel_size,
+            cp=p.context_parallel_size,
+            pp=p.pipeline_model_parallel_size,
+            order=self.rank_order,
+        )
+
+    def expert_grid(self) -> RankGrid:
+        """The same ranks as experts see them. Raises RankGridError."""
+        p = self.parallel
+        return expert_grid(
+            self.world_size,
+            etp=p.expert_tensor_parallel_size or p.tensor_model_parallel_size,
+            ep=p.expert_model_parallel_size,
+            pp=p.pipeline_model_parallel_size,
+            order=self.rank_order,
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model. Raises RankGridError where the ranks do not divide."""
+        return self.grid().dp
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What ranks cut; None where the outer strategy does not go with the inner one, which a rule tells."""
+        try:
+            return sharding_of(self.ddp.data_parallel_sharding_strategy, self.ddp.outer_dp_sharding_strategy)
+        except ValueError:
+            return None
+
+    @property
+    def shard_place(self) -> ShardPlace | None:
+        """Over how many ranks states are cut, on the first; None where ranks do not divide, which rules tell."""
+        instances = self.ddp.num_distributed_optimizer_instances
+        try:
+            ranks = self.data_parallel_size
+        except RankGridError:
+            return None
+        if instances < 1 or ranks % instances:
+            return None
+        return ShardPlace(inner_size=ranks // instances, outer_size=instances)
+
+    @property
+    def params_dtype(self) -> str:
+        """Of the weights that the model computes with, as torch has it: "float32", "bfloat16", ..."""
+        return {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.params_flag]
+
+    @property
+    def params_flag(self) -> str:
+        """The same as flags have it: "fp32", "bf16", "fp16" or "fp64"."""
+        o = self.optimizer
+        return "fp64" if o.fp64 else "bf16" if o.bf16 else "fp16" if o.fp16 else "fp32"
+
+    def batch_schedule(self) -> BatchSchedule:
+        """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
+        t = self.training
+        sizes: dict[str, int | None] = {
+            "--micro-batch-size": t.micro_batch_size,
+            "--global-batch-size": t.global_batch_size,
+        }
+        for flag, size in sizes.items():
+            if size is None or size < 1:
+                raise BatchScheduleError(f"{flag} {size}: must be at least 1")
+        ramp = t.rampup_batch_size
+        return BatchSchedule(
+            micro_batch_size=t.micro_batch_size,
+            data_parallel_size=self.data_parallel_size,
+            target=t.global_batch_size,
+            rampup=(ramp[0], ramp[1], ramp[2]) if ramp is not None else None,
+            decrease_if_needed=t.decrease_batch_size_if_needed,
+        )
+
+    def batch_schedule_or_none(self) -> BatchSchedule | None:
+        """None where the flags make no schedule, which rules of its own tell."""
+        try:
+            return self.batch_schedule()
+        except (BatchScheduleError, RankGridError):
+            return None
+
+    @functools.cached_property
+    def schedule_spec(self) -> ScheduleSpec:
+        """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError."""
+        return self.staged_model.asked()
+
+    @property
+    def staged_model(self) -> StagedModel:
+        """What schedules are made for."""
+        assert self.model.num_layers is not None, "the rules ask for --num-layers"
+        return StagedModel(
+            self.parallel,
+            self.model.num_layers,
+            self.model_costs,
+            self.last_num_microbatches,
+            self.training.global_batch_size,
+            self.data.reset_attention_mask,
+            self.rank_budget,
+        )
+
+    @property
+    def rank_budget(self) -> RankBudget | None:
+        """What --rank-memory-limit decides under; None without it, or where ranks do not divide, which rules tell."""
+        place = self.shard_place
+        return None if place is None else rank_budget(self.parallel, self.ddp, place, self.params_flag)
+
+    def chosen(self) -> Config:
+        """With the strategy that the limit has decided on. Raises StageLayersError or PlanError."""
+        strategy = self.ddp.data_parallel_sharding_strategy
+        if self.rank_budget is None or strategy != "auto":
+            return self
+        asked = self.schedule_spec.residency
+        assert asked is not None, "a budget without a residency"
+        chosen = self.replace(data_parallel_sharding_strategy=asked.strategy)
+        chosen.__dict__["schedule_spec"] = (
+            self.schedule_spec
+        )  # with its reasons; it is not searched for once more
+        return chosen
+
+    @property
+    def model_costs(self) -> ModelCosts | None:
+        """What costs are estimated from; None where the configuration is not complete, which rules tell."""
+        model, batch, p = self.model, self.training.micro_batch_size, self.parallel
+        vocabulary, tp = model.padded_vocab_size, p.tensor_model_parallel_size
+        heads = (model.num_attention_heads, model.kv_channels, model.num_query_groups)
+        sizes = (model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length, tp)
+        if (
+            vocabulary is None
+            or batch is None
+            or any(n is None or n < 1 for n in (*sizes, vocabulary, batch))
+        ):
+            return None
+        on_gpus = p.distributed_backend == "nccl"
+        return ModelCosts(model, vocabulary, batch, self.params_flag, tp, p.sequence_parallel, on_gpus)
+
+    @property
+    def last_num_microbatches(self) -> int:
+        """Of one step after the ramp; one a pipeline rank where the flags make no batch, which rules tell."""
+        schedule = self.batch_schedule_or_none()
+        if schedule is None:
+            return max(1, self.parallel.pipeline_model_parallel_size)
+        return schedule.num_microbatches(schedule.rampup[2] + 1 if schedule.rampup is not None else 0)
+
+    @property
+    def total_iterations(self) -> int:
+        """Optimizer steps of the whole run, from --train-iters or --train-samples; 0 for neither."""
+        if (samples := self.training.train_samples) is not None:
+            return self.batch_schedule().iterations_for(samples)
+        return self.training.train_iters or 0
+
+    def to_yaml(self) -> str:
+        """YAML that `--yaml-cfg` reads back, each value's origin behind it as a comment."""
+        lines, current = [], ""
+        for group, name, value in self._walk():
+            if group != current:
+                lines.append(f"{group}:")
+                current = group
+            lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
+        if self.extra:
+            lines.append("extra:")
+            for name, value in sorted(self.extra.items()):
+                lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
+        return "\n".join(lines) + "\n"
+
+
+def is_given(origin: str) -> bool:
+    """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
+    return origin not in (DEFAULT_ORIGIN, "derived", "launcher")
+
+
+def _scalar(value: Any) -> str:
+    """One value in YAML's flow style, which is JSON but for the floats."""
+    if isinstance(value, float):
+        text = repr(value)
+        # YAML 1.1 takes 1e-05 for a string; it wants the dot.
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_scalar, value)) + "]"
+    if value is None or isinstance(value, bool | int | str):
+        return json.dumps(value)
+    return json.dumps(str(value))
+
+
+def closest_names(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Known names that someone who wrote `name` may have meant, the nearest first; none where all are far."""
+    return difflib.get_close_matches(name, known, n=count, cutoff=CLOSE_ENOUGH)
+
+
+def describe_unknown(name: str) -> str:
+    """An unknown setting with the closest known one."""
+    close = closest_names(name, FIELDS)
+    return f"{name} (did you mean {close[0]}?)" if close else name

@@ -1,0 +1,335 @@
+"""What the user said -> a complete configuration: every derived size, the same way Megatron derives it (floor 0).
+
+Pure but for the facts passed in (`Machine`): nothing here reads files, environment or devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os.path
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.asked_schedules import asked_schedules
+from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.models.gpt.stage_layers import StageLayersError
+from megatron.core.models.gpt.stage_schedule import stages_of
+from megatron.core.optimizer.schedule_lengths import schedule_lengths
+from megatron.core.pipeline_parallel.plan.schedules import AUTO
+from megatron.core.transport.rank_grid import RankGridError
+from megatron.training.config import no_effect
+from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
+from megatron.training.config.resolve_sharding import resolve_sharding
+from megatron.training.config.rule_table import differs
+from megatron.training.config.values import convert_loaded
+from megatron.training.run.state_bytes import SPEEDS
+
+# Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
+BYTE_VOCABULARY = 257
+
+# Each names text that a tokenizer has written. Mock data and a provider of the user's own only have ids.
+CORPORA = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+# What --use-checkpoint-args takes from a checkpoint: the model's shape and its tokenizer.
+_SHAPE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
+    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
+    "rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "untie_embeddings_and_output_weights make_vocab_size_divisible_by padded_vocab_size normalization "
+    "norm_epsilon apply_layernorm_1p qk_layernorm swiglu geglu geglu_tanh embedding_multiplier "
+    "add_attention_output_bias quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias "
+    "apply_query_key_layer_scaling tokenizer_type tokenizer_model vocab_file merge_file vocab_size "
+    "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
+)
+CHECKPOINT_FIELDS = tuple(_SHAPE.split())
+# Of these, what a flag may still change: training on longer or shorter sequences is legal.
+_FLAG_WINS = ("seq_length", "tokenizer_model", "vocab_file", "merge_file")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Facts about where the run is: ranks of the launcher, a GPU or not, memory for a rank where they share the
+    machine's."""
+
+    world_size: int = 1
+    has_gpu: bool = False
+    rank_memory_bytes: int | None = None
+
+
+def apply_checkpoint_args(
+    values: Mapping[str, Any], origin: Mapping[str, str], saved: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings.
+
+    Raises ValueError for a saved value that is none.
+    """
+    values, origin, warnings = dict(values), dict(origin), []
+    for name in CHECKPOINT_FIELDS:
+        if name not in saved or (name in _FLAG_WINS and name in values):
+            continue
+        try:
+            value = convert_loaded(FIELDS[name][1], saved[name])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+        if name in values and values[name] != value:
+            warnings.append(
+                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {values[name]}"
+            )
+        values[name], origin[name] = value, "checkpoint"
+    return values, origin, warnings
+
+
+def resolve(
+    values: Mapping[str, Any],
+    origin: Mapping[str, str],
+    machine: Machine,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    warnings: tuple[str, ...] = (),
+) -> Config:
+    """Fill everything that follows from other values. Never fails: what makes no sense is left for the rules."""
+    resolver = _Resolver(values, origin, machine, warnings)
+    resolver.run()
+    return Config.from_flat(
+        resolver.values,
+        extra=extra,
+        origin=resolver.origin,
+        warnings=tuple(resolver.warnings),
+        notes=tuple(resolver.notes),
+    )
+
+
+class _Resolver:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        origin: Mapping[str, str],
+        machine: Machine,
+        warnings: tuple[str, ...],
+    ) -> None:
+        defaults: dict[str, Any] = {name: field.default for name, (_, field) in FIELDS.items()}
+        self.values = defaults | dict(values)
+        self.origin = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
+        self.machine = machine
+        self.warnings = list(warnings)
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        self.ranks()
+        self.memory()
+        self.model()
+        self.pipeline()
+        self.precision()
+        resolve_sharding(self)
+        self.batch_and_length()
+        self.evaluation_only()
+        self.schedules()
+        self.ramp_and_schedule()
+        self.tokenizer_and_data()
+        self.files_and_logs()
+        self.without_effect()
+
+    def given(self, name: str) -> bool:
+        return is_given(self.origin[name])
+
+    def derive(self, name: str, value: Any, origin: str = "derived") -> None:
+        if self.values[name] != value:
+            self.values[name], self.origin[name] = value, origin
+
+    def fill(self, name: str, value: Any, origin: str = "derived") -> None:
+        """Derive a value that was left unset."""
+        if self.values[name] is None and value is not None:
+            self.derive(name, value, origin)
+
+    def ranks(self) -> None:
+        v = self.values
+        self.fill("world_size", self.machine.world_size, "launcher")
+        self.fill("expert_tensor_parallel_size", v["tensor_model_parallel_size"])
+        backend = "nccl" if self.machine.has_gpu else "gloo"
+        if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
+            self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
+            self.derive("distributed_backend", backend)
+        self.fill("distributed_backend", backend)
+
+    def memory(self) -> None:
+        """What --rank-memory-limit needs beside it. On GPUs `auto` is known once there is a device."""
+        v = self.values
+        if v["rank_memory_limit"] is None:
+            return
+        on_gpus = v["distributed_backend"] == "nccl"
+        if v["rank_memory_limit"] == "auto" and not on_gpus and self.machine.rank_memory_bytes is not None:
+            self.derive("rank_memory_limit", self.machine.rank_memory_bytes)
+        tflops, gb_per_s = SPEEDS[v["distributed_backend"]]
+        self.fill("achieved_tflops", tflops)
+        self.fill("dp_bandwidth_gb_per_s", gb_per_s)
+
+    def model(self) -> None:
+        v = self.values
+        self.fill("max_position_embeddings", v["seq_length"])
+        if v["use_rotary_position_embeddings"] and not self.given("position_embedding_type"):
+            self.derive("position_embedding_type", "rope")
+        if v["use_flash_attn"] and not self.given("attention_backend"):
+            self.derive("attention_backend", "flash")
+        if v["recompute_activations"]:
+            self.fill("recompute_granularity", "selective")
+        if v["apply_query_key_layer_scaling"]:
+            self.derive("attention_softmax_in_fp32", True)
+        ungrouped = (1, v["num_attention_heads"])
+        if not v["group_query_attention"] and v["num_query_groups"] not in ungrouped:
+            self.warnings.append("--num-query-groups has no effect without --group-query-attention")
+        model = Config.from_flat({**v, "check_config": False}).model
+        try:
+            resolved = model.resolved()
+        except (ValueError, ZeroDivisionError, TypeError):
+            return
+        for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+            self.derive(name, getattr(resolved, name))
+
+    def pipeline(self) -> None:
+        """The schedule follows from its flags or the number of chunks, the size of microbatch groups from both."""
+        v = self.values
+        if v["zero_bubble_v_schedule"]:
+            self.derive("enable_zero_bubble", True)
+        if v["num_layers"] is None or v["pipeline_schedule_file"] is not None:
+            return  # a rule tells; the plan has a schedule and stages of its own
+        asked = list(asked_schedules(Config.from_flat(v).parallel).values())
+        if asked:
+            self.fill("pipeline_schedule", asked[0])
+        elif v["rank_memory_limit"] is not None:
+            self.fill("pipeline_schedule", AUTO)
+        parallel = Config.from_flat(v).parallel
+        try:
+            stages = stages_of(parallel, v["num_layers"], v["pipeline_schedule"])
+        except StageLayersError:
+            return  # a rule tells
+        interleaved = len(stages) > parallel.pipeline_model_parallel_size
+        self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
+        if interleaved and v["pipeline_schedule"] == "interleaved":
+            self.fill("microbatch_group_size_per_vp_stage", parallel.pipeline_model_parallel_size)
+
+    def precision(self) -> None:
+        v = self.values
+        if v["bf16"] and not v["grad_reduce_in_bf16"]:
+            self.derive("accumulate_allreduce_grads_in_fp32", True)
+        if v["fp16"] and v["loss_scale"] is None:
+            # A dynamic loss scale finds its ceiling by overflowing: non-finite steps are its business.
+            self.derive("check_for_nan_in_loss_and_grad", False)
+        if v["rerun_mode"] == "validate_results" and not self.given("nan_policy"):
+            self.derive("nan_policy", "rerun-once")
+
+    def batch_and_length(self) -> None:
+        v = self.values
+        with contextlib.suppress(RankGridError):  # a rule tells
+            if v["micro_batch_size"] is not None:
+                replicas = Config.from_flat(v).data_parallel_size
+                self.fill("global_batch_size", v["micro_batch_size"] * replicas)
+
+    def evaluation_only(self) -> None:
+        """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""
+        v = self.values
+        if not v["skip_train"]:
+            return
+        if v["train_samples"] is None:
+            self.fill("train_iters", 0)
+        self.fill("lr", 0.0)
+        self.derive("no_load_optim", True)
+        self.derive("no_load_rng", True)
+
+    def schedules(self) -> None:
+        v = self.values
+        if v["train_samples"] is not None:
+            self.fill("lr_decay_samples", v["train_samples"])
+        elif v["train_iters"] is not None:
+            self.fill("lr_decay_iters", v["train_iters"])
+        self.fill("start_weight_decay", v["weight_decay"])
+        self.fill("end_weight_decay", v["weight_decay"])
+        if v["decoupled_lr"] is not None:
+            self.fill("decoupled_min_lr", v["min_lr"])
+
+    def ramp_and_schedule(self) -> None:
+        """Say so when a ramp keeps a run that is counted in iterations from the end of its schedule."""
+        v = self.values
+        flat = v["lr_decay_style"] == "constant" and v["weight_decay_incr_style"] == "constant"
+        if v["rampup_batch_size"] is None or v["train_samples"] is not None or v["skip_train"] or flat:
+            return
+        if not v["train_iters"] or (v["lr_decay_iters"] or 0) > v["train_iters"]:
+            return
+        config = Config.from_flat(v)
+        batches = config.batch_schedule_or_none()
+        if batches is None:
+            return  # a rule tells
+        run = batches.samples_of(v["train_iters"])
+        lengths = schedule_lengths(
+            config.optimizer,
+            train_iters=v["train_iters"],
+            train_samples=None,
+            global_batch_size=v["global_batch_size"],
+        )
+        schedule = lengths.decay_samples
+        if v["weight_decay_incr_style"] != "constant":
+            schedule = max(schedule, lengths.total_samples)
+        if run < schedule:
+            self.warnings.append(
+                f"--train-iters with --rampup-batch-size: the schedules count every iteration as a full batch, "
+                f"{schedule} samples, but the run trains on {run}: they do not reach their end; give --train-samples "
+                "and --lr-decay-samples, or a smaller --lr-decay-iters"
+            )
+
+    def tokenizer_and_data(self) -> None:
+        v = self.values
+        if v["tokenizer_type"] is None:
+            if v["vocab_file"] is not None and v["merge_file"] is not None:
+                self.derive("tokenizer_type", "GPT2BPETokenizer")
+            elif v["vocab_size"] is not None and not any(v[name] for name in CORPORA):
+                self.derive("tokenizer_type", "NullTokenizer")
+            elif v["mock_data"] and not (v["tokenizer_model"] or v["vocab_file"] or v["merge_file"]):
+                self.derive("tokenizer_type", "ByteTokenizer")
+        vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
+        multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
+        if vocabulary is not None and multiple > 0 and tensor_ranks > 0:
+            self.fill("padded_vocab_size", padded_vocabulary(vocabulary, multiple, tensor_ranks))
+        if v["data_path"] is not None or v["data_args_path"] is not None:
+            self.fill("split", "969,30,1")
+        self.fill("dataloader_type", "single")
+
+    def files_and_logs(self) -> None:
+        v = self.values
+        if v["ckpt_format"] == "torch_dist" and self.given("ckpt_format"):
+            self.notes.append(
+                "--ckpt-format torch_dist: checkpoints are written in this project's own format, under that name"
+            )
+        if v["ckpt_format"] != "torch_dist" and v["ckpt_format"] in ("torch", "torch_dcp", "fsdp_dtensor"):
+            self.warnings.append(
+                f"--ckpt-format {v['ckpt_format']}: there is one format, ours, under the name torch_dist"
+            )
+            self.derive("ckpt_format", "torch_dist")
+        if v["save"] is not None:  # else in the run's own folder, which has no name yet
+            self.fill("metrics_file", os.path.join(v["save"], "metrics.jsonl"))
+
+    def without_effect(self) -> None:
+        """Say what was given and does nothing."""
+        for name, why in list(no_effect.without_effect(self.values)):
+            if self.given(name) and differs(name, self.values[name]):
+                self.warnings.append(no_effect.told(name, self.values[name], why))
+                if name in no_effect.DROPPED:
+                    self.derive(name, FIELDS[name][1].default)
+        self.warnings += no_effect.partly(self.values)
+
+
+def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
+    """Ids of a tokenizer whose files need not be read; None for others.
+
+    NullTokenizer adds the end of a document to `--vocab-size` (as Megatron did up to 0.16).
+    """
+    if tokenizer_type == "ByteTokenizer":
+        return BYTE_VOCABULARY
+    if tokenizer_type == "NullTokenizer" and vocab_size is not None:
+        return vocab_size + 1
+    return None

@@ -1,0 +1,199 @@
+"""What to do with a step whose loss or gradients are not finite: `--nan-policy abort|skip|rerun-once`.
+
+A pure table. The caller makes sure that every rank calls `decide` with the same facts (they come out of
+reductions), so that all ranks decide alike before any weight changes.
+
+| facts | decision |
+|---|---|
+| all finite | apply |
+| fp16 with dynamic loss scale | skip and lower the scale; once the scale is at its minimum, at most
+`max_skips` in a row |
+| `abort` | abort, status 5 |
+| `skip` | skip, at most `max_skips` in a row, then abort, status 5 |
+| `rerun-once`, first time | run the step again from the same state |
+| ... second result finite | a transient fault: apply the second result |
+| ... second result the same bits | persistent: save the state before the step, abort, status 16 |
+| ... other bits, still not finite | the machine is not to be trusted: abort, status 17 |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+from megatron.core.dist_checkpointing.schema import Schema, integer
+from megatron.training.guard.exit_status import ExitStatus
+
+NAN_POLICIES = ("abort", "skip", "rerun-once")
+NAN_POLICY_SCHEMA: Schema = {"consecutive_skips": integer()}  # `NanPolicy.state`
+
+
+class Decision(enum.Enum):
+    """What the step does now."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+    RERUN = "rerun"
+    ABORT = "abort"
+
+
+class RerunResult(enum.Enum):
+    """What came out when the step was run a second time."""
+
+    NOT_RUN = "not run"
+    FINITE = "finite"
+    SAME = "same bits"
+    DIFFERENT = "other bits, not finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A decision with its reason. status: set for ABORT. save_first: keep the state before the step first."""
+
+    decision: Decision
+    reason: str = ""
+    status: ExitStatus | None = None
+    save_first: bool = False
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient is NaN or infinite and the policy says to stop."""
+
+    def __init__(self, where: NonFiniteSite, iteration: int, verdict: Verdict) -> None:
+        self.where = where
+        self.iteration = iteration
+        self.verdict = verdict
+        self.status = verdict.status or ExitStatus.NON_FINITE
+        advice = (
+            "Lower --lr, look at the batch (tools/inspect_data.py), or go on past it with --nan-policy skip."
+        )
+        if where.bad_weight:
+            advice = "The weights were so before it: look at --init-method-std and at what --load names."
+        super().__init__(
+            f"iteration {iteration}: {where}. {verdict.reason}. No weight was changed by this iteration. {advice}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFiniteSite:
+    """Where non-finite values were met first.
+
+    rank: global. microbatch: the first with a non-finite loss, None when all losses are finite. parameter: the first
+    with a non-finite weight (`bad_weight`) or else gradient. value: what is wrong, if it is no single place. pp_rank:
+    the rank's place in the pipeline.
+    """
+
+    rank: int
+    microbatch: int | None = None
+    parameter: str | None = None
+    bad_weight: bool = False
+    value: str = "not finite"
+    pp_rank: int = 0
+
+    def __str__(self) -> str:
+        things = []
+        if self.microbatch is not None:
+            things.append(f"loss of microbatch {self.microbatch}")
+        if self.parameter is not None:
+            things.append(f"{'weight' if self.bad_weight else 'gradient'} of {self.parameter}")
+        if not things:
+            return f"the gradient is {self.value}"
+        return f"the {' and the '.join(things)} {'is' if len(things) == 1 else 'are'} {self.value} on rank {self.rank}"
+
+
+def first_site(sites: Iterable[NonFiniteSite | None]) -> NonFiniteSite | None:
+    """The site every rank names, from all ranks' sites: where it began.
+
+    A bad weight makes every loss after it bad, a bad loss every gradient; gradients go from the last stage to the
+    first, so the last bad one is the origin. Then the lowest rank.
+    """
+    found = [site for site in sites if site is not None]
+    return min(
+        found, key=lambda s: (not s.bad_weight, s.microbatch is None, -s.pp_rank, s.rank), default=None
+    )
+
+
+def compare_rerun(first: bytes, second: bytes, *, second_nonfinite: bool) -> RerunResult:
+    """Result of a second run. first, second: digests of the bits of loss and gradients."""
+    if not second_nonfinite:
+        return RerunResult.FINITE
+    return RerunResult.SAME if first == second else RerunResult.DIFFERENT
+
+
+@dataclasses.dataclass
+class NanPolicy:
+    """The policy of a run and the one number it remembers: how many steps in a row were skipped."""
+
+    policy: str
+    max_skips: int
+    dynamic_loss_scale: bool = False
+    consecutive_skips: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in NAN_POLICIES:
+            raise ValueError(f"--nan-policy {self.policy}: choose one of {', '.join(NAN_POLICIES)}")
+        if self.max_skips < 0:
+            raise ValueError(f"--nan-max-skips {self.max_skips}: must not be negative")
+
+    def decide(
+        self,
+        *,
+        nonfinite: bool,
+        rerun: RerunResult = RerunResult.NOT_RUN,
+        scale_at_minimum: bool = False,
+    ) -> Verdict:
+        """The decision for one step; skipped steps in a row are counted here.
+
+        nonfinite: of the first run, agreed by all ranks. rerun: set when `decide` has answered RERUN before.
+        scale_at_minimum: the dynamic loss scale cannot go lower.
+        """
+        assert rerun is RerunResult.NOT_RUN or self.policy == "rerun-once", (
+            f"rerun under --nan-policy {self.policy}"
+        )
+        verdict = self._verdict(nonfinite, rerun, scale_at_minimum)
+        if verdict.decision is Decision.APPLY:
+            self.consecutive_skips = 0
+        elif verdict.decision is Decision.SKIP and (not self.dynamic_loss_scale or scale_at_minimum):
+            self.consecutive_skips += 1
+        return verdict
+
+    def _verdict(self, nonfinite: bool, rerun: RerunResult, scale_at_minimum: bool) -> Verdict:
+        if not nonfinite:
+            return Verdict(Decision.APPLY)
+        if self.dynamic_loss_scale:
+            if not scale_at_minimum:
+                return Verdict(Decision.SKIP, "overflow at this loss scale: step skipped, scale lowered")
+            return self._bounded_skip("the loss scale is at its minimum")
+        if self.policy == "skip":
+            return self._bounded_skip("--nan-policy skip")
+        if self.policy == "abort":
+            return Verdict(Decision.ABORT, "--nan-policy abort", ExitStatus.NON_FINITE)
+        return _rerun_verdict(rerun)
+
+    def _bounded_skip(self, why: str) -> Verdict:
+        count = self.consecutive_skips + 1
+        if count <= self.max_skips:
+            return Verdict(Decision.SKIP, f"{why}: step skipped ({count} in a row, at most {self.max_skips})")
+        reason = f"{why}: {count} non-finite steps in a row, --nan-max-skips is {self.max_skips}"
+        return Verdict(Decision.ABORT, reason, ExitStatus.NON_FINITE)
+
+    def state(self) -> dict[str, int]:
+        """For the checkpoint: a resumed run must stop where the undisturbed one would."""
+        return {"consecutive_skips": self.consecutive_skips}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """The inverse of `state`."""
+        self.consecutive_skips = int(state["consecutive_skips"])
+
+
+def _rerun_verdict(rerun: RerunResult) -> Verdict:
+    if rerun is RerunResult.NOT_RUN:
+        return Verdict(Decision.RERUN, "running the step a second time")
+    if rerun is RerunResult.FINITE:
+        return Verdict(Decision.APPLY, "transient fault: the second run of the step is finite and is used")
+    if rerun is RerunResult.SAME:
+        reason = "the same bits came out twice: the model, its data, or a device that always fails alike"
+        return Verdict(Decision.ABORT, reason, ExitStatus.RERUN_PERSISTENT, save_first=True)
+    reason = "two runs of the step gave two different non-finite results: a faulty device or memory"
+    return Verdict(Decision.ABORT, reason, ExitStatus.RERUN_INVALID)

@@ -1,0 +1,160 @@
+"""Where ranks meet: the store that all of them reach, before there is any process group.
+
+torchrun hosts it, or rank 0 does, at MASTER_ADDR:MASTER_PORT. Whatever else is found there is told within seconds,
+naming the variable: torch alone would wait for it without end, or print its own stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
+
+RESOLVE_S = 10.0  # names of containers that have just been started come late
+ANSWER_S = 10.0  # a store answers in milliseconds
+LAUNCHER_S = (
+    60.0  # a launcher hosts its store before it starts ranks; with thousands, attempts may be refused
+)
+PAUSES_S = (0.002, 1.0)  # between two attempts: the first pause, and the longest
+
+
+def open_store(env: LaunchEnv, timeout: datetime.timedelta) -> dist.Store:
+    """The store of this launch; each attempt of a launcher has its own part of it, because the addresses that a dead
+    attempt left there make the next one hang. A world of one has a local store.
+
+    timeout: for rank 0 to come, and later for keys. Raises LaunchEnvError where MASTER_ADDR and MASTER_PORT are no
+    place to meet, PeerLostError when nobody has come to host the store.
+    """
+    if env.world_size == 1:
+        return dist.HashStore()
+    env.check_meeting_place()
+    _resolve(env)
+    hosts = hosts_store(env)
+    if not hosts:
+        _await_listener(env, timeout)
+    store = _connect(env, hosts)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"attempt{env.restart_count}", store)
+
+
+def hosts_store(env: LaunchEnv) -> bool:
+    """Whether the store lives in this process, and ends with it."""
+    return env.rank == 0 and not env.agent_store
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to sleep between two looks: longer and longer, so that thousands of ranks do not keep a store busy."""
+    pause, longest = PAUSES_S
+    while True:
+        yield pause
+        pause = min(pause * 1.5, longest)
+
+
+def _place(env: LaunchEnv) -> str:
+    return f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}"
+
+
+def _resolve(env: LaunchEnv) -> None:
+    deadline = time.monotonic() + RESOLVE_S
+    for pause in pauses():
+        try:
+            socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline or isinstance(error, UnicodeError):
+                raise LaunchEnvError(
+                    f"MASTER_ADDR={env.master_addr!r} is no host that this machine knows ({error}): name the host of "
+                    "rank 0, or its address"
+                ) from None
+        time.sleep(pause)
+
+
+def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
+    """Wait until somebody listens; torch's own wait is loud. A launcher's store was there before this rank, so it is
+    not waited for as rank 0 is."""
+    began, patience_s = time.monotonic(), timeout.total_seconds()
+    if env.agent_store:
+        patience_s = min(patience_s, LAUNCHER_S)
+    for pause in pauses():
+        try:
+            socket.create_connection((env.master_addr, env.master_port or 0), timeout=ANSWER_S).close()
+            return
+        except OSError as error:
+            waited_s = time.monotonic() - began
+            if waited_s > patience_s:
+                host = (
+                    "the launcher, which hosts the store, is gone"
+                    if env.agent_store
+                    else "rank 0 has not come"
+                )
+                why = f"{host}: nobody listens at {_place(env)} ({error})"
+                everyone = tuple(range(env.world_size))
+                raise PeerLostError("rendezvous", "default", everyone, env.rank, waited_s, why) from None
+        time.sleep(pause)
+
+
+def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
+    """The store itself. In a thread, because torch waits without end for a listener that does not answer."""
+    made: list[dist.TCPStore | Exception] = []
+
+    def make() -> None:
+        try:
+            store = dist.TCPStore(
+                env.master_addr,
+                env.master_port or 0,
+                env.world_size,
+                hosts,
+                datetime.timedelta(seconds=ANSWER_S),
+                wait_for_workers=False,
+                multi_tenant=not env.agent_store,
+                use_libuv=env.use_libuv,
+            )
+            made.append(store)
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="store", daemon=True)
+    with _torch_quiet():
+        thread.start()
+        thread.join(ANSWER_S * 1.5)
+    found = made[0] if made else TimeoutError(f"no answer within {ANSWER_S * 1.5:g} s")
+    if isinstance(found, dist.TCPStore):
+        return found
+    raise LaunchEnvError(_unusable(env, hosts, str(found) or type(found).__name__)) from None
+
+
+def _unusable(env: LaunchEnv, hosts: bool, why: str) -> str:
+    why = why.splitlines()[0]
+    refused = re.search(r"name: (\w+), message: (.*)", why)
+    if hosts and refused is not None:
+        state = "is taken by another process" if refused[1] == "EADDRINUSE" else "cannot be listened on"
+        return f"MASTER_PORT={env.master_port} {state} on this machine ({refused[2]}): choose another port"
+    who = "rank 0, which hosts the store," if hosts else f"rank {env.rank}"
+    return (
+        f"{who} finds no store of a launch at {_place(env)}: what listens there is something else, or answers too late "
+        f"({why}); name the host of rank 0 and a free port of it"
+    )
+
+
+@contextlib.contextmanager
+def _torch_quiet() -> Iterator[None]:
+    """What torch's C++ says on descriptor 2 meanwhile is dropped: pages of frames, for what the error says too."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

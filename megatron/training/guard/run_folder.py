@@ -1,0 +1,114 @@
+"""Which folder a run writes to: `--save`, which it holds a lease on, else `runs/<UTC time>-<pid>` (floor 0).
+
+One rank chooses and takes it once all ranks were compared, and the others hear of it; before that a run has no folder
+and writes nothing. Without `--save` the folder is made when the first file is put into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard.exit_status import ExitStatus, clear_exit_json
+from megatron.training.guard.lease import Lease, LeaseError, look, take
+from megatron.training.guard.lease_holder import Holder, State
+
+RUNS = "runs"
+DIRECTORY_MODE = 0o750  # outputs on shared clusters are not for everybody
+
+
+class OutputPathError(ValueError):
+    """A place that the flags name cannot be written."""
+
+
+def fresh_folder(now: datetime.datetime, pid: int) -> Path:
+    """The folder of a run without `--save`; names sort by time. now: in UTC."""
+    return Path(RUNS) / f"{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{pid}"
+
+
+class RunFolder:
+    """Of one run. path: None until `adopt`.
+
+    on_lost: called in a side thread of the first rank once another run has taken the folder.
+    """
+
+    def __init__(self, save: str | None, on_lost: Callable[[LeaseError], None]) -> None:
+        self.path: Path | None = None
+        self._save, self._on_lost = save, on_lost
+        self._token = ""
+        self._lease: Lease | None = None
+        self._is_lost = False
+
+    def claim(self, env: LaunchEnv, say: Callable[[str], None]) -> dict[str, str]:
+        """On the first rank: choose the folder, take it and remove a former run's exit.json. What all ranks `adopt`."""
+        if self._save is None:
+            path = fresh_folder(datetime.datetime.now(datetime.UTC), os.getpid())
+            say(f" > run folder: {path}")
+            return {"path": str(path), "token": ""}
+        folder, me = Path(self._save), Holder.this_process(env.run_id, env.restart_count)
+        try:
+            folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            take(folder, me, say)
+            self._lease = Lease(folder, me, self._lost)
+            clear_exit_json(folder)
+        except LeaseError as error:
+            return {"held": str(error)}
+        except OSError as error:
+            return {
+                "unwritable": f"--save {folder}: {error.filename or folder}: {error.strerror}: name another folder"
+            }
+        return {"path": str(folder), "token": me.token}
+
+    def adopt(self, claimed: Mapping[str, Any]) -> None:
+        """On every rank. claimed: of the first one. Raises LeaseError and OutputPathError, on all alike."""
+        if "held" in claimed:
+            self._is_lost = True
+            raise LeaseError(claimed["held"])
+        if "unwritable" in claimed:
+            raise OutputPathError(claimed["unwritable"])
+        self.path, self._token = Path(claimed["path"]), claimed["token"]
+
+    def check(self) -> None:
+        """Before anything in the folder is changed for good: raises LeaseError when it is another run's now, OSError.
+
+        Only the first rank knows; elsewhere it passes.
+        """
+        if self._lease is not None:
+            try:
+                self._lease.check()
+            except LeaseError:
+                self._is_lost = True
+                raise
+
+    def release(self) -> None:
+        """Give the folder free: the run ends."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def for_exit_record(self, status: ExitStatus) -> Path | None:
+        """Where exit.json of this end goes. None: a refused launch without --save writes nothing, and nobody writes
+        into a folder that another run holds."""
+        if self._save is None:
+            is_refusal = (
+                status is ExitStatus.CONFIGURATION and self.path is not None and not self.path.exists()
+            )
+            return None if is_refusal else self.path
+        folder = Path(self._save)
+        return None if self._is_lost or is_held(folder, but_for=self._token) else folder
+
+    def _lost(self, error: LeaseError) -> None:
+        self._is_lost = True
+        self._on_lost(error)
+
+
+def is_held(folder: Path, but_for: str = "") -> bool:
+    """Whether a run holds a folder, other than the one of this token."""
+    with contextlib.suppress(OSError):  # who writes there meets it
+        found = look(folder)
+        return found.state is State.HELD and found.holder is not None and found.holder.token != but_for
+    return False

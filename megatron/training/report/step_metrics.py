@@ -1,0 +1,164 @@
+"""What a step's microbatches amount to: the loss of each, and numbers summed over them and over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.module import ModelError
+from megatron.core.transport import collectives, host_data
+from megatron.core.transport.parallel_state import ParallelState
+
+LossFunc = Callable[[Tensor], tuple[Any, ...]]
+ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, LossFunc]]
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchLoss:
+    """loss: scalar to differentiate. num_tokens: count that `loss` is the sum over, or None when it is a mean."""
+
+    loss: Tensor
+    num_tokens: Tensor | None
+    report: Mapping[str, Any]
+
+
+def evaluate_loss(output: Tensor, loss_func: LossFunc) -> MicrobatchLoss:
+    """Call the user's loss function, in either of Megatron's two shapes: (mean, report) or (sum, tokens, report)."""
+    result = loss_func(output)
+    if len(result) == 3:
+        loss, num_tokens, report = result
+        return MicrobatchLoss(loss, torch.as_tensor(num_tokens, device=loss.device), report)
+    if len(result) == 2:
+        return MicrobatchLoss(result[0], None, result[1])
+    raise ModelError(
+        f"the loss function returned {len(result)} values; return (loss, report) or (loss sum, num tokens, report)"
+    )
+
+
+class StepMetrics:
+    """Sums over the microbatches of one step, packed into one float64 vector for one all-reduce.
+
+    Layout: [flags..., microbatches with a non-finite loss, tokens, (sum, count) for each reported loss].
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def clear(self) -> None:
+        """As if no microbatch had been added."""
+        device = self._device
+        self._nonfinite = torch.zeros((), dtype=torch.float64, device=device)
+        self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._report: dict[str, Tensor] = {}  # name -> [sum, count]
+        self._finite: list[Tensor] = []  # one flag a microbatch, of this rank
+
+    def add(self, result: MicrobatchLoss) -> None:
+        finite = torch.isfinite(result.loss.detach())
+        self._finite.append(finite)
+        self._nonfinite += ~finite
+        if result.num_tokens is not None:
+            self._tokens += result.num_tokens
+        for name, value in result.report.items():
+            pair = _sum_and_count(name, value, self._device)
+            self._report[name] = self._report[name] + pair if name in self._report else pair
+
+    @property
+    def first_nonfinite_microbatch(self) -> int | None:
+        """This rank's first microbatch with a non-finite loss."""
+        return next(
+            (i for i, finite in enumerate(self._finite) if not bool(finite)), None
+        )  # sync: a failed step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The losses that were reported here."""
+        return tuple(self._report)
+
+    def agree(self, names: Sequence[str]) -> None:
+        """Take the names that all ranks agreed on (`agreed_names`): a stage without the loss reports none itself.
+
+        Raises ModelError where the loss function reports other losses than it did first.
+        """
+        if self._report and self.names != tuple(names):
+            raise ModelError(
+                f"the loss function reported {list(self.names)}, and {list(names)} before: in a pipeline report the "
+                "same losses in every step, because stages without the loss know them by their order"
+            )
+        for name in names:
+            self._report.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
+
+    def reduce(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Totals:
+        """Sum over all ranks. Communicates over world, once; syncs with the device, once.
+
+        Losses count where they are computed, once for all tensor parallel ranks; flags count on every rank.
+        """
+        vector = self.vector(ps, flags)
+        collectives.all_reduce(vector, ps.world_group)
+        return self.totals(vector.tolist(), len(flags))  # sync: the step's only look at its own numbers
+
+    def vector(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Tensor:
+        """This rank's numbers, fp64, in the layout above: to be summed over all ranks."""
+        numbers = torch.cat([torch.stack([self._nonfinite, self._tokens]), *self._report.values()])
+        if ps.tp_rank:
+            numbers.zero_()
+        return torch.cat([torch.tensor(flags, dtype=torch.float64, device=self._device), numbers])
+
+    def totals(self, summed: Sequence[float], num_flags: int) -> Totals:
+        """Of vectors that were summed over all ranks."""
+        nonfinite, tokens, *pairs = summed[num_flags:]
+        losses = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.names)}
+        return Totals(int(nonfinite), tokens, tuple(summed[:num_flags]), losses)
+
+    def num_tokens(self, ps: ParallelState) -> float:
+        """Over all ranks. Communicates over world."""
+        tokens = torch.zeros_like(self._tokens) if ps.tp_rank else self._tokens.clone()
+        collectives.all_reduce(tokens, ps.world_group)
+        return float(tokens.item())  # sync: the host divides by it
+
+
+def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:
+    """The names of the losses on every rank, from the ranks that compute them. Communicates over control."""
+    everyone = host_data.all_gather_json(list(names), ps.control_group)
+    return tuple(next((found for found in everyone if found), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """One step's numbers over all ranks."""
+
+    nonfinite_microbatches: int
+    num_tokens: float
+    flags: tuple[float, ...]
+    losses: Mapping[str, tuple[float, float]]  # name -> (sum, count); their ratio is what is logged
+
+
+def _sum_and_count(name: str, value: Any, device: torch.device) -> Tensor:
+    """A reported loss as [sum, count] in float64: a pair as it is, a single number with count 1.
+
+    Raises ModelError for anything else.
+    """
+    values = value if isinstance(value, tuple | list) else (value,)
+    parts = [torch.as_tensor(v, dtype=torch.float64, device=device).detach().reshape(-1) for v in values]
+    flat = torch.cat(parts) if parts else torch.empty(0)
+    expected = (2,) if value is values else (1, 2)
+    if flat.numel() not in expected:
+        raise ModelError(
+            f"the loss function reported {flat.numel()} values as {name!r}: report a number or (sum, count)"
+        )
+    return flat if flat.numel() == 2 else torch.cat([flat, flat.new_ones(1)])
+
+
+def loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tensor:
+    """The number whose gradient is summed over microbatches: see [Note: where gradients are divided] in step.py."""
+    if per_token_loss:
+        if result.num_tokens is None:
+            raise ModelError(
+                "--calculate-per-token-loss needs a loss function that returns (loss sum, num tokens, report)"
+            )
+        return result.loss
+    return result.loss if result.num_tokens is None else result.loss / result.num_tokens.clamp(min=1)

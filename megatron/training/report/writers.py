@@ -1,0 +1,312 @@
+"""Where a run's numbers go: metrics.jsonl always; TensorBoard, wandb and MLflow when a flag asks for them.
+
+Only the last rank has sinks, as it knows the loss; elsewhere every call does nothing. Tags are Megatron's
+(docs/logging.md). A resumed run drops what metrics.jsonl and TensorBoard's files have after the iteration it resumes
+from (that is trained again), so they never tell two stories; wandb and MLflow get a run of their own at each start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core import optional
+from megatron.core.safe_files import SHARED_MODE, open_for_append
+from megatron.training.config.config import Config
+from megatron.training.config.training_config import LoggingConfig
+from megatron.training.guard.run_folder import OutputPathError
+from megatron.training.report.metrics import IterationRecord
+from megatron.training.report.metrics_file import MetricsFile
+from megatron.training.report.progress import Progress
+from megatron.training.report.tensorboard_files import VS_SAMPLES, drop_after
+
+PROGRESS_FILE = "progress.txt"
+
+
+class Tracker(Protocol):
+    """One optional sink. samples is None for what has no place on that axis."""
+
+    name: str
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Every tag twice: over iterations, and as `<tag> vs samples` over consumed samples."""
+
+    name = "TensorBoard"
+
+    def __init__(self, directory: str, *, queue_size: int, resumed_iteration: int) -> None:
+        optional.require("tensorboard", "tb")
+        summary_writer = optional.require("torch.utils.tensorboard", "tb").SummaryWriter
+        self.note = f"TensorBoard: {directory}" + (
+            drop_after(directory, resumed_iteration) if resumed_iteration else ""
+        )
+        self.writer = summary_writer(log_dir=directory, max_queue=queue_size)
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
+        self.writer.add_scalar(tag, value, step)
+        if samples is not None:
+            self.writer.add_scalar(tag + VS_SAMPLES, value, samples)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbTracker:
+    """One Weights & Biases run; offline if the user's wandb is set so."""
+
+    name = "wandb"
+
+    def __init__(self, log: LoggingConfig, directory: str, config: Mapping[str, Any]) -> None:
+        self.run = optional.require("wandb", "wandb").init(
+            project=log.wandb_project,
+            entity=log.wandb_entity,
+            name=log.wandb_exp_name,
+            dir=directory,
+            config=dict(config),
+        )
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
+        values = {tag: value} if samples is None else {tag: value, "samples": samples}
+        self.run.log(values, step=step)
+
+    def flush(self) -> None:
+        return None  # wandb's own process sends
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MlflowTracker:
+    """One MLflow run, recorded in the run's folder where neither flag nor environment says where."""
+
+    name = "mlflow"
+
+    def __init__(self, log: LoggingConfig, folder: Path) -> None:
+        self._mlflow = optional.require("mlflow", "mlflow")
+        if log.mlflow_tracking_uri is not None:
+            self._mlflow.set_tracking_uri(log.mlflow_tracking_uri)
+        elif not self._mlflow.is_tracking_uri_set():
+            self._mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
+        self._mlflow.set_experiment(log.mlflow_experiment)
+        self._mlflow.start_run(run_name=log.mlflow_run_name)
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
+        self._mlflow.log_metric(tag, value, step=step)
+
+    def flush(self) -> None:
+        return None  # log_metric has written already
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class Writers:
+    """All sinks of this rank behind one interface.
+
+    A sink that fails while training (a full disk, a lost connection) is switched off with one warning: it
+    must not take the run with it. What cannot be opened at the start is an error.
+    """
+
+    def __init__(
+        self,
+        metrics_file: MetricsFile | None = None,
+        trackers: tuple[Tracker, ...] = (),
+        *,
+        progress: Progress | None = None,
+        is_tracked: Callable[[str], bool] = lambda tag: True,
+    ) -> None:
+        self._file = metrics_file
+        self._trackers = list(trackers)
+        self._progress = progress
+        self._is_tracked = is_tracked
+
+    def record(self, scalars: Mapping[str, float], *, step: int, samples: int | None = None) -> None:
+        """Write the scalars of one iteration: one line of metrics.jsonl, one point per tag elsewhere."""
+        self._to_file(lambda file: file.record(scalars, step, samples))
+        for tag, value in scalars.items():
+            self._to_trackers(tag, value, step, samples)
+
+    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
+        """One number; it joins the next `record` of the same step in metrics.jsonl."""
+        self._to_file(lambda file: file.scalar(tag, value, step, samples))
+        self._to_trackers(tag, value, step, samples)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Something that happened ("start", "checkpoint", "exit"): metrics.jsonl only."""
+        self._to_file(lambda file: file.event(name, step, **fields))
+
+    def checkpoint_saved(self, iteration: int, path: str) -> None:
+        """Mark a committed checkpoint in the record and in the progress line."""
+        self.event("checkpoint", iteration, path=path)
+        if self._progress is not None:
+            self._progress.checkpoint_saved()
+
+    def progress(self, record: IterationRecord, *, tokens_per_s: float, mfu: float | None = None) -> None:
+        """Give the progress display the figures of an iteration line."""
+        if self._progress is not None:
+            loss = next(iter(record.losses.values()), None)
+            self._progress.figures(loss=loss, tokens_per_s=tokens_per_s, mfu=mfu)
+
+    def iteration_done(self, iteration: int) -> None:
+        """Move the progress display; call it every iteration, after `progress` where there is a line."""
+        if self._progress is not None:
+            self._progress.update(iteration)
+
+    @property
+    def tensorboard(self) -> Any:
+        """torch's SummaryWriter, or None: for user code that adds its own."""
+        return next((t.writer for t in self._trackers if isinstance(t, TensorBoardTracker)), None)
+
+    @property
+    def wandb(self) -> Any:
+        """The wandb run, or None."""
+        return next((t.run for t in self._trackers if isinstance(t, WandbTracker)), None)
+
+    def flush(self) -> None:
+        """Everything said so far is on its way to disk."""
+        self._to_file(lambda file: file.flush())
+        for tracker in list(self._trackers):
+            self._guarded(tracker, tracker.flush)
+
+    def close(self) -> None:
+        """Flush and close all; a second call does nothing."""
+        if self._progress is not None:
+            self._progress.close()
+        self._to_file(lambda file: file.close())
+        for tracker in list(self._trackers):
+            self._guarded(tracker, tracker.close)
+        self._file, self._trackers, self._progress = None, [], None
+
+    def _to_trackers(self, tag: str, value: float, step: int, samples: int | None) -> None:
+        if self._is_tracked(tag):
+            for tracker in list(self._trackers):
+                self._guarded(tracker, lambda t=tracker: t.scalar(tag, value, step, samples))  # type: ignore[misc]
+
+    def _guarded(self, tracker: Tracker, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # third-party code: any error of it is not the run's
+            _warn(f"{tracker.name} is switched off: {type(error).__name__}: {error}")
+            self._trackers.remove(tracker)
+
+    def _to_file(self, call: Callable[[MetricsFile], None]) -> None:
+        if self._file is None:
+            return
+        try:
+            call(self._file)
+        except OSError as error:
+            _warn(f"{self._file.path} is not written any more: {error}")
+            self._file = None
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def append_progress(
+    save: str,
+    event: str,
+    *,
+    job_id: str,
+    world_size: int,
+    iteration: int,
+    consumed_samples: int,
+    flops: float,
+) -> None:
+    """--log-progress: one line of `progress.txt` in the folder of checkpoints, fields separated by tabs.
+
+    A file that cannot be written is a warning, as with every sink.
+    """
+    fields = (
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"Job ID: {job_id}",
+        f"# GPUs: {world_size}",
+        event,
+        f"Iteration: {iteration}",
+        f"Consumed samples: {consumed_samples}",
+        f"Floating-point operations: {flops:.2e}",
+    )
+    path = Path(save) / PROGRESS_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:
+        _warn(f"{path} is not written: {error}")
+
+
+def untracked_tags(log: LoggingConfig) -> frozenset[str]:
+    """Tags that flags keep out of TensorBoard, wandb and MLflow; metrics.jsonl has them all the same."""
+    tags = set()
+    if not log.log_learning_rate_to_tensorboard:
+        tags |= {"learning-rate", "decoupled-learning-rate"}
+    if not log.log_loss_scale_to_tensorboard:
+        tags.add("loss-scale")
+    if not log.log_timers_to_tensorboard:
+        tags.add("iteration-time")
+    return frozenset(tags)
+
+
+def metrics_path(config: Config, folder: Path) -> Path:
+    """--metrics-file, else metrics.jsonl in the run's folder. A link counts where the user has named it."""
+    if config.logging.metrics_file is None:
+        return folder / "metrics.jsonl"
+    path = Path(config.logging.metrics_file)
+    return path.resolve() if config.given("metrics_file") and path.is_symlink() else path
+
+
+def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iteration: int) -> Writers:
+    """The writers of a run. folder: the run's. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
+
+    Raises MissingPackageError naming the pip line, and OutputPathError, both ValueErrors.
+    """
+    if not enabled:
+        return Writers()
+    try:
+        return _open(config, folder, resumed_iteration)
+    except OSError as error:
+        raise OutputPathError(
+            f"{error.filename}: {error.strerror}: name other places in --save, --metrics-file, --tensorboard-dir"
+        ) from error
+
+
+def _open(config: Config, folder: Path, resumed_iteration: int) -> Writers:
+    log = config.logging
+    values = {**config.flat(), **config.extra}
+    trackers: list[Tracker] = []
+    if log.tensorboard_dir is not None:
+        tensorboard = TensorBoardTracker(
+            log.tensorboard_dir, queue_size=log.tensorboard_queue_size, resumed_iteration=resumed_iteration
+        )
+        print(f" > {tensorboard.note}", flush=True)
+        trackers.append(tensorboard)
+    if log.wandb_project:
+        if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
+            folder.mkdir(parents=True, exist_ok=True)
+        trackers.append(WandbTracker(log, log.wandb_save_dir or str(folder), values))
+    if log.mlflow_experiment:
+        trackers.append(MlflowTracker(log, folder))
+    file = MetricsFile(metrics_path(config, folder), resumed_iteration=resumed_iteration)
+    print(f" > {file.note}", flush=True)
+    progress = None
+    if log.progress != "off" and config.total_iterations:
+        progress = Progress(config.total_iterations, first_iteration=resumed_iteration + 1)
+    untracked = untracked_tags(log)
+    writers = Writers(file, tuple(trackers), progress=progress, is_tracked=lambda tag: tag not in untracked)
+    writers.event("start", resumed_iteration, world_size=config.world_size, config=values)
+    if log.log_world_size_to_tensorboard:
+        writers.scalar("world-size", config.world_size, resumed_iteration)
+    return writers

@@ -1,0 +1,308 @@
+"""Where a model meets its engines: the one visible order in which a run is put together.
+
+model_provider, once a chunk -> data parallel engine (flat buffers) -> initial weights -> optimizer -> schedules
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.asked_schedules import describe_schedule
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.memory_tracker import MemoryTracker
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.module import MegatronModule, ModelContext, ModelError
+from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
+from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    build_scheduler,
+    idle_scheduler,
+)
+from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
+from megatron.core.pipeline_parallel.plan.spec import StageSpec
+from megatron.core.tensor_parallel.init import fill
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transport import host_data
+from megatron.core.transport.initial_weights import broadcast_weights
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.units import declared_units
+from megatron.core.weight_grad import WeightGradAccumulator
+from megatron.training.config.config import Config
+from megatron.training.run.weight_pieces import weight_pieces
+
+ModelProvider = Callable[..., nn.Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours."""
+
+    stage: int
+    spec: StageSpec
+    module: nn.Module
+    context: ModelContext
+    sink: WeightGradAccumulator | None
+
+    def set_input(self, hidden: Tensor | None) -> None:
+        """Megatron's way to hand a stage what the one before has computed. Nothing on a stage that embeds."""
+        if not self.spec.embedding:
+            cast(MegatronModule, self.module).set_input_tensor(hidden)
+
+
+@dataclasses.dataclass
+class Engine:
+    """Everything that one training step touches on this rank."""
+
+    chunks: tuple[Chunk, ...]
+    model: DistributedDataParallel
+    param_meta: dict[str, ParamMeta]
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    scaler: GradScaler
+
+    @property
+    def memory_tracker(self) -> MemoryTracker:
+        """What this rank's engine holds."""
+        return self.model.memory_tracker
+
+    @property
+    def declares_units(self) -> bool:
+        """Whether the model itself names what is gathered together, so that --fsdp-unit-modules has no effect."""
+        return declared_units([chunk.module for chunk in self.chunks]) is not None
+
+    def persistent_bytes(self) -> int:
+        """What this rank holds when a step ends: weights, gradients, optimizer state, slots of the double buffer."""
+        flat = sum(self.model.buffer.persistent_bytes().values())
+        return flat + self.memory_tracker.live("moments") + self.memory_tracker.live("slots")
+
+    def model_pieces(self) -> list[LocalPiece]:
+        """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
+
+        Communicates over data parallel ranks where those of the last step are not gathered yet.
+        """
+        self.model.settle_weights()
+        return weight_pieces(self.model.buffer)
+
+
+def build_gpt_model(
+    config: Config,
+    ps: ParallelState | None = None,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+) -> GPTModel:
+    """The GPT that the flags describe, on torch's current default device: this rank's part, or with no ps all of it.
+
+    vp_stage: which of the rank's chunks. pre_process, post_process: the chunk embeds, computes the loss. Raises
+    ModelError where they are not those of the stage.
+    """
+    padded_vocab_size = config.model.padded_vocab_size
+    assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
+    tp, layers, other_end_here = TensorParallel(), None, False
+    if ps is not None:
+        held_here = config.schedule_spec.held_by(ps.pp_rank)
+        if len(held_here) > 1 and vp_stage is None:
+            raise ModelError(
+                "interleaving builds several chunks a rank: pass the model provider's vp_stage on to build_gpt_model"
+            )
+        spec = held_here[vp_stage or 0]
+        given, held = (pre_process, post_process), (spec.embedding, spec.loss)
+        if given != held:
+            raise ModelError(
+                f"build_gpt_model: pre_process, post_process {given} for a stage of {held}: pass on what the model "
+                "provider is given"
+            )
+        tp, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
+        ends = sum(one.embedding or one.loss for one in held_here)
+        other_end_here = ends == 2 and (spec.embedding or spec.loss)
+    return GPTModel(
+        config.model,
+        padded_vocab_size=padded_vocab_size,
+        seed=config.training.seed,
+        params_dtype=params_dtype(config),
+        device=torch.get_default_device(),
+        pre_process=pre_process,
+        post_process=post_process,
+        layers=layers,
+        other_end_here=other_end_here,
+        tp=tp,
+    )
+
+
+def params_dtype(config: Config) -> torch.dtype:
+    """The dtype of model weights: --bf16, --fp16, --fp64, else fp32."""
+    dtype = getattr(torch, config.params_dtype)
+    assert isinstance(dtype, torch.dtype), f"{config.params_dtype} is no dtype"
+    return dtype
+
+
+def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Engine:
+    """Build this rank's chunks and wrap them. Communicates over mp, and for models that are not ours over dp (their
+    initial weights), and over the world for schedules that split backwards. Raises ModelError for what the model cannot
+    do under these flags."""
+    spec = config.schedule_spec
+    chunks = tuple(
+        _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
+    )
+    if spec.splits_backward:
+        _refuse_together(chunks, describe_schedule(config.parallel, spec.schedule), ps)
+    modules, sinks = [chunk.module for chunk in chunks], [chunk.sink for chunk in chunks]
+    _join_uses(modules)
+    meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
+    if None in sinks:
+        broadcast_weights(modules, ps)
+    stages = [chunk.stage for chunk in chunks]
+    model = DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
+    if config.model.init_model_with_meta_device:
+        _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
+        model.weights_changed()
+    optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.memory_tracker)
+    model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
+    model.release_gradients()
+    return Engine(
+        chunks=chunks,
+        model=model,
+        param_meta=meta,
+        optimizer=optimizer,
+        scheduler=_scheduler(config, optimizer),
+        scaler=build_grad_scaler(config.optimizer),
+    )
+
+
+def _build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
+    """Call the user's provider for one chunk. Raises ModelError for what the model or provider cannot do."""
+    schedule = config.schedule_spec
+    stage = schedule.local_stages(ps.pp_rank)[chunk]
+    spec, several = schedule.stages[stage], schedule.placement.num_chunks > 1
+    arguments: dict[str, Any] = {"pre_process": spec.embedding, "post_process": spec.loss}
+    if "vp_stage" in inspect.signature(model_provider).parameters:
+        arguments["vp_stage"] = chunk if several else None
+    elif several:
+        raise ModelError(
+            "interleaving builds several chunks a rank: give the model provider a third argument vp_stage, the "
+            "number of the chunk that it is to build"
+        )
+    on_meta = config.model.init_model_with_meta_device
+    with torch.device("meta") if on_meta else ps.device.torch_device:
+        module = model_provider(**arguments)
+    module.to(params_dtype(config))
+    if isinstance(module, MegatronModule):
+        return Chunk(stage, spec, module, module.context, module.context.grads)
+    what = type(module).__name__
+    if on_meta:
+        raise ModelError(
+            "--init-model-with-meta-device needs a model that says how its weights start (MegatronModule): leave the "
+            f"flag out for {what}"
+        )
+    if ps.tp_size > 1:
+        raise ModelError(
+            "--tensor-model-parallel-size needs a model that says which part of each weight it holds "
+            f"(MegatronModule): use 1 for {what}"
+        )
+    if not spec.embedding and not callable(getattr(module, "set_input_tensor", None)):
+        raise ModelError(
+            f"--pipeline-model-parallel-size: {what} has no set_input_tensor(tensor), which hands a stage what the "
+            "one before has computed"
+        )
+    return Chunk(stage, spec, module, ModelContext(config.training.seed), None)
+
+
+class UnsplittableError(ModelError):
+    """Raised on every rank alike, with the same message."""
+
+
+def _refuse_together(chunks: Sequence[Chunk], asked: str, ps: ParallelState) -> None:
+    """Raises UnsplittableError on all ranks if the part of one of them cannot be split. Communicates over the world."""
+    problem = None
+    try:
+        for chunk in chunks:
+            refuse_unsplittable(chunk.module, asked)
+    except UnsplittableError as error:
+        problem = str(error)
+    told = [one for one in host_data.all_gather_json(problem, ps.control_group) if one is not None]
+    if told:
+        raise UnsplittableError(told[0])
+
+
+def refuse_unsplittable(module: nn.Module, asked: str) -> None:
+    """Raises UnsplittableError naming what the schedule's B and W cannot be split for. asked: the flag that asks for
+    the schedule.
+
+    What goes to a sink can wait for W. Gradients of 1-D parameters may be computed in B, whoever does so: they wait for
+    W to be added. A matrix that autograd accumulates would make of every B a whole backward.
+    """
+    ours = isinstance(module, MegatronModule)
+    facts = module.param_meta if isinstance(module, MegatronModule) else {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        meta = facts.get(name)
+        if ours and meta is None:
+            why = "is declared in no param_meta"
+        elif meta is None or (meta.route is GradRoute.AUTOGRAD and parameter.dim() > 1):
+            why = "is accumulated by autograd, whose backward has no part that can wait"
+        else:
+            continue
+        path, _, _ = name.rpartition(".")
+        what = type(module.get_submodule(path)).__name__
+        raise UnsplittableError(
+            f"{asked} computes weight gradients apart from the rest of the backward (W, B), and parameter {name!r} of "
+            f"{type(module).__name__} (a {what}) {why}: use --pipeline-schedule 1f1b, 1f1b-v, interleaved or gpipe "
+            "instead, or layers that put their gradients into a sink (megatron.core.tensor_parallel.layers), with "
+            "their param_meta"
+        )
+
+
+def _join_uses(modules: Sequence[nn.Module]) -> None:
+    """A parameter that several chunks of this rank use is one tensor: that of the first chunk.
+
+    Tied embeddings on a V, whose lookup is in one chunk and whose output layer in another: each use has its gradient
+    key, and the sum needs no other rank.
+    """
+    first: dict[str, nn.Parameter] = {}
+    for module in modules:
+        if not isinstance(module, MegatronModule):
+            continue
+        for name, meta in module.param_meta.items():
+            if len(meta.uses) < 2:
+                continue
+            path, _, local = name.rpartition(".")
+            owner = module.get_submodule(path)
+            setattr(owner, local, first.setdefault(name, cast(nn.Parameter, getattr(owner, local))))
+
+
+def _param_meta(module: nn.Module) -> dict[str, ParamMeta]:
+    return module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)
+
+
+def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+    if config.evaluation.skip_train:
+        return idle_scheduler(optimizer.param_groups)
+    by_samples = config.training.train_samples is not None
+    return build_scheduler(
+        config.optimizer,
+        optimizer.param_groups,
+        train_iters=None if by_samples else config.training.train_iters,
+        train_samples=config.training.train_samples,
+        global_batch_size=config.training.global_batch_size,
+    )
+
+
+def _fill(
+    buffer: FlatBuffer, param_meta: dict[str, ParamMeta], seed: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Initial weights of a model that was built without memory, one whole parameter at a time."""
+    for name, meta in param_meta.items():
+        whole = torch.empty(meta.local_shape, dtype=dtype, device=device)
+        fill(whole, meta, seed)
+        buffer.write_weight(name, whole)

@@ -1,0 +1,351 @@
+"""What the trainer saves and loads, by its flags, with Megatron's log lines.
+
+    checkpointer = Checkpointer(ps, config.checkpoint, log=print_rank_0)
+    restored = checkpointer.load(model_pieces, optimizer_pieces, config=config.flat())
+    ...
+    checkpointer.save(iteration, model_pieces, optimizer_pieces, common)  # common["config"] = config.flat()
+    checkpointer.maybe_finalize()                                            # once a step (--async-save)
+    checkpointer.maybe_finalize(blocking=True)                               # before leaving
+
+Weights are named `model.<parameter>`, optimizer state `optimizer.<...>`; everything else is JSON in the
+manifest: `common` (iteration, consumed samples, scheduler, scaler, configuration) and, per rank, its random generators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import __version__ as torch_version
+
+from megatron.core.dist_checkpointing.agree import step
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
+from megatron.core.dist_checkpointing.catalog import (
+    Choice,
+    Found,
+    candidates,
+    checkpoint_config,
+    config_of,
+    list_entries,
+    nothing_for,
+)
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.planning import PlanCache
+from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
+from megatron.core.dist_checkpointing.schema import Place
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.transformer.transformer_config import ACTIVATIONS
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.saved_config import SCHEMAS, check_config
+from megatron.training.config.training_config import CheckpointConfig
+from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
+from megatron.training.report import metrics
+from megatron.training.run.rng_state import check_rng_state, rng_state, set_rng_state
+
+__all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+# What decides the meaning of weights; a difference is refused by name before shapes are compared.
+MODEL_FIELDS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "position_embedding_type", "max_position_embeddings",
+    "untie_embeddings_and_output_weights", "normalization", *ACTIVATIONS, "add_bias_linear", "add_qkv_bias",
+    "add_attention_output_bias", "embedding_multiplier", "padded_vocab_size", "tokenizer_type",
+)  # fmt: skip
+# Those of them that older checkpoints do not name, with what these models were.
+_UNNAMED = {
+    "geglu": False,
+    "geglu_tanh": False,
+    "add_attention_output_bias": False,
+    "embedding_multiplier": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a load brought. common: the saved one.
+
+    resumed: False with --finetune: only weights were loaded, the run starts at iteration 0 and nothing in
+    `common` applies. optimizer: the optimizer's tensors were loaded, so its JSON state and the schedule in
+    `common` apply too.
+    """
+
+    directory: Path
+    iteration: int
+    common: Mapping[str, Any]
+    resumed: bool
+    optimizer: bool
+
+
+CheckState = Callable[[Found, bool], None]
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+class Checkpointer:
+    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
+
+    guard: called on rank 0 before it changes anything in --save, see `save.save`.
+    """
+
+    def __init__(
+        self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log, guard: Guard = no_guard
+    ) -> None:
+        self._ps = ps
+        self._config = config
+        self._log, self._guard = log, guard
+        self._cache = PlanCache()
+        self._owned: set[int] | None = (
+            None  # iterations in --save that are this run's; None: all, until `load`
+        )
+        self._async = AsyncSaver(log, guard)
+
+    @property
+    def place(self) -> metrics.ModelParallelPlace:
+        ps = self._ps
+        return metrics.ModelParallelPlace(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
+
+    def save(
+        self,
+        iteration: int,
+        model_pieces: Sequence[LocalPiece],
+        optimizer_pieces: Sequence[LocalPiece],
+        common: Mapping[str, Any],
+        *,
+        wait: bool = False,
+    ) -> Path | None:
+        """Save to `--save`; the directory once it is a checkpoint, None while it is written in the background.
+
+        common: JSON that all ranks share; `consumed_train_samples` and a hash of `config` also become
+        fields of the manifest itself. wait: finish before returning whatever `--async-save` says (the last
+        save of a run). Raises CheckpointError on all ranks together, and NonFiniteWeightsError where a tensor is not
+        finite: a checkpoint of it would be the newest, and of no use.
+        """
+        root = self._config.save
+        assert root is not None, "save without --save"
+        pieces = list(model_pieces) + ([] if self._config.no_save_optim else list(optimizer_pieces))
+        if (wrong := first_nonfinite(pieces, self._ps)) is not None:
+            raise NonFiniteWeightsError(
+                f"iteration {iteration}: {wrong}: no checkpoint of it is written to {root}. Lower --lr and start again "
+                "from the last checkpoint; if no step was taken, look at --init-method-std and at --load"
+            )
+        per_rank = {} if self._config.no_save_rng else {"rng": rng_state(self._ps.device)}
+        self._say(metrics.saving_line(iteration, root, "torch_dist"))
+        retain = self._config.save_retain_interval
+        if self._config.async_save:
+            earlier = self._async.in_flight
+            done = self._async.save(
+                root, iteration, pieces, common, per_rank, self._ps,
+                retain_interval=retain, owned=self._owned, cache=self._cache,
+            )  # fmt: skip
+            if done is not None and earlier is not None:
+                self._saved(earlier)
+            self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
+            return self.maybe_finalize(blocking=True) if wait else None
+        directory = save(
+            root, iteration, pieces, common, per_rank, self._ps,
+            retain_interval=retain, owned=self._owned, cache=self._cache, log=self._log, guard=self._guard,
+        )  # fmt: skip
+        self._saved(iteration)
+        return directory
+
+    def maybe_finalize(self, blocking: bool = False) -> Path | None:
+        """Commit a background save that all ranks have written; its directory if that happened now.
+
+        Call it once a step at the same place on every rank, and with `blocking` before leaving.
+        """
+        iteration = self._async.in_flight
+        directory = self._async.maybe_finalize(self._ps, blocking)
+        if directory is not None and iteration is not None:
+            self._saved(iteration)
+        return directory
+
+    def load(
+        self,
+        model_pieces: Sequence[LocalPiece],
+        optimizer_pieces: Sequence[LocalPiece],
+        *,
+        config: Mapping[str, Any] | None = None,
+        check_state: CheckState | None = None,
+    ) -> Restored | None:
+        """Load from `--load` into the pieces, and set the random generators; None: start from scratch.
+
+        config: this run's flat configuration, compared with the checkpoint's where it decides what the
+        weights mean. check_state(found, with_optimizer): refuses a `common` that the caller cannot go on from. Raises
+        CheckpointError on all ranks together, before any tensor is touched, unless what was saved is not finite.
+        """
+        flags = self._config
+        choice = Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
+        with step() as claimed:
+            if self._ps.rank == 0:  # who commits
+                self._own(choice.found)
+        claimed.gather(self._ps)
+        if flags.load is None:
+            return None
+        if choice.found is None:
+            why = "; ".join(choice.notes)
+            if (flag := flags.needs_checkpoint) is not None:
+                raise CheckpointError(nothing_for(flag, why))
+            self._say(f"{why}; starting from scratch")
+            return None
+        for note in choice.notes:
+            self._say(note)
+        found = choice.found
+        with_optimizer = not (flags.finetune or flags.no_load_optim)
+        _check_config(found, config or {})
+        if with_optimizer:
+            _check_optimizer(found)
+        with_rng = not (flags.finetune or flags.no_load_rng)
+        if with_rng:
+            self._check_rng(found)
+        if check_state is not None and not flags.finetune:
+            check_state(found, with_optimizer)
+        self._say(f" loading checkpoint from {flags.load} at iteration {found.iteration}")
+        pieces = list(model_pieces) + (list(optimizer_pieces) if with_optimizer else [])
+        load_pieces(
+            found,
+            pieces,
+            self._ps,
+            prefixes=(MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,),
+            convert=not with_optimizer,
+        )
+        _refuse_nonfinite(found, pieces, self._ps)
+        if with_rng:
+            self._load_rng(found)
+        self._note_versions(found)
+        iteration = 0 if flags.finetune else found.iteration
+        self._say(metrics.loaded_line(iteration, flags.load, self.place))
+        return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
+
+    def _check_rng(self, found: Found) -> None:
+        _check_rng(found, self._ps.world_size)
+        with step() as checked:
+            if self._ps.rank < len(found.manifest.per_rank):
+                check_rng_state(*self._saved_rng(found))
+        checked.gather(self._ps)
+
+    def _saved_rng(self, found: Found) -> tuple[Any, Place]:
+        """This rank's, and where it stands."""
+        place = Place(found.directory / MANIFEST_NAME, "per_rank")[self._ps.rank].at("rng")
+        return found.manifest.per_rank[self._ps.rank]["rng"], place
+
+    def _load_rng(self, found: Found) -> None:
+        """Each rank its own state; ranks that the saved run did not have keep their fresh seeds."""
+        num_saved = len(found.manifest.per_rank)
+        if num_saved != self._ps.world_size:
+            self._say(
+                f"random generators: the checkpoint has those of {num_saved} ranks, this has "
+                f"{self._ps.world_size}: ranks without one keep fresh seeds"
+            )
+        with step() as restored:
+            if self._ps.rank < num_saved:
+                state, place = self._saved_rng(found)
+                set_rng_state(state, self._ps.device, place)
+        restored.gather(self._ps)
+
+    def _note_versions(self, found: Found) -> None:
+        if found.manifest.torch_version != torch_version:
+            self._say(
+                f"the checkpoint was written with torch {found.manifest.torch_version}, this is "
+                f"{torch_version}: numbers may differ in the last bits"
+            )
+
+    def _own(self, loaded: Found | None) -> None:
+        """Which checkpoints in --save are this run's: [Note: what a save may replace] in commit."""
+        flags = self._config
+        if flags.save is None:
+            return
+        goes_on = loaded is not None and not flags.finetune and _same_folder(flags.save, flags.load or "")
+        if goes_on and flags.ckpt_step is not None:
+            self._owned = None
+            return
+        there = sorted(candidates(list_entries(Path(flags.save))))
+        last = loaded.iteration if loaded is not None and goes_on else -1
+        self._owned = {iteration for iteration in there if iteration <= last}
+        others = [iteration for iteration in there if iteration > last]
+        if others:
+            shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+            self._say(
+                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they "
+                "are never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
+            )
+
+    def _saved(self, iteration: int) -> None:
+        if self._owned is not None:
+            self._owned.add(iteration)
+        self._say(metrics.saved_line(iteration, str(self._config.save), self.place))
+
+    def _say(self, line: str) -> None:
+        if self._ps.rank == 0:
+            self._log(line)
+
+
+def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:
+    """Nothing can come of weights that had gone wrong: `save` refuses them, earlier versions did not."""
+    if (wrong := first_nonfinite(pieces, ps)) is not None:
+        more = ", or leave its optimizer with --no-load-optim" if wrong.startswith(OPTIMIZER_PREFIX) else ""
+        raise CheckpointError(
+            f"{found.directory}: {wrong}: the run that saved it had failed, or this run's precision cannot hold it: "
+            f"load an earlier one with --ckpt-step{more}"
+        )
+
+
+def _check_config(found: Found, config: Mapping[str, Any]) -> None:
+    if "config" not in found.manifest.common:
+        return
+    saved = {**_UNNAMED, **config_of(found, check_config)}
+    differing = [
+        f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
+        for name in MODEL_FIELDS
+        if name in saved and name in config and saved[name] != config[name]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: saved from another model: {'; '.join(differing)}. "
+            f"Give the same flags, or --use-checkpoint-args to take them from the checkpoint"
+        )
+
+
+def _check_optimizer(found: Found) -> None:
+    if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
+            f"load with --no-load-optim or --finetune"
+        )
+
+
+def _check_rng(found: Found, world_size: int) -> None:
+    for rank, own in enumerate(found.manifest.per_rank[:world_size]):
+        if not isinstance(own, dict) or "rng" not in own:
+            raise CheckpointError(
+                f"{found.directory / MANIFEST_NAME}: field 'per_rank[{rank}]': no random generator state of rank "
+                f"{rank} (saved with --no-save-rng?): load with --no-load-rng"
+            )
+
+
+def load_for_inference(
+    load_dir: str, ckpt_step: int | None = None
+) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece]], None]]:
+    """The saved flat configuration, and a function that fills a model's pieces: one process, no group, no optimizer.
+
+    Raises CheckpointError when the folder holds no valid checkpoint.
+    """
+    found = open_for_inference(load_dir, ckpt_step)
+
+    def load(pieces: Sequence[LocalPiece]) -> None:
+        load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
+        _refuse_nonfinite(found, pieces)
+
+    config = config_of(found, check_config)
+    if unknown := sorted(config.keys() - SCHEMAS.keys()):
+        place = Place(found.directory / MANIFEST_NAME, "common.config")
+        place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")
+    return config, load

@@ -1,0 +1,279 @@
+"""From flags to iterators of microbatches: data sets, built by one rank of each machine first, then their loaders."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.builder import (
+    Datasets,
+    GPTDatasetSpec,
+    build_train_valid_test_datasets,
+)
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
+from megatron.core.datasets.requested_sizes import requested_sizes
+from megatron.core.datasets.samplers import build_data_loader
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.transport import collectives
+from megatron.training.config.config import Config
+from megatron.training.report import metrics
+from megatron.training.run.session import Session
+from megatron.training.run.step_batches import StepBatches
+from megatron.training.run.verify_data import verify_data
+
+DatasetsProvider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
+
+
+@dataclasses.dataclass
+class EvaluationSet:
+    """One held-out data set.
+
+    name: "" when it is the only one. batches: an iterator that goes on where the last evaluation stopped, or, with
+    `whole`, a loader that each evaluation reads from the start.
+    """
+
+    name: str
+    batches: Any
+    whole: bool = False
+
+
+@dataclasses.dataclass
+class DataIterators:
+    """Microbatches of this data-parallel rank."""
+
+    train: StepBatches
+    valid: list[EvaluationSet]
+    test: list[EvaluationSet]
+    description: Any = None  # of the training set, where it is one of ours: what decides its samples
+
+
+def build_gpt_datasets(
+    config: Config, tokenizer: Tokenizer, num_samples: Sequence[int | None]
+) -> tuple[Any, Any, Any]:
+    """The data sets that the flags name. num_samples: at least so many of train, validation, test; None = one epoch."""
+    data = config.data
+    spec = GPTDatasetSpec(
+        sample_format=SampleFormat(
+            sequence_length=config.model.seq_length,
+            eod=tokenizer.eod,
+            pad=pad_id(tokenizer.pad, tokenizer.special_ids),
+            vocab_size=tokenizer.vocab_size,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            # A mask that is only causal says nothing that attention does not do by itself, and faster.
+            create_attention_mask=data.create_attention_mask_in_dataloader and data.reset_attention_mask,
+        ),
+        seed=config.training.seed,
+        **_corpora(config),
+        tokenizer_identity=tokenizer.identity(),
+        cache_path=data.data_cache_path,
+        surplus=data.mid_level_dataset_surplus,
+        full_validation=data.full_validation,
+        multiple_validation_sets=data.multiple_validation_sets,
+    )
+    train, valid, test = num_samples
+    datasets: Datasets = build_train_valid_test_datasets(spec, (train, valid, test))
+    return datasets
+
+
+def _corpora(config: Config) -> dict[str, Any]:
+    """Which of GPTDatasetSpec's three ways of naming corpora the flags use."""
+    data = config.data
+    if data.mock_data:
+        return {"mock": True}
+    if data.per_split_data_args_path is not None:
+        return {"blend_per_split": read_per_split_file(data.per_split_data_args_path)}
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if any(per_split):
+        flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+        blends: list[Blend | None] = [
+            parse_blend(words, flag) if words else None for words, flag in zip(per_split, flags, strict=True)
+        ]
+        return {"blend_per_split": tuple(blends)}
+    if data.data_args_path is not None:
+        return {"blend": read_blend_file(data.data_args_path), "split": data.split}
+    if data.data_path is None:  # of a trainer whose flags were read without asking what its provider needs
+        raise DataError(
+            "no training data is named, and build_gpt_datasets reads what the flags name: give --data-path PREFIX "
+            "(made by tools/preprocess_data.py), or --mock-data for a trial"
+        )
+    return {"blend": parse_blend(data.data_path), "split": data.split}
+
+
+def _prefixes(config: Config) -> list[str]:
+    """Of all corpora that the flags name. Raises DataError."""
+    named = _corpora(config)
+    blends = named.get("blend_per_split", (named.get("blend"),))
+    return [prefix for blend in blends if blend is not None for prefix in blend.prefixes]
+
+
+def build_data_iterators(
+    session: Session,
+    provider: DatasetsProvider,
+    *,
+    train_samples: int,
+    train_iters: int,
+    consumed_train_samples: int,
+    consumed_valid_samples: int,
+    reads: bool,
+) -> DataIterators:
+    """Build data sets and loaders, positioned after what the run has consumed.
+
+    reads: this rank's pipeline stages need data; else its loaders are never started.
+
+    The first rank of each machine builds (and fills the index cache) while the others wait. Communicates over the
+    world. Raises DataError.
+    """
+    config = session.config
+    if config.data.verify_data:
+        verify_data(session, lambda: _prefixes(config))
+    sizes = requested_sizes(
+        train_samples=train_samples,
+        train_iters=train_iters,
+        eval_interval=config.evaluation.eval_interval,
+        eval_iters=config.evaluation.eval_iters,
+        global_batch_size=config.training.global_batch_size,
+    )
+    for line in metrics.dataset_lines("GPT", dict(zip(("train", "validation", "test"), sizes, strict=True))):
+        session.print_rank_0(line)
+    train, valid, test = _built_in_turn(session, lambda: provider(sizes))
+    session.print_rank_0(metrics.datasets_done_line("GPT"))
+    trained_on = 0 if config.evaluation.skip_train else sizes.train
+    training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
+    evaluations = "--eval-iters x --global-batch-size, for each evaluation"
+    validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
+    return DataIterators(
+        train=StepBatches(
+            _loader(session, train, training, consumed_train_samples),
+            fetch=functools.partial(_fetch, session),
+            reads=reads,
+        ),
+        valid=_evaluation_sets(session, valid, validation, consumed_valid_samples),
+        test=_evaluation_sets(session, test, _Split("test", sizes.test, evaluations), 0),
+        description=train.description() if isinstance(train, GPTDataset | BlendedDataset) else None,
+    )
+
+
+def _loader(session: Session, dataset: Any, split: _Split, consumed_samples: int) -> Any:
+    """Microbatches from position `consumed_samples` on. Raises DataError naming the split."""
+    data, ps = session.config.data, session.ps
+    order = "single" if split.whole else data.dataloader_type or "single"
+    if order == "single" and not split.whole and dataset is not None:
+        _check_length(len(dataset), split)
+    try:
+        loader = build_data_loader(
+            dataset,
+            consumed_samples=0 if split.whole else consumed_samples,
+            micro_batch_size=session.config.training.micro_batch_size,
+            dp_rank=ps.dp_rank,
+            dp_size=ps.dp_size,
+            dataloader_type=order,
+            data_sharding=data.data_sharding,
+            num_workers=data.num_workers,
+            pin_memory=session.device.kind == "cuda",
+        )
+    except DataError as error:
+        raise DataError(f"{split.name} data: {error}") from None
+    return loader if split.whole else _guarded(loader, split)
+
+
+def _evaluation_sets(
+    session: Session, datasets: Any, split: _Split, consumed_samples: int
+) -> list[EvaluationSet]:
+    """One set, or several with `--multiple-validation-sets`; none where no evaluation is asked for."""
+    if session.config.evaluation.eval_iters <= 0:
+        return []
+    sets = enumerate(datasets) if isinstance(datasets, list) else [("", datasets)]
+    return [
+        EvaluationSet(str(name), _loader(session, dataset, split, consumed_samples), split.whole)
+        for name, dataset in sets
+        if dataset is not None
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """What the run asks of one split. whole: it is read to its end instead, whatever its length."""
+
+    name: str
+    num_samples: int
+    asked_by: str
+    whole: bool = False
+
+
+def _check_length(num_samples: int, split: _Split) -> None:
+    """Too little data is told now, not when the run has come to its end."""
+    if num_samples < split.num_samples:
+        raise DataError(
+            f"the {split.name} data has {num_samples} samples, the run asks for {split.num_samples} ({split.asked_by}"
+            "): ask for fewer, or give a blend weights (--data-path 1 A 1 B repeats its corpora, --data-path A B takes "
+            "each once)"
+        )
+
+
+def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
+    """Where two JSON values differ first, as `name: saved ..., now ...`; None where they do not."""
+    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == here.keys():
+        pairs = [(f"{name}.{key}".lstrip("."), saved[key], here[key]) for key in saved]
+    elif isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
+        pairs = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(saved, here, strict=True))]
+    else:
+        return None if saved == here else f"{name}: saved {saved!r:.100}, now {here!r:.100}"
+    return next((found for key, a, b in pairs if (found := first_difference(a, b, key)) is not None), None)
+
+
+def _fetch(session: Session, source: Iterator[Any]) -> Any:
+    """The time in which this rank waits for data, under its own name for the watchdog and the timers."""
+    with session.watchdog.phase("data"), session.timers("batch-generator", log_level=2):
+        return next(source)
+
+
+def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
+    """`build()` on the first rank of each machine, then on the others, which find the cache.
+
+    On all at once where nothing is kept on disk.
+    """
+    data = session.config.data
+    first = session.env.local_rank == 0 or (data.mock_data and data.data_cache_path is None)
+    built, failure = None, None
+    for turn in (True, False):
+        if first is turn:
+            try:
+                built = build()
+            # Told to all ranks below, so that nobody waits for a lost peer.
+            except (ValueError, OSError) as error:
+                failure = error
+        reasons = session.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if (
+            rank := next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+        ) is not None:
+            raise DataError(f"rank {rank} could not build the data sets: {reasons[rank]}")
+    collectives.barrier(session.ps.control_group)
+    return built
+
+
+def _guarded(loader: Any, split: _Split) -> Iterator[Any]:
+    """A loader's batches; running out of them is an error that says so."""
+    if loader is None:
+        return
+    try:
+        yield from loader
+    except DataError as error:
+        raise DataError(_without_trace(str(error))) from None
+    raise DataError(
+        f"the {split.name} data ended before the run, which asks for {split.num_samples} samples ({split.asked_by}): "
+        "a datasets provider must return at least the number of samples it is asked for"
+    )
+
+
+def _without_trace(text: str) -> str:
+    """The message of an error from a loader's process, which torch wraps in that process's traceback."""
+    return text.rpartition(f"{DataError.__module__}.{DataError.__qualname__}: ")[2].strip()

@@ -1,0 +1,300 @@
+"""A step's microbatches, run by the pipeline's plan: the user's forward step on this rank's stages.
+
+One path for every run: a world of one executes the plan of one stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.plan_inputs import measured_wire, units_of_all_stages
+from megatron.core.distributed.unit_events import watch_units
+from megatron.core.optimizer.mixed_precision import RollbackBy
+from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
+from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
+from megatron.core.pipeline_parallel.runtime.profiler import Profiler
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
+from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
+from megatron.core.protocols import Stage
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.guard.run_folder import OutputPathError
+from megatron.training.report.step_metrics import (
+    ForwardStep,
+    StepMetrics,
+    agreed_names,
+    evaluate_loss,
+    loss_to_differentiate,
+)
+from megatron.training.report.timers import Timers
+from megatron.training.run.build import Chunk, Engine
+from megatron.training.run.pipeline_memory import check_validated, settled
+from megatron.training.run.session import Session
+from megatron.training.run.step_batches import StepBatches
+
+
+@dataclasses.dataclass
+class _Step:
+    """What the stages of this rank need to know of the step under way."""
+
+    batches: StepBatches
+    iteration: int
+    numbers: StepMetrics
+
+
+class PipelineRunner:
+    """Runs the microbatches of steps and evaluations through this rank's stages.
+
+    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. work: of all stages, what their
+    units take by formula, see `units_of_all_stages`. recorder: of the measured timeline,
+    if any. profiler: of what the schedule is solved again for, if it is to be measured.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        ps: ParallelState,
+        engine: Engine,
+        forward_step: ForwardStep,
+        timers: Timers,
+        *,
+        per_token_loss: bool,
+        work: Sequence[StageUnits] | None = None,
+        recorder: Recorder | None = None,
+        profiler: Profiler | None = None,
+    ) -> None:
+        self.profiler = profiler
+        self.spec = spec
+        self._ps = ps
+        self._engine = engine
+        self._forward_step = forward_step
+        self._timers = timers
+        self._per_token_loss = per_token_loss
+        recorders = [one for one in (recorder, profiler) if one is not None]
+        self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
+        self._channel = P2P(ps)
+        self._validator: PostValidator | None = None
+        self._step: _Step | None = None
+        self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._boundaries = UnitBoundaries()
+        self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
+        self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
+        residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
+        self.spec = spec.bare
+        if residency.moves:
+            units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
+            self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
+            self.wire = measured_wire(engine.model)
+            watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
+        stages: Mapping[int, Stage] = self._own_stages
+        self._stages = stages if profiler is None else profiler.weigh(stages)
+        self._executors: dict[tuple[int, Purpose], Executor] = {}  # (microbatches, what for)
+        self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
+        self.step_s = 0.0  # of the last training step, until its gradients were summed
+        self._began_s = 0.0
+
+    def train(
+        self, batches: StepBatches, *, iteration: int, num_microbatches: int, reduce_gradients: bool = True
+    ) -> StepMetrics:
+        """Forward and backward of every microbatch; main gradients hold the sums afterwards.
+
+        With `reduce_gradients` they are summed over data parallel ranks too, complete on return; without, they stay
+        this rank's own. Communicates over the pipeline and over dp_reduce.
+        """
+        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
+        self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
+        self._execute(num_microbatches, iteration, Purpose.TRAIN)
+        numbers = self.finish_gradients() if reduce_gradients else self._named(self._step.numbers, True)
+        self._step = None
+        return numbers
+
+    def validate_by(self, validator: PostValidator) -> None:
+        """Before the first `train_and_step`."""
+        self._validator = validator
+
+    def train_and_step(self, batches: StepBatches, *, iteration: int, num_microbatches: int) -> bool:
+        """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
+        owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
+        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
+        keep = self._validator is not None and self._validator.pending
+        self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
+        done = self._execute(num_microbatches, iteration, Purpose.TRAIN_AND_STEP)
+        self._step = None
+        return done
+
+    def finish_gradients(self) -> StepMetrics:
+        """The backwards of the step under way are done: sum what they left. Communicates over dp_reduce."""
+        assert self._step is not None, "no step is under way"
+        if self.spec.residency is not None:
+            self._engine.model.reductions.check_reduced()
+        with self._timers("all-grads-sync", log_level=2):
+            self._engine.model.finish()
+        self.step_s = time.monotonic() - self._began_s
+        return self._named(self._step.numbers, True)
+
+    def evaluate(
+        self, batches: StepBatches, numbers: StepMetrics, *, iteration: int, num_microbatches: int
+    ) -> None:
+        """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
+        self._step = _Step(batches, iteration, numbers)
+        self._engine.model.settle_weights()  # a plan of forwards gathers only what comes and goes
+        modules = [chunk.module for chunk in self._engine.chunks]
+        was_training = [module.training for module in modules]
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            self._execute(num_microbatches, iteration, Purpose.EVALUATE)
+        self._step = None
+        for module, training in zip(modules, was_training, strict=True):
+            module.train(training)
+        self._named(numbers, False)
+
+    def plan_by(self, spec: ScheduleSpec) -> None:
+        """From now on. Between steps, on all ranks alike; layers stay where they are."""
+        assert (spec.placement, spec.stages) == (self.spec.placement, self.spec.stages), (
+            f"layers cannot move from {self.spec.placement} to {spec.placement}"
+        )
+        self.spec = spec
+        self._executors.clear()
+
+    @property
+    def residencies(self) -> dict[int, PlannedResidency]:
+        """Of the training plans that were run, by their number of microbatches: how gradients are grouped."""
+        trains = (one for one in self._executors.items() if one[0][1] is not Purpose.EVALUATE)
+        planned = {size: executor.plan.residency for (size, _), executor in trains}
+        return self._residencies | {size: one for size, one in planned.items() if one is not None}
+
+    def keep_groupings(self, residencies: Mapping[int, PlannedResidency]) -> None:
+        """Plan with these groups of microbatches from now on, between steps: those of a saved run, or of this one."""
+        self._residencies = dict(residencies)
+        groupings = tuple((size, one.grouping) for size, one in sorted(residencies.items()))
+        self.plan_by(dataclasses.replace(self.spec, groupings=groupings))
+
+    def close(self) -> None:
+        """The run is over: close the recorder."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _named(self, numbers: StepMetrics, training: bool) -> StepMetrics:
+        """Tell the numbers the names of the losses, which stages without a loss do not know by themselves."""
+        if self._ps.pp_size > 1:
+            if training not in self._loss_names:
+                self._loss_names[training] = agreed_names(numbers.names, self._ps)
+            numbers.agree(self._loss_names[training])
+        return numbers
+
+    def _execute(self, num_microbatches: int, iteration: int, purpose: Purpose) -> bool:
+        key = (num_microbatches, purpose)
+        if key not in self._executors:
+            self._executors[key] = self._executor(num_microbatches, purpose)
+        self._began_s = time.monotonic()
+        return self._executors[key].run(iteration)
+
+    def _executor(self, num_microbatches: int, purpose: Purpose) -> Executor:
+        training = purpose is not Purpose.EVALUATE
+        handlers: Mapping[Kind, Handler] | None = None
+        validation: Validation | None = None
+        if purpose is Purpose.TRAIN_AND_STEP:
+            assert self._validator is not None, "train_and_step() before validate_by()"
+            handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
+            handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
+        units = self.spec.stages_units
+        return Executor(
+            plan_for(self.spec, num_microbatches, purpose),
+            self._ps.pp_rank,
+            self._stages,
+            self._channel,
+            self._engine.model,
+            units=None if units is None else {stage: units[stage] for stage in self._own_stages},
+            boundaries=self._boundaries,
+            recorder=self._recorder if training else None,
+            handlers=handlers,
+            validation=validation,
+        )
+
+    def _timed_step(self, handler: Handler) -> Handler:
+        def step(op: RawOp) -> None:
+            with self._timers("optimizer", log_level=1):
+                handler(op)
+
+        return step
+
+    def _forget(self, stage: int, microbatch: int) -> None:
+        """Forwards of the step under way are undone, all that there were: so are their losses."""
+        assert self._step is not None, "forwards outside of a step"
+        self._own_stages[stage].forget(microbatch)
+        self._step.numbers.clear()
+
+    def _stage(self, chunk: Chunk) -> ModelStage:
+        """Its backwards have a timer under Megatron's name; the forward's is around the user's function."""
+        run = functools.partial(self._forward, chunk)
+        timed = functools.partial(self._timers, "backward-compute", log_level=2)
+        return ModelStage(run, chunk.sink, begins=chunk.spec.embedding, ends=chunk.spec.loss, timed=timed)
+
+    def _forward(self, chunk: Chunk, microbatch: int, hidden: Tensor | None) -> Tensor:
+        """One chunk's output for a microbatch; where the loss is, the number to differentiate."""
+        step, ps = self._step, self._ps
+        assert step is not None, "a forward outside of a step"
+        chunk.context.begin_microbatch(step.iteration, microbatch, microbatch * ps.dp_size + ps.dp_rank)
+        chunk.set_input(hidden)
+        with self._timers("forward-compute", log_level=2):
+            output, loss_func = self._forward_step(iter([step.batches.microbatch(microbatch)]), chunk.module)
+        chunk.set_input(None)
+        if not chunk.spec.loss:
+            return output
+        result = evaluate_loss(output, loss_func)
+        step.numbers.add(result)
+        if not torch.is_grad_enabled():
+            return result.loss
+        loss = loss_to_differentiate(result, self._per_token_loss)
+        scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
+        return loss * scale if scale != 1.0 else loss
+
+
+def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) -> PipelineRunner:
+    """The runner of a run, by its flags. Communicates over the world where the device limits activations.
+
+    Raises OutputPathError where the timeline cannot be written, ConfigurationError where the device has no room.
+    """
+    parallel = session.config.parallel
+    engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
+    spec = settled(session, engine)
+    if parallel.enable_optimizer_post_validation:
+        check_validated(session, spec, engine)
+    directory = session.config.logging.log_pipeline_timeline
+    try:
+        recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
+    except OSError as error:
+        raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
+    runner = PipelineRunner(
+        spec,
+        session.ps,
+        engine,
+        forward_step,
+        session.timers,
+        per_token_loss=session.config.model.calculate_per_token_loss,
+        work=spec.stages_units or session.config.staged_model.work_of_units(spec),
+        recorder=recorder,
+        profiler=Profiler.of_run(
+            session.ps,
+            parallel.timers_window,
+            session.config.logging.log_interval,
+            lambda: sum(engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")),
+        ),
+    )
+    if recorder is not None:
+        recorder.lanes, recorder.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()
+    return runner

@@ -1,0 +1,96 @@
+"""What a rank may hold of activations where the flags leave it to the device, and what the log says of limits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_lines, reason_lines
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.verify import peak_activation
+from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.run.build import Engine
+from megatron.training.run.session import Session
+
+_FLAGS = ("--zero-bubble-max-pending-backward", "--zero-bubble-adaptive-memory-limit-percentile")
+
+
+def settled(session: Session, engine: Engine) -> ScheduleSpec:
+    """The schedule of the run. On CUDA, with the limit that flags leave to the device. Says what limits there are and
+    why `auto` chose as it did, and tells the layers whether they keep gathered inputs.
+
+    Communicates over the world where the device decides. Raises ConfigurationError, on every rank alike, where it has
+    too little memory left.
+    """
+    config, tell = session.config, session.print_rank_0
+    spec, parallel = config.schedule_spec, config.parallel
+    speeds = parallel.achieved_tflops, parallel.dp_bandwidth_gb_per_s
+    for line in reason_lines(spec, parallel.rank_memory_limit, *speeds):
+        tell(line)
+    if config.staged_model.asks_device(spec):
+        total = session.device.total_bytes()
+        if total is not None:
+            spec = _limited_by_device(session, spec, engine, total)
+        else:
+            ranks = f"the number of pipeline ranks on CPU, {spec.placement.num_ranks}"
+            tell(f" > --zero-bubble-max-pending-backward auto is {ranks}")
+    for chunk in engine.chunks:
+        if chunk.sink is not None:
+            chunk.sink.keeps_gathered = spec.keeps_gathered
+    for line in limit_lines(spec, sequence_parallel=parallel.sequence_parallel):
+        tell(line)
+    return spec
+
+
+def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, total: int) -> ScheduleSpec:
+    """Once weights and what the optimizer will hold have their memory, or are known."""
+    parallel = session.config.parallel
+    percentile = parallel.zero_bubble_adaptive_memory_limit_percentile
+    used = max(session.device.memory().allocated_bytes, engine.persistent_bytes())
+    if parallel.enable_optimizer_post_validation:
+        used += engine.optimizer.snapshot_bytes()
+    told = [tuple(one) for one in session.gather([session.ps.pp_rank, used, total])]
+    limits = device_limits(told, percentile, spec.placement.num_ranks)
+    config, spec = session.config, dataclasses.replace(spec, limits=limits)
+    spec = config.staged_model.with_gathered_inputs(spec)
+    try:
+        plan_for(spec, config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
+    except PlanError as error:
+        fix = "use fewer layers a rank, smaller microbatches or recomputation, or a higher percentile"
+        message = f"{percentile} % of the device's memory leaves too little for activations: {error}"
+        raise ConfigurationError([Problem("device-memory", _FLAGS, message, fix)]) from None
+    return spec
+
+
+def check_validated(session: Session, spec: ScheduleSpec, engine: Engine) -> None:
+    """--enable-optimizer-post-validation: whether this machine has room for what a step leaves until it is decided on,
+    beside the activations that the plan holds, where these are known. Communicates over the world.
+
+    Raises ConfigurationError, on every rank alike.
+    """
+    ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
+    copies, grads = engine.optimizer.snapshot_bytes(), engine.model.resting_grad_bytes()
+    needed = copies + grads
+    if needed and spec.estimated:
+        plan = plan_for(spec, session.config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
+        pp_rank = session.ps.pp_rank
+        needed += round(peak_activation(pp_rank, plan.rows[pp_rank], spec.costs))
+    told = session.gather([needed * ranks_here, copies, grads, session.device.free_bytes()])
+    for rank, (needed, copies, grads, free) in enumerate(told):
+        if free is not None and needed > free:
+            kept = [
+                f"copies of main weights and moments, to take steps back to ({copies / 2**20:.0f} MiB)"
+            ] * bool(copies)
+            kept += [f"gradients until they are decided on ({grads / 2**20:.0f} MiB)"] * bool(grads)
+            kept += ["the activations of the plan"] * spec.estimated
+            message = (
+                f"rank {rank}: {', '.join(kept)} take {needed / 2**20:.0f} MiB"
+                + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
+                + f", of which {free / 2**20:.0f} MiB are free"
+            )
+            fix = (
+                "give --post-validation-rollback inverse (no copies; approximate: docs/pipelines.md), leave "
+                "--enable-optimizer-post-validation out, or shard the optimizer with --use-distributed-optimizer"
+            )
+            flags = ("--post-validation-rollback", "--enable-optimizer-post-validation")
+            raise ConfigurationError([Problem("snapshot-memory", flags, message, fix)])

@@ -1,0 +1,55 @@
+"""How far a run is: the numbers that a checkpoint keeps beside tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.schema import Schema, integer, number
+from megatron.training.config.config import Config
+
+_LENGTHS = ("train_iters", "train_samples")  # flags, and no state
+TRAIN_STATE_SCHEMA: Schema = {  # `TrainState.state`
+    "iteration": integer(),
+    "consumed_train_samples": integer(),
+    "consumed_valid_samples": integer(),
+    "skipped_train_samples": integer(),
+    "num_floating_point_operations_so_far": number(low=0.0),
+}
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Counters of the loop. train_iters, train_samples: the length of the run (one of them is derived).
+
+    skipped_train_samples: drawn by --iterations-to-skip and not trained on; they count as consumed.
+    """
+
+    train_iters: int
+    train_samples: int
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+    @classmethod
+    def start(cls, config: Config) -> TrainState:
+        """At iteration 0."""
+        iterations, samples = config.total_iterations, config.training.train_samples
+        return cls(iterations, iterations * config.training.global_batch_size if samples is None else samples)
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.train_iters
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        kept = dataclasses.asdict(self)
+        return {name: kept[name] for name in kept if name not in _LENGTHS}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            assert name in self.state(), f"unknown counter {name!r} in the checkpoint"
+            setattr(self, name, value)

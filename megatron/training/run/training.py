@@ -1,0 +1,237 @@
+"""`pretrain`: the whole of a run, from its first collective to its exit status. The loop itself is in `loop.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from megatron.core.datasets.errors import DataError
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.enums import ModelType
+from megatron.core.module import ModelError
+from megatron.core.optimizer.grad_scaler import GradScalerStateError
+from megatron.core.optimizer.mixed_precision import OptimizerStateError
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
+from megatron.core.optional import MissingPackageError
+from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.transport.peer_loss import PeerLostError
+from megatron.training import global_vars
+from megatron.training.config.arguments import launch_config
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.config.limits import SystemLimitError, limit_behind
+from megatron.training.config.problems import ConfigurationError
+from megatron.training.guard.exit_status import (
+    ExitRecord,
+    ExitStatus,
+    TrainingExit,
+    hard_exit,
+    leave_exit_json,
+    report_failure,
+    second_signal_words,
+    status_of,
+)
+from megatron.training.guard.orphans import OrphanedError, OrphanGuard
+from megatron.training.guard.replica_check import ReplicaMismatchError
+from megatron.training.guard.run_folder import OutputPathError, RunFolder
+from megatron.training.guard.signals import SignalHandler
+from megatron.training.guard.startup_check import StartupMismatchError
+from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.report.console import guard_console
+from megatron.training.report.step_metrics import ForwardStep
+from megatron.training.run.build import ModelProvider, UnsplittableError, build_engine
+from megatron.training.run.data import DatasetsProvider
+from megatron.training.run.loop import Ending, TrainingLoop
+from megatron.training.run.pipeline import build_runner
+from megatron.training.run.session import Session, initialize
+
+STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
+    ConfigurationError: ExitStatus.CONFIGURATION,
+    LaunchEnvError: ExitStatus.CONFIGURATION,
+    StartupMismatchError: ExitStatus.CONFIGURATION,
+    MissingPackageError: ExitStatus.CONFIGURATION,
+    OutputPathError: ExitStatus.CONFIGURATION,
+    SystemLimitError: ExitStatus.CONFIGURATION,
+    ScheduleError: ExitStatus.CONFIGURATION,
+    ModelError: ExitStatus.CONFIGURATION,
+    CheckpointError: ExitStatus.CHECKPOINT,
+    OptimizerStateError: ExitStatus.CHECKPOINT,
+    GradScalerStateError: ExitStatus.CHECKPOINT,
+    NonFiniteWeightsError: ExitStatus.NON_FINITE,
+    ReplicaMismatchError: ExitStatus.RERUN_INVALID,
+    DataError: ExitStatus.DATA,
+    TokenizerError: ExitStatus.DATA,
+    PeerLostError: ExitStatus.PEER_LOST,
+    OrphanedError: ExitStatus.PEER_LOST,
+}
+# Raised on every rank alike, with the same message: one rank of a machine says it.
+RAISED_ALIKE = (
+    TrainingExit,
+    StartupMismatchError,
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteWeightsError,
+    ReplicaMismatchError,
+    UnsplittableError,
+)
+
+
+def pretrain(
+    train_valid_test_datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    model_type: ModelType,
+    forward_step_func: ForwardStep,
+    process_non_loss_data_func: Callable[..., None] | None = None,
+    extra_args_provider: Callable[[Any], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    config: Config | None = None,
+) -> None:
+    """Train a model, with Megatron's signature.
+
+    train_valid_test_datasets_provider(sizes): data sets of at least these numbers of samples (train, valid, test).
+    model_provider(pre_process, post_process, vp_stage): an nn.Module, the chunk of the model that this rank holds;
+    vp_stage may be left out where nothing is interleaved, and a chunk that does not embed has
+    set_input_tensor(tensor). forward_step_func(data_iterator, model): the chunk's output, and a function of the output
+    that returns (loss, report) or (loss sum, tokens, report), called where the loss is. extra_args_provider(parser):
+    adds flags, found in `get_args()`. args_defaults: other defaults by name. config: an already parsed command line
+    (`launch_config`), of a provider that reads what the flags name: without it they need name no data.
+
+    Returns when the run is done. Otherwise the process ends with a status of docs/exit_statuses.md.
+    """
+    assert model_type is ModelType.encoder_or_decoder, f"model type {model_type}"
+    guard_console()
+    if process_non_loss_data_func is not None:
+        raise ValueError("process_non_loss_data_func is not supported: report numbers from the loss function")
+    # Whatever makes the data sets is the caller's: flags need not name any.
+    config = config or launch_config(
+        extra_args_provider=extra_args_provider, args_defaults=args_defaults, needs_data=False
+    )
+    run = _Run(config)
+    # Signals are ours to the very end: a launcher that stops the others because one rank has failed must not silence
+    # the rank that says why.
+    with run.signals:
+        try:
+            ending = run.run(train_valid_test_datasets_provider, model_provider, forward_step_func)
+        except BaseException as error:
+            run.fail(error)
+        run.end(ending)
+
+
+class _Run:
+    """One run from its first collective to its exit status."""
+
+    def __init__(self, config: Config) -> None:
+        self.env = LaunchEnv.read()
+        self.folder = RunFolder(config.checkpoint.save, on_lost=self._end_aside)
+        self.config = config
+        self.session: Session | None = None
+        self.loop: TrainingLoop | None = None
+        self.signals = SignalHandler(on_second=self._second_signal)
+        self.guard = OrphanGuard(
+            self.env.launcher_pid,
+            store_trouble=lambda s: None if self.session is None else self.session.watchdog.store_trouble(s),
+            where=lambda: "starting" if self.session is None else self.session.watchdog.place,
+            end=self._end_aside,
+        )
+
+    def run(
+        self, datasets_provider: DatasetsProvider, model_provider: ModelProvider, forward_step: ForwardStep
+    ) -> Ending:
+        """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
+        session = self.session = initialize(self.config, self.env, self.folder)
+        config = session.config
+        global_vars.set_global_variables(
+            {**config.flat(), **config.extra}, rank=session.ps.rank, world_size=session.ps.world_size
+        )
+        global_vars.provide(
+            config=config,
+            device=session.device,
+            parallel_state=session.ps,
+            tokenizer=session.tokenizer,
+            timers=session.timers,
+        )
+        with session.watchdog.phase("build model"):
+            engine = build_engine(config, session.ps, model_provider)
+            runner = build_runner(session, engine, forward_step)
+        self.loop = TrainingLoop(session, self.signals, engine, runner)
+        try:
+            return self.loop.run(datasets_provider)
+        finally:
+            runner.close()
+
+    @property
+    def _iteration(self) -> int | None:
+        return self.loop.state.iteration if self.loop is not None else None
+
+    @property
+    def _checkpoint(self) -> str | None:
+        return self.loop.checkpoints.last if self.loop is not None else None
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say why, leave exit.json, and end without waiting for anybody."""
+        self.guard.close()
+        watchdog = None if self.session is None else self.session.watchdog
+        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
+            error = limit_behind(error) or error
+        status = status_of(error, STATUS_TABLE)
+        if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
+            self._report(error, status, diagnose=None if watchdog is None else watchdog.diagnose)
+        if watchdog is not None and status is not ExitStatus.PEER_LOST:
+            watchdog.close(reason=str(error))
+        self.folder.release()
+        hard_exit(status)
+
+    def _end_aside(self, error: Exception) -> NoReturn:
+        """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
+        status = status_of(error, STATUS_TABLE)
+        try:
+            self._report(error, status)
+            if self.session is not None:
+                self.session.watchdog.close(reason=str(error))
+            self.folder.release()
+        finally:
+            hard_exit(status)
+
+    def _report(
+        self, error: BaseException, status: ExitStatus, *, diagnose: Callable[[], str] | None = None
+    ) -> None:
+        report_failure(
+            error,
+            STATUS_TABLE,
+            rank=self.env.rank,
+            directory=self.folder.for_exit_record(status),
+            iteration=self._iteration,
+            checkpoint=self._checkpoint,
+            diagnose=diagnose,
+        )
+
+    def _second_signal(self, signum: int) -> int:
+        """Last words in the signals' thread."""
+        words = second_signal_words(
+            self.folder.for_exit_record(ExitStatus.STOPPED),
+            rank=self.env.rank,
+            iteration=lambda: self._iteration,
+            checkpoint=lambda: self._checkpoint,
+        )
+        status = words(signum)
+        self.folder.release()
+        return status
+
+    def end(self, ending: Ending) -> None:
+        """All ranks leave together; status 0 returns to the caller."""
+        assert self.session is not None, "a run ended before it began"
+        self.guard.close()
+        if self.env.rank == 0:
+            record = ExitRecord.of(
+                ending.status,
+                ending.reason,
+                rank=self.env.rank,
+                iteration=self._iteration,
+                checkpoint=self._checkpoint,
+            )
+            leave_exit_json(self.folder.for_exit_record(ending.status), record)
+        self.session.close()
+        global_vars.unset_global_variables()
+        if ending.status is not ExitStatus.DONE:
+            raise SystemExit(int(ending.status))

@@ -1,0 +1,187 @@
+"""Optimizer steps that no rank waits for all others to make: `--enable-optimizer-post-validation`.
+
+[Note: one step behind] A step that has run is decided on while the next one's first forwards run (see post_validator).
+Until then it has not happened for anybody but the weights: the loop's counters, the learning rate and the log wait for
+the decision. The loss scale has to go ahead, because forwards multiply with it: it moves as after a clean step, and is
+put right with the rest. Where the decision is to run a step again, or to abort, the step under way is dropped, and what
+it has drawn of the data is kept for when it comes again.
+
+[Note: weights behind the decision] Ranks ask each other for the weights that a step made (`WeightCheck`) right after
+it, and once more where the decision took it back or made it; they hear the answer behind the step that was under way
+then, so that nobody waits inside of a plan. The step is told to the loop after that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.optimizer.step_rules import StepRules
+from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.config import Config
+from megatron.training.guard.nan_policy import Decision, NanPolicy, Verdict
+from megatron.training.guard.weight_check import WeightCheck
+from megatron.training.report.run_clock import RunClock
+from megatron.training.report.step_metrics import StepMetrics, Totals
+from megatron.training.run.build import Engine
+from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.step import Attempt, StepResult, StepRunner, StepTask
+from megatron.training.run.step_batches import StepBatches
+
+
+@dataclasses.dataclass
+class _Undecided:
+    """A step that has run. scaler: its state in that step. numbers: this rank's. ended_at: None while it still runs."""
+
+    task: StepTask
+    divisor: float
+    loss_scale: float
+    scaler: dict[str, Any]
+    numbers: StepMetrics
+    ended_at: float | None = None
+
+
+class ValidatedStepRunner:
+    """`step.Steps` over the validator of this rank, whose `StepOwner` it is. steps: for what has to be run in the old
+    way: a step once more, or the search for what is not finite. begins: is told of the iteration of a step that is run
+    so, although the one behind it had begun."""
+
+    def __init__(
+        self,
+        config: Config,
+        ps: ParallelState,
+        engine: Engine,
+        runner: PipelineRunner,
+        nan_policy: NanPolicy,
+        steps: StepRunner,
+        clock: RunClock,
+        begins: Callable[[int], None],
+    ) -> None:
+        self._begins = begins
+        self._config, self._ps, self._engine, self._runner = config, ps, engine, runner
+        self._nan_policy, self._steps, self._clock = nan_policy, steps, clock
+        self._running: StepTask | None = None
+        self._undecided: _Undecided | None = None
+        self._failed: tuple[_Undecided, Outcome, Verdict] | None = None
+        self._check: WeightCheck | None = None  # of a step that is not decided on
+        self._results: list[tuple[StepResult, WeightCheck]] = []
+        self._validator = PostValidator(
+            engine.optimizer,
+            StateChannel(ps),
+            self,
+            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks),
+            rank=ps.pp_rank,
+            num_ranks=ps.pp_size,
+            after=config.parallel.post_validation_after,
+            count_zero_grads=config.logging.log_num_zeros_in_grad,
+        )
+        runner.validate_by(self._validator)
+
+    # For the loop ------------------------------------------------------------------------------------
+
+    @property
+    def num_undecided(self) -> int:
+        return int(self._validator.pending)
+
+    def step(self, batches: StepBatches, task: StepTask) -> Iterator[StepResult]:
+        """See `Steps`. Communicates over the world, but waits for it only where a step is decided on at once."""
+        batches.begin_step(keep_last=self._validator.pending)
+        self._running = task
+        with self._steps.phase("forward-backward"):
+            done = self._runner.train_and_step(
+                batches, iteration=task.iteration, num_microbatches=task.num_microbatches
+            )
+        self._running = None
+        if self._validator.pending:
+            self._check = WeightCheck(self._engine, self._ps)
+        if not done:
+            batches.step_back()
+        elif self._undecided is not None:
+            self._undecided.ended_at = self._clock.now()
+        yield from self._decided_on(batches)
+
+    def settle(self, batches: StepBatches) -> Iterator[StepResult]:
+        """See `Steps`."""
+        with self._steps.phase("optimizer"):
+            self._validator.validate_now()
+        yield from self._decided_on(batches)
+
+    def _decided_on(self, batches: StepBatches) -> Iterator[StepResult]:
+        results, self._results = self._results, []
+        for result, check in results:
+            check.passed(result.task.iteration)
+            yield result
+        if self._failed is not None:
+            step, outcome, verdict = self._failed
+            self._failed = None
+            # Summed as those of the second run will be: bits are compared.
+            totals = step.numbers.reduce(self._ps, step.task.flags)
+            self._begins(step.task.iteration)
+            yield self._steps.conclude(
+                self._attempt(step, outcome, totals),
+                verdict,
+                batches,
+                step.task,
+                rolled_back=outcome.rolled_back,
+            )
+
+    def _attempt(self, step: _Undecided, outcome: Outcome, totals: Totals) -> Attempt:
+        num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None
+        return Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
+
+    # For the validator, while a step runs ----------------------------------------------------------------
+
+    def complete(self) -> Completed:
+        """See `StepOwner`. With --calculate-per-token-loss it waits for the number of tokens of all ranks."""
+        task, scaler, config = self._running, self._engine.scaler, self._config
+        assert task is not None, "a step is complete that is not under way"
+        assert self._undecided is None, "a step is complete before the one before it was decided on"
+        numbers = self._runner.finish_gradients()
+        per_token = config.model.calculate_per_token_loss
+        num_tokens = numbers.num_tokens(self._ps) if per_token else 0.0
+        divisor = self._steps.divisor(num_tokens, task.num_microbatches)
+        self._undecided = _Undecided(task, divisor, scaler.scale, scaler.state(), numbers)
+        scaler.update(False)
+        own = numbers.vector(
+            self._ps, task.flags
+        ).tolist()  # sync: it travels with the state, from host to host
+        seen = numbers.totals(own, len(task.flags)).nonfinite_microbatches > 0
+        return Completed(divisor, seen, tuple(own))
+
+    def settle_weights(self) -> None:
+        self._engine.model.settle_weights()
+
+    def weights_changed(self) -> None:
+        self._engine.model.weights_changed()
+
+    def decided(self, outcome: Outcome) -> bool:
+        """See `StepOwner`, and [Note: one step behind]. Whether nothing asks for an end."""
+        step, scaler = self._undecided, self._engine.scaler
+        assert step is not None, "a decision on no step"
+        self._undecided = None
+        check, self._check = self._check, None
+        scaler.load_state(step.scaler)
+        verdict = self._nan_policy.decide(
+            nonfinite=outcome.nonfinite and self._steps.checks, scale_at_minimum=scaler.at_minimum
+        )
+        if verdict.decision in (Decision.RERUN, Decision.ABORT):
+            self._failed = step, outcome, verdict
+            return False
+        self._engine.model.release_gradients()
+        totals = step.numbers.totals(outcome.extras, len(step.task.flags))
+        assert (verdict.decision is Decision.SKIP) == (outcome.coefficient is None), (verdict, outcome)
+        result = self._steps.decided(
+            self._attempt(step, outcome, totals),
+            verdict,
+            step.task,
+            step.loss_scale,
+            ended_at=step.ended_at,
+            rolled_back=outcome.rolled_back,
+        )
+        if check is None or not outcome.clean:
+            check = WeightCheck(self._engine, self._ps)
+        self._results.append((result, check))
+        return not any(totals.flags)
