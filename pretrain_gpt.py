@@ -76,7 +76,7 @@ def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tup
 
 
 if __name__ == "__main__":
-    from megatron.training.config.arguments import launch_config
+    from megatron.training.run.arguments import launch_config
 
     config = launch_config()  # exits with status 2 on a wrong launch line
 

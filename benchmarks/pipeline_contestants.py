@@ -36,10 +36,10 @@ from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.timers import Timers
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches

@@ -39,10 +39,10 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import bytes_in_use
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.timers import Timers
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches

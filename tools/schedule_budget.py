@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.config.rule_table import spelled
+from megatron.training.run.arguments import parse_config
 from tools.schedule_flags import names_of
 from tools.schedule_residency import Shown
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.training.report.console import say
+from megatron.training.guard.console import say
 
 
 class NotInitializedError(RuntimeError):

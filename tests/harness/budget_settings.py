@@ -22,8 +22,8 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts
 from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
 
 FLOPS, MACHINE = 450e12, 8  # of a GPU, GPUs
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")

@@ -17,8 +17,8 @@ import torch
 
 from megatron.core.dist_checkpointing.manifest import config_digest, sign
 from megatron.core.transport.parallel_state import single_process
-from megatron.training.config.arguments import parse_config
 from megatron.training.guard.nan_policy import NanPolicy
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.rng_state import rng_state
 from megatron.training.run.run_checkpoints import RunCheckpoints

@@ -20,9 +20,9 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.timers import Timers
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import Engine, build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches

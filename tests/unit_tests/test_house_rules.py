@@ -111,7 +111,7 @@ OPENERS = {
     "megatron/core/available_memory.py": "figures of /proc and of the control group",
     "megatron/core/device.py": "figures of this process in /proc",
     "megatron/core/transport/shm_transport.py": "the machine's number and its ranks' memory in /proc",
-    "megatron/training/report/console.py": "a descriptor that leads nowhere",
+    "megatron/training/guard/console.py": "a descriptor that leads nowhere",
     "megatron/training/guard/lease.py": "a file without a name, for the file system's time",
     "megatron/training/guard/lease_holder.py": "processes in /proc",
     "megatron/training/guard/rendezvous.py": "a descriptor that leads nowhere",

@@ -30,6 +30,7 @@ from megatron.core.transport.rank_grid import (
     expert_grid,
 )
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
+from megatron.training.config.state_bytes import rank_budget
 from megatron.training.config.training_config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -37,7 +38,6 @@ from megatron.training.config.training_config import (
     ReliabilityConfig,
     TrainingConfig,
 )
-from megatron.training.run.state_bytes import rank_budget
 
 GROUPS: Mapping[str, type[Any]] = types.MappingProxyType(
     {

@@ -22,8 +22,8 @@ from megatron.training.config import no_effect
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
 from megatron.training.config.resolve_sharding import resolve_sharding
 from megatron.training.config.rule_table import differs
+from megatron.training.config.state_bytes import SPEEDS
 from megatron.training.config.values import convert_loaded
-from megatron.training.run.state_bytes import SPEEDS
 
 # Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
 BYTE_VOCABULARY = 257

@@ -11,7 +11,7 @@ from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, RuleTable
 from megatron.training.config.rules_parallel import chunks_of
 from megatron.training.config.rules_pipeline import COUNTS, OF_SCHEDULES
-from megatron.training.run.state_bytes import state_bytes
+from megatron.training.config.state_bytes import state_bytes
 
 RULES = RuleTable()
 rule = RULES.rule

@@ -8,14 +8,15 @@ import gc
 import time
 
 from megatron.training import global_vars
+from megatron.training.config.flops import train_step_flops
 from megatron.training.config.microbatches import ends_at
+from megatron.training.guard.console import lost_output
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.replica_check import check_replicas
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.weight_check import NonFiniteWeightsError
 from megatron.training.report import metrics
-from megatron.training.report.console import lost_output
 from megatron.training.report.reporter import Reporter
 from megatron.training.report.run_clock import RunClock
 from megatron.training.report.start_report import log_memory, report_model
@@ -27,7 +28,6 @@ from megatron.training.run.data import (
     build_data_iterators,
 )
 from megatron.training.run.evaluate import Evaluator, first_validation_sample
-from megatron.training.run.flops import train_step_flops
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.replan import Replanner
 from megatron.training.run.residency import ResidencyReport

@@ -30,13 +30,13 @@ from megatron.training.config.saved_vocabulary import (
     saved_padded_vocabulary,
     with_saved_vocabulary,
 )
+from megatron.training.guard.console import say
 from megatron.training.guard.meeting import Meeting
 from megatron.training.guard.rendezvous import hosts_store, open_store
 from megatron.training.guard.run_folder import RunFolder
 from megatron.training.guard.startup_check import compare_across_ranks
 from megatron.training.guard.watchdog import Watchdog
 from megatron.training.report import metrics
-from megatron.training.report.console import say
 from megatron.training.report.timers import Timers
 
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.

@@ -16,11 +16,11 @@ from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training import global_vars
-from megatron.training.config.arguments import launch_config
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.limits import SystemLimitError, limit_behind
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import (
     ExitRecord,
     ExitStatus,
@@ -37,8 +37,8 @@ from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.startup_check import StartupMismatchError
 from megatron.training.guard.weight_check import NonFiniteWeightsError
-from megatron.training.report.console import guard_console
 from megatron.training.report.step_metrics import ForwardStep
+from megatron.training.run.arguments import launch_config
 from megatron.training.run.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.dist_checkpointing import foreign
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, check_loadable, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.training.config.arguments import launch_config
+from megatron.training.run.arguments import launch_config
 from tests.harness import forgery, launch
 from tests.harness.launch_lines import SMALL
 from tools import inspect_checkpoint
@@ -199,7 +199,7 @@ def test_a_launch_ends_with_3_before_torch_and_leaves_exit_json(tmp_path):
     (tmp_path / "ck").mkdir()
     words = [*SMALL, "--load", str(root), "--save", "ck", "--save-interval", "2"]
     script = (
-        "import sys; from megatron.training.config.arguments import launch_config\n"
+        "import sys; from megatron.training.run.arguments import launch_config\n"
         "try: launch_config(sys.argv[1:])\n"
         "finally: print('torch' in sys.modules)"
     )

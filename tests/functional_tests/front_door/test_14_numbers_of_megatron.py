@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     Schedule,
     build_schedule,
 )
-from megatron.training.config.arguments import ConfigurationError, parse_config
+from megatron.training.run.arguments import ConfigurationError, parse_config
 from tests.harness import launch
 from tests.harness.launch_lines import SMALL
 
@@ -191,7 +191,7 @@ def test_a_gemma_in_tensor_parallel_and_sharded_runs(cut):
 
 def test_flops_and_parameters_count_the_gate_and_the_bias():
     from megatron.core.models.gpt.parameter_count import layer_parameters
-    from megatron.training.run.flops import flops_per_token
+    from megatron.training.config.flops import flops_per_token
 
     def of(*words):
         return parse_config([*SMALL, *words]).model

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
-from megatron.training.config.arguments import ConfigurationError, launch_config, parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
 from tests.harness import launch
 from tests.harness.launch_lines import SMALL
 

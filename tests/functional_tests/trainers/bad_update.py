@@ -35,7 +35,7 @@ def spoil(args):
 
 
 if __name__ == "__main__":
-    from megatron.training.config.arguments import launch_config
+    from megatron.training.run.arguments import launch_config
 
     config = launch_config(extra_args_provider=add_arguments)
     spoil(config.extra)

@@ -147,7 +147,7 @@ def datasets_provider(num_samples):
 
 
 if __name__ == "__main__":
-    from megatron.training.config.arguments import launch_config
+    from megatron.training.run.arguments import launch_config
 
     other = os.environ.get("LR_OF_RANK_1") if os.environ.get("RANK") == "1" else None
     config = launch_config(

@@ -59,7 +59,7 @@ def datasets_provider(num_samples):
 
 
 if __name__ == "__main__":
-    from megatron.training.config.arguments import launch_config
+    from megatron.training.run.arguments import launch_config
 
     config = launch_config(extra_args_provider=add_arguments)
     if config.extra["timeout_s"]:

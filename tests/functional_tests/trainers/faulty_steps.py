@@ -75,7 +75,7 @@ def kill_in_rollback(text):
 
 
 if __name__ == "__main__":
-    from megatron.training.config.arguments import launch_config
+    from megatron.training.run.arguments import launch_config
 
     config = launch_config(extra_args_provider=add_arguments)
     for in_seconds, in_minutes in (

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from megatron.core.transport import collectives
+from megatron.core.transport import collectives, shm_transport
 from megatron.core.transport.parallel_state import make_parallel_state
 from megatron.core.transport.rank_grid import RankGrid
 from tests.harness.ranks import rank_outcomes, run_ranks

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron.training.config import flag_lists
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.flag_table import flag_table, spellings
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, render_problems
 from megatron.training.guard.exit_status import ExitStatus
+from megatron.training.run.arguments import parse_config
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.asked_schedules import asked_schedules
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.run.arguments import parse_config
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pretrain_zero_bubble.sh"
 SYNC = {"SYNC_OPTIMIZER": "1"}

@@ -9,9 +9,9 @@ import torch
 
 from megatron.core.dist_checkpointing.save import save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.training.config.arguments import ConfigurationError, launch_config, parse_config
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import FIELDS, Config
+from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
 from tests.harness.launch_lines import GPT3_175B, GPT_345M, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 
 ROOT = Path(__file__).resolve().parents[3]

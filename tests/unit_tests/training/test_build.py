@@ -8,8 +8,8 @@ from megatron.core.device import Device
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.param_meta import infer_param_meta
 from megatron.core.transport.parallel_state import single_process
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import UnsplittableError, build_engine, build_gpt_model, refuse_unsplittable
 from megatron.training.run.training import RAISED_ALIKE
 from tests.harness.launch_lines import SMALL

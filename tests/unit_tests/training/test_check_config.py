@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from megatron.training.config.arguments import launch_config
+from megatron.training.run.arguments import launch_config
 from tests.harness.launch_lines import GPT3_175B, LLAMA3_8B, LLAMA3_405B, MIXTRAL_8X7B, SMALL
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.report.console import guard_console
+from megatron.training.guard.console import guard_console
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def shell(body, redirection, **variables):
     """(status, stdout, stderr) of a program that guards its console first; $PROGRAM stands for it."""
-    code = "from megatron.training.report.console import guard_console, lost_output\nguard_console()\n"
+    code = "from megatron.training.guard.console import guard_console, lost_output\nguard_console()\n"
     program = f"{sys.executable} -c '{code}{textwrap.dedent(body)}'"
     done = subprocess.run(
         ["bash", "-c", redirection.replace("$PROGRAM", program)],

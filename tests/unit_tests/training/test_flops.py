@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.training.config.arguments import parse_config
-from megatron.training.run.flops import train_step_flops
+from megatron.training.config.flops import train_step_flops
+from megatron.training.run.arguments import parse_config
 from tests.harness.launch_lines import SMALL
 
 

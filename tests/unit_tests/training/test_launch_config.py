@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.config.arguments import launch_config
+from megatron.training.run.arguments import launch_config
 from tests.harness.launch_lines import SMALL
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,9 @@ def run(words, timeout=None, cwd=None, **environ):
 
 
 def run_in(cwd, words, timeout, environ):
-    script = "import sys; from megatron.training.config.arguments import launch_config; launch_config(sys.argv[1:])"
+    script = (
+        "import sys; from megatron.training.run.arguments import launch_config; launch_config(sys.argv[1:])"
+    )
     script += "; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     return subprocess.run(

@@ -7,9 +7,9 @@ import resource
 import pytest
 
 from megatron.training.config import limits
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.limits import SystemLimitError, limit_behind
+from megatron.training.run.arguments import parse_config
 from tests.harness import launch
 from tests.harness.ranks import run_ranks
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
+from megatron.training.run.arguments import parse_config
 from tests.harness.launch_lines import SMALL
 
 

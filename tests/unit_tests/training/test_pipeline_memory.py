@@ -8,9 +8,9 @@ import pytest
 from megatron.core.device import Device, MemoryFigures
 from megatron.core.pipeline_parallel.plan.facts import device_limits
 from megatron.core.weight_grad import WeightGradAccumulator
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.pipeline_memory import check_validated, settled
 from tests.harness import launch
 

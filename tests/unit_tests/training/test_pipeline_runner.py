@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.transport.parallel_state import single_process
-from megatron.training.config.arguments import parse_config
 from megatron.training.report.timers import Timers
 from megatron.training.run import training
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.pipeline import PipelineRunner
 from tests.harness import launch
 

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError, build_schedule
-from megatron.training.config.arguments import ConfigurationError, parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import Problem, render_problems
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import RULES, broken_rules
+from megatron.training.run.arguments import ConfigurationError, parse_config
 from tests.harness.launch_lines import SMALL
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.training.config.arguments import ConfigurationError, parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import ConfigurationError, parse_config
 from tests.harness.launch_lines import SMALL
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"

@@ -20,12 +20,12 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
-from megatron.training.config.arguments import ConfigurationError, parse_config
 from megatron.training.config.config import FIELDS
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules
+from megatron.training.run.arguments import ConfigurationError, parse_config
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"

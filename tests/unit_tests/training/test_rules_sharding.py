@@ -6,9 +6,9 @@ import pytest
 
 from megatron.core.distributed.sharding import STRATEGIES, Cut, sharding_of
 from megatron.core.fully_shard.reshard_policy import POLICIES, ReshardPlanError, check_policy
-from megatron.training.config.arguments import ConfigurationError, parse_config
 from megatron.training.config.flag_table import FlagState, spellings
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import ConfigurationError, parse_config
 from tests.harness.launch_lines import SMALL
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"

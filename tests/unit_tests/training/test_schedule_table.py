@@ -26,7 +26,7 @@ def mine(request):
 
 schedules.SCHEDULES["mine"] = schedules.Schedule("mine", "v", mine, chunks=2, microbatches_a_rank=3)
 
-from megatron.training.config.arguments import ConfigurationError, parse_config
+from megatron.training.run.arguments import ConfigurationError, parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from tools import show_schedule

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from megatron.training.config.arguments import parse_config
+from megatron.training.run.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.run_folder import RunFolder
 from megatron.training.run.session import initialize

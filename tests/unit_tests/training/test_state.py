@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron.training.config.arguments import parse_config
+from megatron.training.run.arguments import parse_config
 from megatron.training.run.state import TrainState
 from tests.harness.launch import TINY
 

@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
 from tests.harness import launch
 
 MICROBATCHES = 4

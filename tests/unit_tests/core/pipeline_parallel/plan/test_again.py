@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.training.config.arguments import parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
 from tests.harness import launch, unit_stages
 from tests.harness.measured_runs import figures_of_run
 

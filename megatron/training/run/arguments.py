@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.config.check_config import build_report, render_json, render_text
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.config import Config
+from megatron.training.config.first_page import first_page
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.problems import ConfigurationError, Problem, render_problems
 from megatron.training.config.resolve import Machine, apply_checkpoint_args, resolve
@@ -27,10 +28,9 @@ from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.saved_config import check_config, saved_config
 from megatron.training.config.saved_vocabulary import saved_padded_vocabulary
 from megatron.training.config.training_config import CheckpointConfig
+from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json
 from megatron.training.guard.run_folder import is_held
-from megatron.training.report.console import guard_console
-from megatron.training.report.first_page import first_page
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
 
