@@ -14,9 +14,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.transient_memory import TransientMemory
 from megatron.core.transport import collectives
 
 

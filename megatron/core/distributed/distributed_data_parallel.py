@@ -26,12 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
 from megatron.core.distributed.bucket_memory import ArenaGroups
 from megatron.core.distributed.custom_fsdp.debug import watch_released
-from megatron.core.distributed.custom_fsdp.memory import (
-    AllocatedMemory,
-    DoubleBuffer,
-    TransientMemory,
-    plan_slots,
-)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
@@ -39,6 +33,12 @@ from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.parameter_views import Reading, as_they_are
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, residency_of, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
+from megatron.core.distributed.transient_memory import (
+    AllocatedMemory,
+    DoubleBuffer,
+    TransientMemory,
+    plan_slots,
+)
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit

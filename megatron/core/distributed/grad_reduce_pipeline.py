@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory
-from megatron.core.distributed.custom_fsdp.memory import TransientMemory
 from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.transient_memory import TransientMemory
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY

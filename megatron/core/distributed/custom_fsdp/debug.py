@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.released_tensors import Released, watch
 from megatron.core.distributed.sharding import Cut
-from megatron.core.released_tensors import Released, watch
 from megatron.core.units import Unit
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.fully_shard.reshard_policy import (
+from megatron.core.distributed.custom_fsdp.reshard_policy import (
     Keep,
     ReshardPlanError,
     UnitFacts,

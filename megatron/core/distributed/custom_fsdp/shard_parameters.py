@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.state_pieces import (
     own_parts,
     taken,
 )
+from megatron.core.distributed.custom_fsdp.hooks import in_backward
+from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.fully_shard.hooks import in_backward
 from megatron.core.module import ModelError
-from megatron.core.own_parameters import OwnParameters
 
 BUILD_IT_AFTERWARDS = (
     "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.hooks import in_backward
+from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
 from megatron.core.distributed.sharding import Cut
-from megatron.core.fully_shard.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.fully_shard.hooks import in_backward
-from megatron.core.fully_shard.shard_parameters import UNCOPIED, ShardParameters
 from megatron.core.module import ModelError
 from megatron.core.units import UnitModule
 
@@ -45,12 +45,14 @@ class StepDriver:
         self.shards = ShardParameters(engine.buffer, module)
         engine.release_gradients()
         parts = (part for unit in engine.units for part in unit.modules)  # may be called without the whole
-        self._handles = []
-        for part in dict.fromkeys((module, *parts)):
-            self._handles += [
+        self._handles = [
+            handle
+            for part in dict.fromkeys((module, *parts))
+            for handle in (
                 part.register_forward_pre_hook(self._before, prepend=True),
                 part.register_forward_hook(self._after, always_call=True),
-            ]
+            )
+        ]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(UNCOPIED)
