@@ -25,18 +25,17 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
 from megatron.core.distributed.bucket_memory import ArenaGroups
-from megatron.core.distributed.custom_fsdp.debug import watch_released
+from megatron.core.distributed.buffer_maker import Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.parameter_views import Reading, as_they_are
+from megatron.core.distributed.released_tensors import watch_released
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, residency_of, sharding_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.transient_memory import (
     AllocatedMemory,
     DoubleBuffer,
-    TransientMemory,
     plan_slots,
 )
 from megatron.core.memory_tracker import MemoryTracker
@@ -78,7 +77,7 @@ class DistributedDataParallel(GradSync):
         reading: Reading = as_they_are,
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
-        self._chunks = ModelChunks(modules, None if stages is None else tuple(stages))
+        self._chunks = own = ModelChunks(modules, None if stages is None else tuple(stages))
         self.ps, self.config = ps, config
         self.place = place_of(ps)
         self.sharding = effective_sharding(config, self.place)
@@ -87,28 +86,25 @@ class DistributedDataParallel(GradSync):
             param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
-        self._found = (
-            units
-            if isinstance(units, EngineUnits)
-            else find_engine_units(self._chunks, units, config, self.sharding, self.place.dp_size)
-        )
-        self.units = self._found.units
+        if not isinstance(units, EngineUnits):
+            units = find_engine_units(own, units, config, self.sharding, self.place.dp_size)
+        self._found, self.units = units, units.units
         names = [unit.name for unit in self.units]
-        self._numbers = [chunk.numbers for chunk in self._found.chunks]
         memory = self._new_memory()
+        unit_of = {name: unit.name for unit in self.units for name in unit.names}
         self.buffer = FlatBuffer(
-            self._chunks.parameters,
+            own.parameters,
             param_meta,
             config,
             sharding=self.sharding,
             place=self.place,
             device=ps.device.torch_device,
-            stages=self._chunks.stage_of,
-            units=dict.fromkeys(self._chunks.parameters, "")
-            | {name: unit.name for unit in self.units for name in unit.names},
+            stages=own.stage_of,
+            units=dict.fromkeys(own.parameters, "") | unit_of,
             new_full=memory.new,
             reading=reading,
             groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
+            tracker=self.memory_tracker,
         )
         self.gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
         self.reductions = GradReducePipeline(
@@ -116,19 +112,18 @@ class DistributedDataParallel(GradSync):
             self.buffer,
             memory,
             self.memory_tracker,
-            order=self._found.backward_order,
+            order=units.backward_order,
             tp=ps.tp_group,
             embedding=ps.embedding_group,
         )
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
         self._hooks: list[RemovableHandle] = []
         self._reports = connect(
-            self._chunks, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
+            own, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
         )
         self._counted_from = self._of_step = Traffic()
-        self._of_weights = (
-            Traffic()
-        )  # what the last `weights_changed` has moved, for the step that comes next
+        # What the last `weights_changed` has moved, for the step that comes next.
+        self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
         if self.sharding.main_grads is not Cut.WHOLE:
             del held["main_grads"]  # they come and go: booked unit by unit
@@ -161,7 +156,7 @@ class DistributedDataParallel(GradSync):
 
     def unit_number(self, chunk: int, unit: int) -> int:
         """In `units`, of a chunk's unit."""
-        return self._numbers[chunk][unit]
+        return self._found.chunks[chunk].numbers[unit]
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
@@ -268,7 +263,7 @@ class DistributedDataParallel(GradSync):
         """Who hears of contributions."""
         return self.reductions
 
-    def _new_memory(self) -> TransientMemory:
+    def _new_memory(self) -> AllocatedMemory:
         config = self.config
         if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
             return AllocatedMemory(self.memory_tracker)
@@ -277,9 +272,9 @@ class DistributedDataParallel(GradSync):
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
                 "reads another unit's weights and cannot be told from one that was not; leave out one of them"
             )
-        all_last = config.fsdp_reshard_policy != "memory"
-        nested = {unit.index for unit in self.units if unit.nested}
-        lasting = range(len(self.units)) if all_last else self._found.lasting | nested
+        lasting = self._found.lasting | {unit.index for unit in self.units if unit.nested}
+        if config.fsdp_reshard_policy != "memory":
+            lasting = frozenset(range(len(self.units)))
         slots = plan_slots(len(self.units), lasting=lasting)
         return DoubleBuffer(self.memory_tracker, {unit.name: slots[unit.index] for unit in self.units})
 

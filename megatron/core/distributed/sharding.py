@@ -37,7 +37,7 @@ class Sharding:
         cuts = (self.weights, self.main_grads, self.optimizer)
         return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
 
-    def rounds(self, place: ShardPlace) -> bool:
+    def gathers_from_main(self, place: ShardPlace) -> bool:
         """Whether gathers round main weights, where these have another dtype, so that nothing else rests: weights and
         optimizer are cut into the same parts, more than one."""
         return 1 < place.ways(self.weights) == place.ways(self.optimizer)

@@ -184,12 +184,7 @@ class MixedPrecisionOptimizer(Stepper):
     def weights_finite(self) -> Tensor:
         """Whether this rank's part of the model's weights is finite: 0-d bool. Main weights are finite then, too, as
         they are what is rounded into them. Meant for right after `step`: one reading pass over that part."""
-        trained = (
-            memory.resting.to(memory.weights.dtype) if memory.rounds else memory.optimizer_weights
-            for memory in self.buffer.buckets
-            if memory.trained
-        )
-        return all_finite(weights for weights in trained if weights is not None)
+        return all_finite(memory.updated_weights() for memory in self.buffer.buckets if memory.trained)
 
     def snapshot(self) -> None:
         """Keep copies of this rank's part of main weights, moments and step counts; nothing with

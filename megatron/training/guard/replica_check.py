@@ -99,4 +99,4 @@ def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer.weight(name)
         return
     for memory in buffer.buckets:
-        yield f"the shard of unit {memory.name}", memory.resting
+        yield f"the shard of unit {memory.name}", memory.weights_at_rest

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.buffer_maker import Reading, as_they_are
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.reduction_order import ReductionsInOrder
 from megatron.core.distributed.custom_fsdp.reshard_policy import UnitFacts, UnitPolicy, check_policy, policies
@@ -33,7 +34,6 @@ from megatron.core.distributed.distributed_data_parallel import (
     place_of,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import Reading, as_they_are
 from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.sharding import Cut, sharding_of
 from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits, unit_costs

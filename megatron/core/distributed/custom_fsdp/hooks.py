@@ -80,8 +80,11 @@ class UnitHooks:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            for left in (self._runs, self._entered, self._read_units, *self._ran.values()):
-                left.clear()  # of a forward that ended with an error
+            self._runs.clear()  # of a forward that ended with an error
+            self._entered.clear()
+            self._read_units.clear()
+            for ran in self._ran.values():
+                ran.clear()
             self._in_chunk = True
             self._driver.begin_forward(training=torch.is_grad_enabled())
 

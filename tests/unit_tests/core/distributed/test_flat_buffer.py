@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket_memory import BucketMemory, own_storage
+from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import ALIGNMENT
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.distributed.transient_memory import own_storage
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
 
 CPU = torch.device("cpu")
@@ -207,7 +208,7 @@ def test_what_all_ranks_hold_makes_up_the_model(row, dtype, by_unit):
             assert buffer.main_grad_part(name, Cut.FULL).numel() == high - low
         for number, memory in enumerate(buffer.buckets):
             check_bucket(buffer, memory)
-            whole = gathered(made, "resting", sharding.weights, number)
+            whole = gathered(made, "weights_at_rest", sharding.weights, number)
             if sharding.weights is not Cut.WHOLE:
                 assert memory.full_weights.untyped_storage().nbytes() == 0
                 give_memory(memory.full_weights).copy_(whole)

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.custom_fsdp.standalone_config import (
     CUT_GRADIENTS,
     OF_CUT_GRADIENTS,
     resolve_standalone,
 )
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 
 CHANGED = {

@@ -422,9 +422,10 @@ def checkpoint_of(ranks) -> dict[str, torch.Tensor]:
 
 def load(ranks, whole: dict[str, torch.Tensor], state) -> None:
     for buffer, ours in ranks:
-        for piece in [*weight_pieces(buffer), *ours.pieces()]:
-            slot = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
-            piece.tensor.copy_(whole[piece.name][slot])
+        with buffer.resting_weights():
+            for piece in [*weight_pieces(buffer), *ours.pieces()]:
+                slot = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+                piece.tensor.copy_(whole[piece.name][slot])
         ours.load_state(state)
 
 
