@@ -1,7 +1,7 @@
 """Sizes of gradients: norm, zeros, what is not finite.
 
 [Note: one norm] The norm is built from one fp64 squared sum a region of a parameter (`ParamMeta.parts`: the whole
-parameter where it is not cut), added in the model's order (`model_vector`). It depends on no bucket, group of
+parameter where it is not cut), added in the model's order (`global_norm_index`). It depends on no bucket, group of
 parameters or pipeline stage, so every way of running a model whose optimizer state is whole clips alike, and a pipeline
 clips with the bits of one process.
 

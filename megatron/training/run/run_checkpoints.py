@@ -182,7 +182,10 @@ class RunCheckpoints:
             common["groupings"] = [
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
-        phase, timer = self._session.watchdog.phase("save"), self._session.timers("save-checkpoint", log_level=1)
+        phase, timer = (
+            self._session.watchdog.phase("save"),
+            self._session.timers("save-checkpoint", log_level=1),
+        )
         with phase, timer, engine.model.buffer.resting_weights():
             directory = self._checkpointer.save(
                 state.iteration, engine.model_pieces(), engine.optimizer.pieces(), common, wait=wait

@@ -433,11 +433,10 @@ def test_whole_gradients_are_one_allocation_a_dtype_and_cut_ones_one_a_bucket():
     whole = buffer_of(module, None, None, ROWS["optim"])
     assert [flat.dtype for flat in whole.grads_at_rest()] == [torch.float64, torch.float32]
     for flat in whole.grads_at_rest():
-        arenas = [arena for arena in whole.arenas if arena.main_grads.dtype == flat.dtype]
-        assert flat.numel() == sum(arena.main_grads.numel() for arena in arenas)
-        storages = {arena.main_grads.untyped_storage().data_ptr() for arena in arenas}
-        assert storages == {flat.untyped_storage().data_ptr()}
-        assert len({arena.main_grads.data_ptr() for arena in arenas}) == len(arenas)
+        grads = [memory.main_grads for memory in whole.buckets if memory.main_grads.dtype == flat.dtype]
+        assert flat.numel() == sum(grad.numel() for grad in grads)
+        assert {grad.untyped_storage().data_ptr() for grad in grads} == {flat.untyped_storage().data_ptr()}
+        assert len({grad.data_ptr() for grad in grads}) == len(grads)
     cut = buffer_of(module, None, None, ROWS["optim_grads_params"])
     for flat, memory in zip(cut.grads_at_rest(), cut.buckets, strict=True):
         assert flat is memory.main_grads
