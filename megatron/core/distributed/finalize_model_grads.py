@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.param_parts import region_parts
+from megatron.core.param_meta import region_parts
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import Group
 
@@ -67,9 +67,9 @@ class PartialSums:
             start, end = buffer.part(name, buffer.sharding.optimizer)
             grad, meta = buffer.main_grad_part(name), buffer.param_meta[name]
             for region in (one for one in meta.parts if one.partial):
-                for held in region_parts(region, meta.local_shape, grad, start, end):
-                    self._add_held(name, held.tensor, region.copies)
-                    plan.append([str(grad.dtype), name, list(held.tensor.shape), region.copies])
+                for _, held in region_parts(region, meta.local_shape, grad, start, end):
+                    self._add_held(name, held, region.copies)
+                    plan.append([str(grad.dtype), name, list(held.shape), region.copies])
         _assert_agreed([max_packed, plan], group, "partial regions")
 
     def _add_held(self, name: str, held: Tensor, copies: int) -> None:

@@ -5,8 +5,8 @@ changes), then `step`, or not. Gradients arrive as sums over microbatches and ra
 microbatches, ranks, loss scale) and the clipping are one multiplication here.
 
 For 16-bit weights the main weights are fp32, and are rounded into the model's after each step. For fp32 and
-fp64 weights they are the same memory. Where the optimizer is sharded, a rank keeps moments for its part and updates it; the
-engine gathers what others have updated.
+fp64 weights they are the same memory. Where the optimizer is sharded, a rank keeps moments for its part and updates it;
+the engine gathers what others have updated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.param_parts import region_slices
+from megatron.core.param_meta import region_slices
 from megatron.core.protocols import Stepper
 from megatron.core.squared_sums import squared_sums_of_parts
 from megatron.core.transport import collectives
@@ -219,7 +219,8 @@ class MixedPrecisionOptimizer(Stepper):
         return 0 if self.rollback_by is RollbackBy.INVERSE else num_bytes(self._mutable())
 
     def params_norm(self) -> float:
-        """L2 norm of the main weights (--log-params-norm). Communicates over mp (world where the optimizer is sharded)."""
+        """L2 norm of the main weights (--log-params-norm). Communicates over mp; over world where the optimizer is
+        sharded."""
         sums = squared_sums_of_parts(self._owned(self.buffer.main_weight_part))
         return norm_of(self._index.whole(self._index.place([sums]))[0])
 
