@@ -83,7 +83,8 @@ class DistributedDataParallel(GradSync):
         self.sharding = effective_sharding(config, self.place)
         self.memory_tracker = MemoryTracker()
         if param_meta is None:
-            param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
+            found = [m.param_meta if isinstance(m, MegatronModule) else infer_param_meta(m) for m in modules]
+            param_meta = {name: fact for facts in found for name, fact in facts.items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
         if not isinstance(units, EngineUnits):
@@ -112,18 +113,16 @@ class DistributedDataParallel(GradSync):
             self.buffer,
             memory,
             self.memory_tracker,
-            order=units.backward_order,
-            tp=ps.tp_group,
-            embedding=ps.embedding_group,
+            units.backward_order,
+            ps.tp_group,
+            ps.embedding_group,
         )
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
         self._hooks: list[RemovableHandle] = []
         self._reports = connect(
             own, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
         )
-        self._counted_from = self._of_step = Traffic()
-        # What the last `weights_changed` has moved, for the step that comes next.
-        self._of_weights = Traffic()
+        self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
         if self.sharding.main_grads is not Cut.WHOLE:
             del held["main_grads"]  # they come and go: booked unit by unit
@@ -184,6 +183,7 @@ class DistributedDataParallel(GradSync):
         sums.
         """
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
+        # With what the last `weights_changed` has moved.
         self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
         self.reductions.begin_step(
             reduce_gradients=reduce_gradients, accumulate=accumulate, keep=keep_gradients
@@ -294,7 +294,3 @@ def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace)
             "and --outer-dp-sharding-strategy optim needs something sharded: use fewer instances"
         )
     return row.at(place)
-
-
-def _param_meta(module: nn.Module) -> Mapping[str, ParamMeta]:
-    return module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)

@@ -47,7 +47,7 @@ class FlatBuffer:
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
     (config's sizes of buckets have no effect); None: buckets by size.
     new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
-    reduces; None where nobody does. tracker: is told of `resting_weights`.
+    reduces; None where nobody does. tracker: is told of weights that are rounded for checkpoints.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device get memory here and no value: the caller fills them (`write_weight`).
@@ -215,12 +215,16 @@ class FlatBuffer:
             start, end = self.part(name, self.sharding.optimizer)
             self.main_weight_part(name).copy_(flat[start:end].to(arena.weights.dtype))
 
+    def rounded_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the memory tracker counts the copies that `weight_part` makes of all weights, where it makes some."""
+        arenas = (arena for arena in self.arenas if not arena.weights_rest)
+        return self._tracker.holding("casts", num_bytes(arena.weights for arena in arenas))
+
     @contextlib.contextmanager
     def resting_weights(self) -> Iterator[None]:
         """Inside, all weights at rest have memory: to be read, or to be written before `copy_weights_to_main`."""
         with contextlib.ExitStack() as held:
-            taken = num_bytes(arena.weights for arena in self.arenas if not arena.weights_rest)
-            held.enter_context(self._tracker.holding("gathered", taken))
+            held.enter_context(self.rounded_weights())
             for arena in self.arenas:
                 held.enter_context(with_memory(arena.weights))
             self.copy_main_to_weights()

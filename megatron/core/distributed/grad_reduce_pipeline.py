@@ -94,7 +94,6 @@ class GradReducePipeline:
         buffer: FlatBuffer,
         memory: AllocatedMemory,
         tracker: MemoryTracker,
-        *,
         order: Iterable[int],
         tp: Group,
         embedding: Group,

@@ -183,12 +183,8 @@ class MixedPrecisionOptimizer(Stepper):
         `RollbackBy.INVERSE`."""
         assert self._kept is None, "a snapshot is kept already: commit() forgets it"
         self._tracker.hold("snapshot", "", self.snapshot_bytes())
-        copies = (
-            [tensor.clone() for tensor in self._mutable()]
-            if self.rollback_by is RollbackBy.SNAPSHOT
-            else None
-        )
-        self._kept = _Kept(self.num_steps, copies)
+        inverse = self.rollback_by is RollbackBy.INVERSE
+        self._kept = _Kept(self.num_steps, None if inverse else [one.clone() for one in self._mutable()])
 
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit, and this rank's part of the model's weights, which are rounded
@@ -342,11 +338,4 @@ class MixedPrecisionOptimizer(Stepper):
         yield from self._update.mutable()
 
 
-def build_optimizer(
-    config: OptimizerConfig,
-    buffer: FlatBuffer,
-    ps: ParallelState,
-    tracker: MemoryTracker | None = None,
-) -> MixedPrecisionOptimizer:
-    """The optimizer of the flags over a flat buffer."""
-    return MixedPrecisionOptimizer(config, buffer, ps, tracker)
+build_optimizer = MixedPrecisionOptimizer  # the optimizer of the flags over a flat buffer

@@ -186,7 +186,7 @@ class RunCheckpoints:
             self._session.watchdog.phase("save"),
             self._session.timers("save-checkpoint", log_level=1),
         )
-        with phase, timer, engine.model.buffer.resting_weights():
+        with phase, timer, engine.model.buffer.rounded_weights():
             directory = self._checkpointer.save(
                 state.iteration, engine.model_pieces(), engine.optimizer.pieces(), common, wait=wait
             )
