@@ -1,4 +1,4 @@
-"""Sizes of gradients: norm, zeros, what is not finite.
+"""Sizes of gradients: norm, zeros; and what follows from them: by how much a step is clipped, and whether it is taken.
 
 [Note: one norm] The norm is built from one fp64 squared sum a region of a parameter (`ParamMeta.parts`: the whole
 parameter where it is not cut), added in the model's order (`global_norm_index`). It depends on no bucket, group of
@@ -15,6 +15,7 @@ gradients are clipped by a number that differs in its last bits. Steps that do n
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.squared_sums import device_of
+from megatron.core.validation_state import Decision, ValidationState
 
 
 def norm_of(sums: Iterable[float]) -> float:
@@ -47,3 +49,23 @@ def zero_counts_of_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
         for tensor in tensors:
             count += tensor.numel() - tensor.count_nonzero()
     return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRules:
+    """max_norm: `--clip-grad`, 0 = off. skips_nonfinite: gradients that are not finite make no step (else they are
+    used, as without `--check-for-nan-in-loss-and-grad`)."""
+
+    max_norm: float
+    skips_nonfinite: bool = True
+
+    def decide(self, state: ValidationState, norm: float) -> Decision:
+        """norm: of the state's sums, divided."""
+        if not state.finite and self.skips_nonfinite:
+            return Decision(None, clean=False)
+        coefficient = clip_coefficient(norm, self.max_norm)
+        return Decision(coefficient, clean=state.finite and coefficient == 1.0)
+
+    def is_clean(self, partial: ValidationState, norm: float) -> bool:
+        """Whether a rank that knows no more than this steps."""
+        return self.decide(partial, norm).clean

@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.finite import all_finite
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
@@ -36,7 +35,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.param_meta import region_slices
 from megatron.core.protocols import Stepper
-from megatron.core.squared_sums import squared_sums_of_parts
+from megatron.core.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.validation_state import ValidationState

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.finite import all_finite
+from megatron.core.squared_sums import all_finite
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Engine
