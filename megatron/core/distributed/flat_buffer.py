@@ -271,10 +271,10 @@ class FlatBuffer:
     ) -> Tensor:
         """What of a parameter belongs to `wanted` in a flat buffer at rest that is cut by the coarser `flat_cut`.
         start: of the buffer's elements, where `flat` begins."""
-        outer, _ = arena.layout.part_of(name, self.place, flat_cut)
         low, high = arena.layout.part_of(name, self.place, wanted)
         if low == high:
             return flat[:0]
+        outer, _ = arena.layout.part_of(name, self.place, flat_cut)
         first = arena.layout.part_at_rest(name, self.place, flat_cut)[0] - start + low - outer
         return flat[first : first + high - low]
 

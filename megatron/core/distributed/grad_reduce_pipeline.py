@@ -156,12 +156,12 @@ class GradReducePipeline:
 
     def start(self, unit: int) -> None:
         """Begin to sum over ranks what was contributed to a unit since the last time: zeros, where nothing was."""
-        self._assert_stepping("start()")
+        assert self.is_stepping, "start() outside of a step: call begin_step() first"
         self._start(self.units[unit])
 
     def start_outer(self, unit: int) -> None:
         """Begin to sum a unit over instances, behind its last `start`."""
-        self._assert_stepping("start_outer()")
+        assert self.is_stepping, "start_outer() outside of a step: call begin_step() first"
         one = self.units[unit]
         assert not one.summed_outer, f"unit {one.name!r} is summed over instances already"
         if self._reduce:
@@ -176,7 +176,7 @@ class GradReducePipeline:
 
     def finish(self) -> None:
         """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it."""
-        self._assert_stepping("finish()")
+        assert self.is_stepping, "finish() outside of a step: call begin_step() first"
         assert self._reduce, "finish() of a step begun without reduce_gradients"
         for unit in self._order:
             if not unit.reduced or len(unit.fresh) < len(unit.keys):
@@ -201,9 +201,6 @@ class GradReducePipeline:
         return tuple(dict.fromkeys(self._nonfinite))
 
     # ---
-
-    def _assert_stepping(self, what: str) -> None:
-        assert self.is_stepping, f"{what} outside of a step: call begin_step() first"
 
     def _start(self, unit: GradState) -> None:
         assert not unit.final, f"unit {unit.name!r} was reduced for the last time in this step"
