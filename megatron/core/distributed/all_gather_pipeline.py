@@ -37,7 +37,7 @@ class AllGatherPipeline:
     outer ones where the optimizer is sharded over instances. Raises PeerLostError where it waits."""
 
     def __init__(
-        self, units: Sequence[str], buffer: FlatBuffer, memory: AllocatedMemory, *, overlap: bool
+        self, units: Sequence[str], buffer: FlatBuffer, memory: AllocatedMemory, overlap: bool
     ) -> None:
         self._memory, self._overlap = memory, overlap
         self._is_sharded = buffer.sharding.weights is not Cut.WHOLE

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups
+from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
 from megatron.core.distributed.buffer_maker import Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -107,16 +107,9 @@ class DistributedDataParallel(GradSync):
             groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
             tracker=self.memory_tracker,
         )
-        self.gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
-        self.reductions = GradReducePipeline(
-            names,
-            self.buffer,
-            memory,
-            self.memory_tracker,
-            units.backward_order,
-            ps.tp_group,
-            ps.embedding_group,
-        )
+        self.gathers = AllGatherPipeline(names, self.buffer, memory, config.overlap_param_gather)
+        order = units.backward_order
+        self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
         self._hooks: list[RemovableHandle] = []
         self._reports = connect(
@@ -124,8 +117,7 @@ class DistributedDataParallel(GradSync):
         )
         self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
-        if self.sharding.main_grads is not Cut.WHOLE:
-            del held["main_grads"]  # they come and go: booked unit by unit
+        held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit
         self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
             watch_released(self, self.buffer, self.units)
@@ -206,9 +198,7 @@ class DistributedDataParallel(GradSync):
 
     def resting_grad_bytes(self) -> int:
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
-        return (
-            self.buffer.persistent_bytes()["main_grads"] if self.sharding.main_grads is not Cut.WHOLE else 0
-        )
+        return num_bytes(self.buffer.grads_at_rest()) if self.sharding.main_grads is not Cut.WHOLE else 0
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""

@@ -39,7 +39,7 @@ from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.transport import collectives
-from megatron.core.transport.parallel_state import Group
+from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError
 
 Calls = list[tuple[ArenaGroups, list[BucketMemory]]]
@@ -95,13 +95,12 @@ class GradReducePipeline:
         memory: AllocatedMemory,
         tracker: MemoryTracker,
         order: Iterable[int],
-        tp: Group,
-        embedding: Group,
+        ps: ParallelState,
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
         self._is_sharded = buffer.sharding.main_grads is not Cut.WHOLE
-        self._partial = PartialSums(buffer, tp, tracker=tracker)
-        self._shared = SharedSums(buffer, embedding, tracker=tracker)
+        self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
+        self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
