@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import safe_files
-from megatron.training.guard.exit_status import DESCRIPTIONS, ExitRecord, ExitStatus, read_exit_json
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.report.chart import Mark, Series, line_chart
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.progress import format_duration
