@@ -258,7 +258,7 @@ def _status(record: ExitRecord | None) -> str:
         return '<span class="status">no exit record: still running, or killed</span>'
     known = {int(status): status for status in ExitStatus}
     good = record.status in (ExitStatus.DONE, ExitStatus.STOPPED)
-    meaning = DESCRIPTIONS[known[record.status]] if record.status in known else "ended by a signal"
+    meaning = known[record.status].description if record.status in known else "ended by a signal"
     kind = "good" if good else "bad"
     return (
         f'<span class="status {kind}" title="{html.escape(meaning, quote=True)}">'
