@@ -109,9 +109,9 @@ class Checkpointer:
         self._async = AsyncSaver(log, guard)
 
     @property
-    def place(self) -> metrics.ModelParallelPlace:
+    def place(self) -> str:
         ps = self._ps
-        return metrics.ModelParallelPlace(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
+        return metrics.model_parallel_place(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
 
     def save(
         self,

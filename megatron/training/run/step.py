@@ -24,19 +24,17 @@ from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import (
-    Decision,
     NanPolicy,
     NonFiniteError,
     RerunResult,
+    StepAction,
     Verdict,
     compare_rerun,
 )
-from megatron.training.guard.nonfinite_search import digest, find_site
 from megatron.training.guard.watchdog import Watchdog
-from megatron.training.guard.weight_check import WeightCheck
-from megatron.training.report.run_clock import RunClock
+from megatron.training.guard.weight_check import WeightCheck, find_site, step_digest
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.report.timers import Timers
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepResult, StepTask
@@ -119,13 +117,13 @@ class StepRunner:
         """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
         (rolled_back). Raises NonFiniteError, NonFiniteWeightsError."""
         loss_scale = self._engine.scaler.scale
-        if verdict.decision is Decision.RERUN:
+        if verdict.decision is StepAction.RERUN:
             attempt, verdict = self._rerun(attempt, batches, task)
-        if verdict.decision is Decision.ABORT:
+        if verdict.decision is StepAction.ABORT:
             numbers = self._run(batches, task, reduce_gradients=False)
-            site = find_site(numbers, self._engine, self._ps)
+            site = find_site(numbers.first_nonfinite_microbatch, self._engine, self._ps)
             raise NonFiniteError(site, task.iteration, verdict)
-        if verdict.decision is not Decision.SKIP:
+        if verdict.decision is not StepAction.SKIP:
             with self.phase("optimizer"):
                 coefficient = clip_coefficient(attempt.norm, self._config.optimizer.clip_grad)
                 self._engine.optimizer.step(attempt.divisor, coefficient)
@@ -145,7 +143,7 @@ class StepRunner:
         rolled_back: bool = False,
     ) -> StepResult:
         """Move the clocks of a step that is as it will stay: loss scale, learning rate. ended_at: None: now."""
-        engine, skipped = self._engine, verdict.decision is Decision.SKIP
+        engine, skipped = self._engine, verdict.decision is StepAction.SKIP
         engine.scaler.update(skipped)
         if not skipped:
             engine.scheduler.step(self.batch_size(task))
@@ -211,9 +209,11 @@ class StepRunner:
 
     def _rerun(self, first: Attempt, batches: StepBatches, task: StepTask) -> tuple[Attempt, Verdict]:
         """The same step again, from the same weights, batches and dropout masks."""
-        before = digest(first.totals, self._engine)
+        before = step_digest(first.totals.losses, self._engine)
         second = self._attempt(batches, task)
-        result = compare_rerun(before, digest(second.totals, self._engine), second_nonfinite=second.nonfinite)
+        result = compare_rerun(
+            before, step_digest(second.totals.losses, self._engine), second_nonfinite=second.nonfinite
+        )
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
         rank_differs = any(host_data.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group))
         result = RerunResult.DIFFERENT if rank_differs else result
