@@ -34,7 +34,7 @@ STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
 LAYER = "core/transformer/transformer_layer.py"
 LINEAR, SINK = "core/tensor_parallel/linear.py", "core/weight_grad.py"
-REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/collectives.py"
+REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 
 class Chains:
