@@ -103,11 +103,19 @@ def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
     made: list[dist.TCPStore | Exception] = []
 
     def make() -> None:
-        answer = datetime.timedelta(seconds=ANSWER_S)
-        options = {"wait_for_workers": False, "multi_tenant": not env.agent_store, "use_libuv": env.use_libuv}
         try:
-            address = env.master_addr, env.master_port or 0, env.world_size
-            made.append(dist.TCPStore(*address, hosts, answer, **options))
+            made.append(
+                dist.TCPStore(
+                    env.master_addr,
+                    env.master_port or 0,
+                    env.world_size,
+                    hosts,
+                    datetime.timedelta(seconds=ANSWER_S),
+                    wait_for_workers=False,
+                    multi_tenant=not env.agent_store,
+                    use_libuv=env.use_libuv,
+                )
+            )
         except Exception as error:
             made.append(error)
 
