@@ -77,6 +77,7 @@ FIELDS: tuple[tuple[str, str | None, str | None], ...] = (
     ("nan_iterations", "number of nan iterations: {:3d}", "nan-iterations"),
     ("tokens_per_s", None, "tokens-per-second"),
 )
+MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes")
 _OPTIONAL = {field.name for field in dataclasses.fields(IterationRecord) if field.default is None}
 
 
@@ -197,8 +198,7 @@ def memory_line(rank: int, iterations: int, memory: MemoryFigures) -> str:
 
 def memory_scalars(memory: MemoryFigures) -> dict[str, float]:
     """Megatron's TensorBoard tags for memory."""
-    kinds = ("reserved", "allocated", "max-allocated")
-    return {f"mem-{kind}-bytes": getattr(memory, f"{kind.replace('-', '_')}_bytes") for kind in kinds}
+    return {tag: getattr(memory, tag.removeprefix("mem-").replace("-", "_")) for tag in MEMORY_TAGS}
 
 
 # --- lines of start, end, checkpoints
