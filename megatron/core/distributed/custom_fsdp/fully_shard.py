@@ -1,12 +1,5 @@
 """Sharding without the trainer: `fully_shard(module)` for any `nn.Module`, any torch optimizer.
 
-    fully_shard(model, fsdp_unit_modules=[Block])    # in place, or torch's way: each block, then the model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = model(batch)
-    loss.backward()                 # after it the parameters' .grad hold the mean over ranks
-    optimizer.step()
-    optimizer.zero_grad()
-
 The model stays what it is: its class is a subclass of the one it had, attributes and methods are where they were.
 `model.parameters()` are this rank's shards under the names of the parameters: 1-D, one a parameter (empty where the
 rank has no part of it, so that every rank builds the same optimizer), fp32 for 16-bit models. Inside a forward they are

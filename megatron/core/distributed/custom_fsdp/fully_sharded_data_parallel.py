@@ -1,14 +1,8 @@
 """Fully sharded data parallelism for loops without a plan: the engine, and hooks that say what it does when.
 
-    ddp.begin_step(num_microbatches)
-    loss(ddp(batch)).backward()                # of each microbatch, and behind it
-    ddp.microbatch_done(chunk, microbatch)
-    ddp.finish()                               # sums over microbatches and ranks, where the optimizer reads them
-    optimizer.step(...)
-    ddp.weights_changed()
-
-Weights are gathered unit by unit as forward and backward come to them; gradients are reduced unit by unit as backward
-leaves them. Source of the rows: ZeRO (Rajbhandari et al. 2020).
+The steps are those of `DistributedDataParallel`, with `microbatch_done` behind each backward. Weights are gathered unit
+by unit as forward and backward come to them; gradients are reduced unit by unit as backward leaves them. Source of the
+rows: ZeRO (Rajbhandari et al. 2020).
 """
 
 from __future__ import annotations

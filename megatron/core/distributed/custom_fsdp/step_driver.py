@@ -178,9 +178,7 @@ class StepDriver:
         if not self.engine.is_stepping:  # several forwards ran before their backwards
             self._begin_step()
         self._is_last = self.sync
-        self.engine.driver.hold_back(not self.sync)
-        if self.sync:
-            self.engine.driver.expect_last()
+        self.engine.driver.begin_backward(is_last=self.sync)
         self._call_after_backward()
 
     def _call_after_backward(self, *_: Any) -> None:

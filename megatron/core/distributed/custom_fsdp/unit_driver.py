@@ -72,20 +72,17 @@ class UnitDriver:
     # The loop -------------------------------------------------------------------------------------------
 
     def begin_step(self, num_microbatches: int | None, policies: Sequence[UnitPolicy]) -> None:
-        """num_microbatches: of all chunks; None where `expect_last` will say which is the last."""
+        """num_microbatches: of all chunks; None where `begin_backward` will say which is the last."""
         self._keep = tuple(one.keep for one in policies)
         self._reductions.late = frozenset(unit for unit, one in enumerate(policies) if one.reduce_late)
         self._reductions.begin_microbatch()
         self._expect(num_microbatches)
 
-    def expect_last(self) -> None:
-        """The microbatch whose backward comes next is the last of a step whose length was not told."""
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Of a step whose length was not told: is_last: its last microbatch; else nothing is reduced behind it."""
         assert self._left is None, "the step was begun with its number of microbatches"
-        self._expect(1)
-
-    def hold_back(self, held_back: bool) -> None:
-        """From here on, whether nothing is reduced before the step's last microbatch."""
-        self._reductions.held_back = held_back
+        self._reductions.held_back = not is_last
+        self._expect(1 if is_last else None)
 
     def microbatch_done(self) -> None:
         """All gradients of the microbatch are there: free all but what stays for the whole step and what was gathered
