@@ -1,7 +1,7 @@
 """The data parallel engine, for every row of the table of sharding strategies (`sharding.py`) and all chunks of a rank.
 
 It holds what gathers weights and what reduces gradients, unit by unit. Both do so when they are told: by a pipeline's
-plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are whole:
+plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are unsharded:
 
     ddp.begin_step(num_microbatches)
     forwards and backwards, in any order       # gradients arrive in the flat buffer
@@ -129,7 +129,7 @@ class DistributedDataParallel(GradSync):
         return self._chunks.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the only chunk, whose weights are whole at rest, once those of the last step have come."""
+        """The forward of the only chunk, whose weights are unsharded, once those of the last step have come."""
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
         for unit in range(len(self.units)):
             self.gathers.wait(unit)

@@ -123,16 +123,16 @@ class FlatBuffer:
         return self._bucket_of.get(name)
 
     def weight(self, name: str) -> Tensor:
-        """The model's weight, a view without autograd. Readable where weights are whole, or gathered."""
+        """The model's weight, a view without autograd. Readable where weights are unsharded, or gathered."""
         return self._weights[name]
 
     def main_grad(self, key: str) -> Tensor:
         """Where contributions filed under `key` are added (`ParamMeta.grad_keys`), of the parameter's shape. Where
-        gradients are cut, it has memory only while its bucket's full gradients have."""
+        gradients are sharded, it has memory only while its bucket's full gradients have."""
         return self._grads[key]
 
     def main_weight(self, name: str) -> Tensor:
-        """What the optimizer updates, in the parameter's shape; only where the optimizer is whole."""
+        """What the optimizer updates, in the parameter's shape; only where the optimizer is unsharded."""
         assert self.place.ways(self.sharding.optimizer) == 1, (
             f"main weight of {name}: this rank holds a part only ({self.sharding} at {self.place})"
         )
@@ -173,7 +173,7 @@ class FlatBuffer:
         )
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
-        """All gradients at rest, one allocation each: one a dtype where they are whole, one a bucket where cut."""
+        """All gradients at rest, one allocation each: one a dtype where they are unsharded, one a bucket where cut."""
         if self.sharding.main_grads is Cut.WHOLE:
             return tuple(self._flat_grads.values())
         return tuple(memory.main_grads for memory in self.buckets if memory.main_grads is not None)
@@ -269,7 +269,7 @@ class FlatBuffer:
     def _part(
         self, arena: Arena, flat: Tensor, flat_cut: Cut, name: str, wanted: Cut, start: int = 0
     ) -> Tensor:
-        """What of a parameter belongs to `wanted` in a flat buffer at rest that is cut by the coarser `flat_cut`.
+        """What of a parameter belongs to `wanted` in a flat buffer at rest that is sharded by the coarser `flat_cut`.
         start: of the buffer's elements, where `flat` begins."""
         low, high = arena.layout.part_of(name, self.place, wanted)
         if low == high:

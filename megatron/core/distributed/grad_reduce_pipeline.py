@@ -15,8 +15,8 @@ another order, and 16-bit sums round at every hop; there a bucket is exchanged, 
 gathered. The result then depends neither on the buckets nor on the run.
 
 [Note: shared parameters first] What another pipeline stage shares (tied embeddings) is summed over the stages before it
-is summed over data parallel ranks, where gradients are whole: a rank's uses are added first, as one process does, and
-every schedule gets the same bits. Its buckets wait for the end of the step.
+is summed over data parallel ranks, where gradients are unsharded: a rank's uses are added first, as one process does,
+and every schedule gets the same bits. Its buckets wait for the end of the step.
 
 [Note: when to wait] The second half of some sums over instances is sent by whoever waits for them (`sum_gradients`), so
 these are waited for at points that all ranks reach alike. A contribution waits for reductions of its own unit only.

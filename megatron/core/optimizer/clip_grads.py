@@ -5,9 +5,9 @@ parameter where it is not cut), added in the model's order (`global_norm_index`)
 parameters or pipeline stage, so every way of running a model whose optimizer state is whole clips alike, and a pipeline
 clips with the bits of one process.
 
-[Note: the norm's bits] Where the optimizer is cut over data parallel ranks, each squares its own part of a region, and
-the region's sum is the sum of these parts' sums: right to the last bits of fp64, but not with the very bits of the sum
-over the whole, nor with those of another number of ranks (they differ by about 1e-16 of it). What gradients are
+[Note: the norm's bits] Where the optimizer is sharded over data parallel ranks, each squares its own part of a region,
+and the region's sum is the sum of these parts' sums: right to the last bits of fp64, but not with the very bits of the
+sum over the whole, nor with those of another number of ranks (they differ by about 1e-16 of it). What gradients are
 multiplied with is made of the norm and rounded once to their precision, so fp32 and shorter gradients are clipped alike
 unless the exact number lies that close to where fp32 rounds the other way: of steps that clip, about one in 10^8. fp64
 gradients are clipped by a number that differs in its last bits. Steps that do not clip do not use the norm.

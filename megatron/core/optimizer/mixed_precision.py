@@ -274,7 +274,7 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _owned(self, part_of: Callable[[str, Cut], Tensor]) -> list[list[Tensor]]:
         """What this rank answers for of the regions that it owns, of every parameter's gradient or weight: all of them
-        where the optimizer is whole, else a part as small as all data parallel ranks together can make it."""
+        where the optimizer is unsharded, else a part as small as all data parallel ranks together can make it."""
         cut = Cut.FULL if self._index.over_world else Cut.WHOLE
         found = []
         for name, region in self._index.owned:

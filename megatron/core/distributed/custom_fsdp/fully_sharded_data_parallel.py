@@ -81,8 +81,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
         check_policy(
             config.fsdp_reshard_policy,
             config.fsdp_memory_budget,
-            weights_cut=row.weights is not Cut.WHOLE,
-            grads_cut=row.main_grads is not Cut.WHOLE,
+            weights_sharded=row.weights is not Cut.WHOLE,
+            grads_sharded=row.main_grads is not Cut.WHOLE,
         )
         found = find_units(
             modules,
@@ -196,8 +196,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self._facts,
             self.config.fsdp_reshard_policy,
             num_microbatches=num_microbatches,
-            weights_cut=several and self.sharding.weights is not Cut.WHOLE,
-            grads_cut=several and self.sharding.main_grads is not Cut.WHOLE,
+            weights_sharded=several and self.sharding.weights is not Cut.WHOLE,
+            grads_sharded=several and self.sharding.main_grads is not Cut.WHOLE,
             budget_bytes=self.config.fsdp_memory_budget,
         )
 

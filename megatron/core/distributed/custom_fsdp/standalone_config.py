@@ -8,7 +8,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.module import ModelError
 
 # Fields that act only where gradients are sharded -> their value where nobody has set them.
-OF_CUT_GRADIENTS: dict[str, object] = {
+OF_SHARDED_GRADIENTS: dict[str, object] = {
     "fsdp_double_buffer": False,
     "fsdp_reshard_policy": "memory",
     "fsdp_memory_budget": None,
@@ -16,7 +16,7 @@ OF_CUT_GRADIENTS: dict[str, object] = {
     "fsdp_debug": False,
     "megatron_fsdp_grad_comm_dtype": "auto",
 }
-CUT_GRADIENTS = ("optim_grads", "optim_grads_params")
+SHARDED_GRADIENTS = ("optim_grads", "optim_grads_params")
 
 
 def resolve_standalone(
@@ -28,11 +28,11 @@ def resolve_standalone(
     """
     config = config or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
     strategy, told = config.data_parallel_sharding_strategy, config.num_distributed_optimizer_instances
-    idle = [field for field, unset in OF_CUT_GRADIENTS.items() if getattr(config, field) != unset]
-    if idle and strategy not in CUT_GRADIENTS:
+    idle = [field for field, unset in OF_SHARDED_GRADIENTS.items() if getattr(config, field) != unset]
+    if idle and strategy not in SHARDED_GRADIENTS:
         raise ModelError(
             f"{', '.join(idle)}: no effect with data_parallel_sharding_strategy={strategy!r}, which cuts no gradients; "
-            f"set the strategy to one of {list(CUT_GRADIENTS)}, or leave {'it' if len(idle) == 1 else 'them'} out"
+            f"set the strategy to one of {list(SHARDED_GRADIENTS)}, or leave {'it' if len(idle) == 1 else 'them'} out"
         )
     if strategy == "no_shard" and config.use_distributed_optimizer:
         raise ModelError(
