@@ -98,8 +98,8 @@ def policies(
     grads_sharded: bool,
     budget_bytes: int | None = None,
 ) -> tuple[UnitPolicy, ...]:
-    """What each unit keeps, in the order of facts. weights_sharded, grads_sharded: over several ranks: what is not sharded is
-    neither gathered nor reduced by microbatches, so there is nothing to keep.
+    """What each unit keeps, in the order of facts. weights_sharded, grads_sharded: over several ranks: what is not
+    sharded is neither gathered nor reduced by microbatches, so there is nothing to keep.
 
     memory: nothing; backward: weights to the backward; step: weights for the step, gradients unreduced until its end;
     budget: no more than budget_bytes are held beyond `memory`.

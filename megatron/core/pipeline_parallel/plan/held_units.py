@@ -42,8 +42,8 @@ class HeldUnits:
         self.gathered = self.gradients = self.under_way = 0
         count = len(units)
         self.groups: list[list[dict[int, int]]] = [[] for _ in range(count)]
-        self._weights_cut, self._grads_cut = residency.weights_sharded, residency.grads_sharded
-        self._gathers = residency.weights_sharded or (residency.gathers_once and not forward_only)
+        self._weights_cut, self._grads_cut = residency.weights_cut, residency.grads_cut
+        self._gathers = residency.weights_cut or (residency.gathers_once and not forward_only)
         self._readable = [not self._gathers] * count
         self._gathered_before = [False] * count
         self._outer_summed = [False] * count

@@ -64,12 +64,12 @@ class Residency:
         return self.ways > 1 or self.outer > 1
 
     @property
-    def weights_sharded(self) -> bool:
+    def weights_cut(self) -> bool:
         """Whether whole weights come and go."""
         return self.strategy == "optim_grads_params" and self.ways > 1
 
     @property
-    def grads_sharded(self) -> bool:
+    def grads_cut(self) -> bool:
         """Whether whole gradients come and go."""
         return self.strategy in ("optim_grads", "optim_grads_params") and self.ways > 1
 
@@ -77,7 +77,7 @@ class Residency:
     def gathers_once(self) -> bool:
         """Whether weights are whole at rest, and gathered once behind each step of the optimizer."""
         inner = self.strategy in ("optim", "optim_grads") and self.ways > 1
-        return inner or (self.outer_optimizer and self.outer > 1 and not self.weights_sharded)
+        return inner or (self.outer_optimizer and self.outer > 1 and not self.weights_cut)
 
     def ahead_of(self, units: RankUnits) -> int:
         """The bound of gathers ahead on a rank, in bytes."""

@@ -70,12 +70,12 @@ def _counts(plan: Plan, residency: Residency, uses: RowUses, walk: RowWalk) -> N
     read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
     read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
     gathers: int | None = 0
-    if residency.weights_sharded:
+    if residency.weights_cut:
         gathers = {"memory": read, "step": read_once}.get(residency.policy)
     elif residency.gathers_once and not plan.forward_only:
         gathers = read_once
     reductions: int | None = added_once
-    if residency.grads_sharded:
+    if residency.grads_cut:
         reductions = {"memory": added, "backward": added, "step": added_once}.get(residency.policy)
     for what, expected, found in (
         ("gathers", gathers, walk.moves.gathers.calls or walk.moves.outer_gathers.calls),
@@ -101,13 +101,13 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
     budget = 0 if residency.budget is None else residency.budget[rank]
     if residency.policy == "budget" and residency.budget is None:
         return
-    gathered = max(residency.ahead_of(uses.units), uses.most_read) if residency.weights_sharded else 0
+    gathered = max(residency.ahead_of(uses.units), uses.most_read) if residency.weights_cut else 0
     most = gathered + budget
     if walk.most.gathered > most:
         raise PlanError(
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
         )
-    if residency.grads_sharded:
+    if residency.grads_cut:
         most += uses.most_adding
         if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
             most += MOST_UNDER_WAY * max(uses.units.grad_bytes, default=0)

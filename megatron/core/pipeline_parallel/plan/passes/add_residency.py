@@ -81,8 +81,8 @@ class _Maker:
     def fastest(self, plan: Plan) -> Plan:
         """The best of a few; the first of them where nothing tells what gathers and reductions take."""
         asked, uses = self.residency, self._uses(plan)
-        divides = asked.policy == "budget" and asked.weights_sharded and asked.overlap_gather
-        keeps = not asked.grads_sharded or asked.policy in ("step", "budget")
+        divides = asked.policy == "budget" and asked.weights_cut and asked.overlap_gather
+        keeps = not asked.grads_cut or asked.policy in ("step", "budget")
         if asked.limit is not None and self.lanes is not None:
             return self._within_limit(plan)
         best, left = self._add(plan, uses, _LEFT[0]), _LEFT[0]
@@ -109,13 +109,13 @@ class _Maker:
 
     def _within_limit(self, plan: Plan) -> Plan:
         asked = self.residency
-        lefts = LEFTS if asked.weights_sharded or asked.grads_sharded else LEFTS[:1]
-        whole = [sum(one.grad_bytes for one in stage.units) * asked.grads_sharded for stage in self.stages]
+        lefts = LEFTS if asked.weights_cut or asked.grads_cut else LEFTS[:1]
+        whole = [sum(one.grad_bytes for one in stage.units) * asked.grads_cut for stage in self.stages]
         parts = asked.overlap_reduce and not plan.forward_only
         uses = functools.lru_cache(maxsize=None)(self._uses)
         assert asked.limit is not None
         room = [limit - one.units.shard_bytes for limit, one in zip(asked.limit, uses(plan), strict=True)]
-        read = [one.most_read * asked.weights_sharded for one in uses(plan)]
+        read = [one.most_read * asked.weights_cut for one in uses(plan)]
         orders = Orders(self.stages, self.costs, room, read, whole, parts, lefts)
 
         def make(order: Plan, left: Left) -> tuple[Merit, Plan]:
@@ -161,7 +161,7 @@ def _row(
         bound = _bound(uses, residency, room, kept)
     lanes = LaneRow(uses, residency, reduced_first=left.reduced_first)
     gathered = stays(uses.reads, kept, weights=True)
-    if residency.weights_sharded:
+    if residency.weights_cut:
         moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=residency.overlap_gather)
         for stay, moment in zip(gathered, moments, strict=True):
             lanes.gather(stay, moment)
@@ -181,7 +181,7 @@ def _bound(uses: RowUses, residency: Residency, room: Sequence[float], kept: set
     """By moment, bytes that whole weights may take in all where there is no limit."""
     if residency.policy == "backward":
         room = bytes_kept(uses, (gap for gap in kept if gap.weights))
-    elif residency.grads_sharded and residency.policy == "budget":
+    elif residency.grads_cut and residency.policy == "budget":
         grads = bytes_kept(uses, (gap for gap in kept if not gap.weights))
         room = [one - used for one, used in zip(room, grads, strict=True)]
     ahead = residency.ahead_of(uses.units)

@@ -50,8 +50,8 @@ def fit_limit(
     PlanError where even the least is too much."""
     count = uses.num_moments
     free = room_beside_activations(uses, residency, costs, forward_only=forward_only)
-    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_sharded else [0] * count
-    ahead = residency.ahead_of(uses.units) if residency.weights_sharded else 0
+    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_cut else [0] * count
+    ahead = residency.ahead_of(uses.units) if residency.weights_cut else 0
     spare = [max(0, ahead - one) if left.ahead and residency.overlap_gather else 0 for one in reads]
     most = float("inf") if residency.budget is None else float(residency.budget[uses.units.rank])
 
@@ -62,7 +62,7 @@ def fit_limit(
 
     least = kept_gaps(uses, residency, [0.0] * count, grouping)
     kept, held = least, _gradients(uses, residency, least, left)
-    if residency.grads_sharded:
+    if residency.grads_cut:
         other = held if left.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
         room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
         for attempt in range(_TRIES):
@@ -86,7 +86,7 @@ def fit_limit(
     if residency.budget is not None:
         grads = bytes_kept(uses, {gap for gap in kept if not gap.weights})
         bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
-    if residency.weights_sharded:
+    if residency.weights_cut:
         room = [one - read for one, read in zip(bound, reads, strict=True)]
         kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps()[0], to_keep(room))
     return kept, bound
@@ -94,7 +94,7 @@ def fit_limit(
 
 def _gradients(uses: RowUses, residency: Residency, kept: set[Gap], left: Left) -> list[int]:
     """By moment, what whole gradients and those under way take."""
-    if not residency.grads_sharded:
+    if not residency.grads_cut:
         return [0] * uses.num_moments
     lanes = LaneRow(uses, residency, reduced_first=left.reduced_first)
     lanes.reduce(sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last))

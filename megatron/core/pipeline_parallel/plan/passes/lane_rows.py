@@ -99,9 +99,7 @@ class LaneRow:
             if not self._residency.overlap_reduce:
                 place = bisect_left(self._firsts, moment)
                 moment = (
-                    self._firsts[place]
-                    if self._residency.grads_sharded and place < len(self._firsts)
-                    else end
+                    self._firsts[place] if self._residency.grads_cut and place < len(self._firsts) else end
                 )
             self._reduced[moment] += [self._op(REDUCE, stay), *waiting]
             waiting = []

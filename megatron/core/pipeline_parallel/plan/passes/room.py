@@ -46,12 +46,12 @@ def kept_gaps(
     """The gaps over which weights and gradients are kept. grouping: which gradients are, whatever the policy
     says. grads_alone: of what comes and goes."""
     weights, grads = uses.gaps()
-    if grads_alone and residency.weights_sharded:
+    if grads_alone and residency.weights_cut:
         weights = []
     kept: set[Gap] = set()
-    if not residency.weights_sharded:  # whole at rest
+    if not residency.weights_cut:  # whole at rest
         kept, weights = set(weights), []
-    if not residency.grads_sharded:
+    if not residency.grads_cut:
         kept, grads = kept | set(grads), []
     elif grouping is not None:
         kept, grads = kept | set(_grouped(uses, grads, grouping)), []
@@ -64,7 +64,7 @@ def kept_gaps(
     if residency.policy == "memory":
         return kept
     left = list(room)
-    if residency.grads_sharded:
+    if residency.grads_cut:
         for gap in (gap for gap in kept if not gap.weights):
             for moment in range(gap.start, gap.end):
                 left[moment] -= gap.size
