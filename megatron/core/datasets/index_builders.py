@@ -106,19 +106,15 @@ def layout_bytes(layouts: Mapping[str, Layout]) -> int:
 def build_document_index(sequences: range, plan: EpochPlan, rng: np.random.RandomState) -> NDArray[np.int32]:
     """Order of the documents over all epochs, int32 [E * len(sequences)]."""
     ids = np.arange(sequences.start, sequences.stop, dtype=np.int32)
-    if not plan.last_epoch_apart:
-        order = np.tile(ids, plan.num_epochs)
-        rng.shuffle(order)
-        return order
-    order = np.tile(ids, plan.num_epochs - 1)
-    rng.shuffle(order)
-    rng.shuffle(ids)
-    return np.concatenate([order, ids])
+    order = np.tile(ids, plan.num_epochs)
+    first = len(order) - len(ids) if plan.last_epoch_apart else len(order)
+    rng.shuffle(order[:first])
+    if plan.last_epoch_apart:
+        rng.shuffle(order[first:])
+    return order
 
 
-def build_sample_index(
-    lengths: NDArray[Any], document_index: NDArray[Any], plan: EpochPlan
-) -> NDArray[Any]:
+def build_sample_index(lengths: NDArray[Any], document_index: NDArray[Any], plan: EpochPlan) -> NDArray[Any]:
     """Where each sample starts: [N + 1, 2] of (position in `document_index`, offset in that document).
 
     lengths: tokens of every sequence of the corpus. Row N is where the last sample ends (its extra token, if

@@ -15,17 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.core.datasets import indexed_dataset as layout
 from megatron.core.datasets.checksums import BlockHasher, checksums_path, encoded
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import (
-    HEADER,
-    MAGIC,
-    VERSION,
-    IndexedDataset,
-    data_path,
-    dtype_code,
-    index_path,
-)
 from megatron.core.safe_files import SHARED_MODE, published, sync_directory
 
 LONGEST_SEQUENCE_TOKENS = 2**31 - 1
@@ -42,13 +34,12 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype)
-        self._code = dtype_code(self.dtype)
+        self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self._code = layout.dtype_code(self.dtype)
         with contextlib.ExitStack() as files:  # ended in the other order: the data is published first
             self._sums, self._idx, self._bin = (
                 files.enter_context(published(path(prefix), mode=SHARED_MODE))
-                for path in (checksums_path, index_path, data_path)
+                for path in (checksums_path, layout.index_path, layout.data_path)
             )
             self._files = files.pop_all()
         self._hasher = BlockHasher()
@@ -84,7 +75,7 @@ class IndexedDatasetWriter:
 
     def add_corpus(self, prefix: str) -> None:
         """Append all documents of another corpus of the same dtype; its `.bin` is copied as it is. Raises DataError."""
-        with IndexedDataset(prefix) as part:
+        with layout.IndexedDataset(prefix) as part:
             if part.index.dtype != self.dtype:
                 raise DataError(f"{prefix}: tokens are {part.index.dtype}, {self.prefix} holds {self.dtype}")
             self._flush_pending()
@@ -107,7 +98,7 @@ class IndexedDatasetWriter:
             for file in (self._bin, self._idx, self._sums):  # a full disk must leave what was there before
                 file.flush()
                 os.fsync(file.fileno())
-            for path in (index_path(self.prefix), checksums_path(self.prefix)):
+            for path in (layout.index_path(self.prefix), checksums_path(self.prefix)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         sync_directory(os.path.dirname(self.prefix) or ".")
@@ -142,7 +133,7 @@ class IndexedDatasetWriter:
         pointers = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        yield HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries))
+        yield layout.HEADER.pack(layout.MAGIC, layout.VERSION, self._code, len(lengths), len(boundaries))
         for array, dtype in ((lengths, "<i4"), (pointers, "<i8"), (boundaries, "<i8")):
             yield array.astype(dtype, copy=False).tobytes()
 

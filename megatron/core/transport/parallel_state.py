@@ -59,6 +59,33 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class _GroupOf:
+    """A read-only attribute of a parallel state: its group for a purpose."""
+
+    purpose: str
+
+    def __get__(self, ps: ParallelState, owner: type) -> Group:
+        return ps.group(self.purpose)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RankAlong:
+    """The same: this rank's place along an axis."""
+
+    axis: str
+
+    def __get__(self, ps: ParallelState, owner: type) -> int:
+        return ps.coordinates[self.axis]
+
+
+class _SizeAlong(_RankAlong):
+    """The same: number of ranks along an axis."""
+
+    def __get__(self, ps: ParallelState, owner: type) -> int:
+        return int(getattr(ps.grid, self.axis))
+
+
+@dataclasses.dataclass(frozen=True)
 class ParallelState:
     """This rank's place in the grid and its groups. Made by the functions of this module.
 
@@ -76,87 +103,29 @@ class ParallelState:
         assert purpose in self.groups, f"no group {purpose!r}; purposes: {sorted(self.groups)}"
         return self.groups[purpose]
 
-    @property
-    def world_group(self) -> Group:
-        return self.group("world")
-
-    @property
-    def control_group(self) -> Group:
-        return self.group("control")
-
-    @property
-    def dp_group(self) -> Group:
-        return self.group("dp")
-
-    @property
-    def dp_reduce_group(self) -> Group:
-        """The inner ranks: one distributed optimizer instance, all of dp when there is one."""
-        return self.group("dp_reduce")
-
-    @property
-    def dp_gather_group(self) -> Group:
-        """The inner ranks on another communicator: parameters are gathered while gradients are reduced."""
-        return self.group("dp_gather")
-
-    @property
-    def dp_outer_group(self) -> Group:
-        """The same shard in every distributed optimizer instance."""
-        return self.group("dp_outer")
-
-    @property
-    def tp_group(self) -> Group:
-        return self.group("tp")
-
-    @property
-    def mp_group(self) -> Group:
-        """All ranks that together hold one copy of the model."""
-        return self.group("mp")
-
-    @property
-    def pp_group(self) -> Group:
-        return self.group("pp")
-
-    @property
-    def pp_forward_group(self) -> Group:
-        return self.group("pp_forward")
-
-    @property
-    def pp_backward_group(self) -> Group:
-        return self.group("pp_backward")
-
-    @property
-    def embedding_group(self) -> Group:
-        """The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone."""
-        return self.group("embedding")
+    world_group = _GroupOf("world")
+    control_group = _GroupOf("control")
+    dp_group = _GroupOf("dp")
+    # The inner ranks: one distributed optimizer instance, all of dp when there is one.
+    dp_reduce_group = _GroupOf("dp_reduce")
+    # The inner ranks on another communicator: parameters are gathered while gradients are reduced.
+    dp_gather_group = _GroupOf("dp_gather")
+    dp_outer_group = _GroupOf("dp_outer")  # the same shard in every distributed optimizer instance
+    tp_group = _GroupOf("tp")
+    mp_group = _GroupOf("mp")  # all ranks that together hold one copy of the model
+    pp_group = _GroupOf("pp")
+    pp_forward_group = _GroupOf("pp_forward")
+    pp_backward_group = _GroupOf("pp_backward")
+    # The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone.
+    embedding_group = _GroupOf("embedding")
 
     @functools.cached_property
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place along every axis."""
         return MappingProxyType(dict(self.grid.coordinates(self.rank)))
 
-    @property
-    def tp_rank(self) -> int:
-        return self.coordinates["tp"]
-
-    @property
-    def dp_rank(self) -> int:
-        return self.coordinates["dp"]
-
-    @property
-    def pp_rank(self) -> int:
-        return self.coordinates["pp"]
-
-    @property
-    def tp_size(self) -> int:
-        return self.grid.tp
-
-    @property
-    def dp_size(self) -> int:
-        return self.grid.dp
-
-    @property
-    def pp_size(self) -> int:
-        return self.grid.pp
+    tp_rank, dp_rank, pp_rank = _RankAlong("tp"), _RankAlong("dp"), _RankAlong("pp")
+    tp_size, dp_size, pp_size = _SizeAlong("tp"), _SizeAlong("dp"), _SizeAlong("pp")
 
     @property
     def is_first_rank(self) -> bool:

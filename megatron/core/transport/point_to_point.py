@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transport.collectives import Pending
 from megatron.core.transport.peer_loss import blame
+from megatron.core.transport.pending import Pending
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group

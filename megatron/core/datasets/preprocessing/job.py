@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import multiprocessing
+import operator
 import os
 import re
 import shutil
@@ -52,9 +53,7 @@ class Statistics:
     not_utf8: int = 0
 
     def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
-        )
+        return Statistics(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +78,10 @@ class Job:
         return f"{self.output_prefix}.parts"
 
 
-def run_job(
-    job: Job, progress: Callable[[Statistics, int], None] = lambda done, total_bytes: None
-) -> Statistics:
+ProgressOf = Callable[[Statistics, int], None]
+
+
+def run_job(job: Job, progress: ProgressOf = lambda done, total_bytes: None) -> Statistics:
     """Make the corpora; `progress(so far, bytes in all)` is called after each chunk.
 
     Raises DataError for input that cannot be read, and for an output prefix that another run is writing.
@@ -89,14 +89,12 @@ def run_job(
     chunks = plan_chunks(job.sources)
     total = sum(chunk.size for chunk in chunks)
     tokenizer = job.build_tokenizer()
-    folder = os.path.dirname(job.output_prefix)
-    if folder:
-        os.makedirs(folder, exist_ok=True)
+    os.makedirs(os.path.dirname(job.output_prefix) or ".", exist_ok=True)
     with _parts_folder(job, tokenizer):
         finished = [_finished_part(job, index) for index in range(len(chunks))]
         done = sum((part for part in finished if part is not None), Statistics())
         progress(done, total)
-        todo = [(index, chunks[index]) for index, part in enumerate(finished) if part is None]
+        todo = [(index, chunk) for index, chunk in enumerate(chunks) if finished[index] is None]
         for part in _make_parts(job, tokenizer, todo):
             done += part
             progress(done, total)
@@ -112,21 +110,19 @@ def run_job(
 def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
     """The folder of parts, ours alone, with nothing in it that was made from something else."""
     lock = f"{job.output_prefix}.lock"
+    description = {
+        "version": FORMAT_VERSION,
+        "sources": [dataclasses.astuple(source) for source in job.sources],
+        "keys": job.keys,
+        "append_eod": job.append_eod,
+        "tokenizer": tokenizer.identity(),
+    }
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(safe_files.locked(lock, wait=False))
         except BlockingIOError:
             raise DataError(f"--output-prefix {job.output_prefix}: another run is writing there") from None
-        description = json.dumps(
-            {
-                "version": FORMAT_VERSION,
-                "sources": [dataclasses.astuple(source) for source in job.sources],
-                "keys": job.keys,
-                "append_eod": job.append_eod,
-                "tokenizer": tokenizer.identity(),
-            }
-        )
-        _tidy(job, description)
+        _tidy(job, json.dumps(description))
         yield
         os.unlink(lock)
 
@@ -138,14 +134,13 @@ def _tidy(job: Job, description: str) -> None:
         raise safe_files.UnsafeFileError(
             job.parts, "is a symbolic link, not the folder of an interrupted run"
         )
-    names = os.listdir(job.parts)
-    foreign = next((name for name in sorted(names) if not _OF_A_JOB.fullmatch(name)), None)
-    if foreign is not None:
-        raise safe_files.UnsafeFileError(
-            job.parts, f"holds {foreign}, which is of no interrupted run: parts are kept, and removed, there"
-        )
-    path = os.path.join(job.parts, "job.json")
-    goes_on = _holds(path, description)
+    names = sorted(os.listdir(job.parts))
+    if foreign := [name for name in names if not _OF_A_JOB.fullmatch(name)]:
+        told = f"holds {foreign[0]}, which is of no interrupted run: parts are kept, and removed, there"
+        raise safe_files.UnsafeFileError(job.parts, told)
+    path, goes_on = os.path.join(job.parts, "job.json"), False
+    with contextlib.suppress(OSError, ValueError):
+        goes_on = safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES) == description
     for name in names:
         if name.endswith(".tmp") or not goes_on:
             os.unlink(os.path.join(job.parts, name))
@@ -181,22 +176,19 @@ def _work(item: tuple[int, Chunk]) -> Statistics:
 
 def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Statistics:
     """Tokenize one chunk into a small corpus for each key."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    statistics = Statistics(bytes=chunk.size)
+    dtype, statistics, writers = token_dtype(tokenizer.vocab_size), Statistics(bytes=chunk.size), {}
     with contextlib.ExitStack() as stack:
-        writers = {
-            key: stack.enter_context(IndexedDatasetWriter(_part_prefix(job, index, key), dtype))
-            for key in job.keys
-        }
+        for key in job.keys:
+            writer = IndexedDatasetWriter(_part_prefix(job, index, key), dtype)
+            writers[key] = stack.enter_context(writer)
         for batch in _batches(chunk, job.keys):
             statistics += Statistics(documents=len(batch))
             for key, writer in writers.items():
                 try:
                     statistics += _write_batch(job, tokenizer, writer, [document[key] for document in batch])
                 except TokenizerError as error:
-                    place = (
-                        f"bytes {chunk.start} to {chunk.stop}" if chunk.stop else f"{len(chunk.files)} files"
-                    )
+                    bounds = f"bytes {chunk.start} to {chunk.stop}"
+                    place = bounds if chunk.stop else f"{len(chunk.files)} files"
                     raise DataError(f"{chunk.files[0]}, {place}, key {key!r}: {error}") from error
     safe_files.publish_text(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
     return statistics
@@ -229,11 +221,8 @@ def _write_batch(
             writer.add_document(np.zeros(0, dtype=writer.dtype))
             continue
         if job.append_eod:
-            last = np.empty(
-                len(sequences[-1]) + 1, dtype=np.int64 if sequences[-1].itemsize > 4 else np.int32
-            )
-            last[:-1], last[-1] = sequences[-1], tokenizer.eod
-            sequences[-1] = last
+            dtype = np.int64 if sequences[-1].itemsize > 4 else np.int32
+            sequences[-1] = np.concatenate([sequences[-1], [tokenizer.eod]], dtype=dtype, casting="unsafe")
         lengths = [len(array) for array in sequences]
         writer.add_document(sequences[0] if len(sequences) == 1 else np.concatenate(sequences), lengths)
         tokens += sum(lengths)
@@ -279,10 +268,3 @@ def _finished_part(job: Job, index: int) -> Statistics | None:
     except (OSError, ValueError, TypeError):
         return None
     return statistics
-
-
-def _holds(path: str, content: str) -> bool:
-    try:
-        return safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES) == content
-    except (OSError, ValueError):
-        return False
