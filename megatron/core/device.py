@@ -109,8 +109,7 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.index)
         elif sys.platform == "linux":
-            # Containers may forbid it; the peak is then that of the process, which is still a true upper
-            # bound.
+            # Containers may forbid it; the peak is then that of the process, which is still a true upper bound.
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
 
@@ -211,21 +210,8 @@ def heap_bytes() -> int | None:
 
 
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 @functools.cache

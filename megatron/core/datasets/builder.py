@@ -105,7 +105,7 @@ class _Builder:
         valid: Dataset | list[Dataset] | None
         if self.spec.multiple_validation_sets:
             blend = self._blend_of(1)
-            valid = blend and [self._member(prefix, 1, valid_size) for prefix in blend.prefixes]
+            valid = None if blend is None else [self._member(one, 1, valid_size) for one in blend.prefixes]
         else:
             valid = self._split(1, valid_size)
         return Datasets(train, valid, self._split(2, sizes[2]))

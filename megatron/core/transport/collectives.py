@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.transport.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
 from megatron.core.transport.peer_loss import blame
-from megatron.core.transport.pending import Call, Kept, Pending, done, observe
+from megatron.core.transport.pending import Call, Kept, Pending, done
 from megatron.core.transport.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def barrier(group: Group) -> None:
     """
     if group.size == 1:
         return
-    observe("barrier", group)
+    group.tell("barrier")
     started, all_came = time.monotonic(), functools.partial(dist.barrier, group.process_group)
     if group.backend == "gloo":
         all_came = functools.partial(

@@ -57,6 +57,11 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def tell(self, op: str) -> None:
+        """The observer, that a collective begins."""
+        if self.observer is not None:
+            self.observer(op, self.purpose, self.ranks)
+
 
 @dataclasses.dataclass(frozen=True)
 class _GroupOf:

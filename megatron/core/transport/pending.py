@@ -74,7 +74,7 @@ class Call(NamedTuple):
         assert over in (None, group), f"{op} kept for {group.purpose}, called over {over}"
         if payload_bytes:
             group.traffic.count(op, payload_bytes)
-        observe(op, group)
+        group.tell(op)
         started = time.monotonic()
         try:
             work, finish, temporaries = begin()
@@ -99,12 +99,6 @@ class Kept(list[tuple[Tensor, Tensor]]):
         super().__init__(items)
         # Gathers: None; reductions: whether they accumulate.
         self.calls: dict[bool | None, Call] = {}
-
-
-def observe(op: str, group: Group) -> None:
-    """Tell the group's observer what begins."""
-    if group.observer is not None:
-        group.observer(op, group.purpose, group.ranks)
 
 
 def done(op: str, group: Group) -> Pending:
