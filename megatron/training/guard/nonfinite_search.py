@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NonFiniteSite, first_site
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.run.build import Engine
 
 
 def digest(totals: Totals, engine: Engine) -> bytes:

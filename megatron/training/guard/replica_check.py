@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.distributed.sharding import Cut
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.training.run.build import Engine
+from megatron.training.engine import Engine
 
 
 class ReplicaMismatchError(ArithmeticError):

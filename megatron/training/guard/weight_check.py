@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.finite import all_finite
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.training.run.build import Engine
+from megatron.training.engine import Engine
 
 
 class NonFiniteWeightsError(ArithmeticError):

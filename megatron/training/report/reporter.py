@@ -10,15 +10,14 @@ from typing import Any
 from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
 from megatron.training.config.flops import train_step_flops
+from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, say
 from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.report import metrics
 from megatron.training.report.run_clock import RunClock
+from megatron.training.report.session import Session
 from megatron.training.report.writers import Writers, append_progress, open_writers
-from megatron.training.run.build import Engine
-from megatron.training.run.session import Session
-from megatron.training.run.state import TrainState
-from megatron.training.run.step import StepResult
+from megatron.training.state import StepResult, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

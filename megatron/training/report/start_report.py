@@ -11,11 +11,11 @@ from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.engine import Engine
 from megatron.training.guard.console import say
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.report import metrics
-from megatron.training.run.build import Engine
-from megatron.training.run.session import Session
+from megatron.training.report.session import Session
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 

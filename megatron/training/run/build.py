@@ -5,22 +5,19 @@ model_provider, once a chunk -> data parallel engine (flat buffers) -> initial w
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.asked_schedules import describe_schedule
-from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
-from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
+from megatron.core.optimizer.grad_scaler import build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -28,69 +25,15 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     idle_scheduler,
 )
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
-from megatron.core.pipeline_parallel.plan.spec import StageSpec
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transport import host_data
 from megatron.core.transport.initial_weights import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.units import declared_units
-from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config.config import Config
-from megatron.training.run.weight_pieces import weight_pieces
+from megatron.training.engine import Chunk, Engine
 
 ModelProvider = Callable[..., nn.Module]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours."""
-
-    stage: int
-    spec: StageSpec
-    module: nn.Module
-    context: ModelContext
-    sink: WeightGradAccumulator | None
-
-    def set_input(self, hidden: Tensor | None) -> None:
-        """Megatron's way to hand a stage what the one before has computed. Nothing on a stage that embeds."""
-        if not self.spec.embedding:
-            cast(MegatronModule, self.module).set_input_tensor(hidden)
-
-
-@dataclasses.dataclass
-class Engine:
-    """Everything that one training step touches on this rank."""
-
-    chunks: tuple[Chunk, ...]
-    model: DistributedDataParallel
-    param_meta: dict[str, ParamMeta]
-    optimizer: MixedPrecisionOptimizer
-    scheduler: OptimizerParamScheduler
-    scaler: GradScaler
-
-    @property
-    def memory_tracker(self) -> MemoryTracker:
-        """What this rank's engine holds."""
-        return self.model.memory_tracker
-
-    @property
-    def declares_units(self) -> bool:
-        """Whether the model itself names what is gathered together, so that --fsdp-unit-modules has no effect."""
-        return declared_units([chunk.module for chunk in self.chunks]) is not None
-
-    def persistent_bytes(self) -> int:
-        """What this rank holds when a step ends: weights, gradients, optimizer state, slots of the double buffer."""
-        flat = sum(self.model.buffer.persistent_bytes().values())
-        return flat + self.memory_tracker.live("moments") + self.memory_tracker.live("slots")
-
-    def model_pieces(self) -> list[LocalPiece]:
-        """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
-
-        Communicates over data parallel ranks where those of the last step are not gathered yet.
-        """
-        self.model.settle_weights()
-        return weight_pieces(self.model.buffer)
 
 
 def build_gpt_model(

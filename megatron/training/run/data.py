@@ -22,7 +22,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives
 from megatron.training.config.config import Config
 from megatron.training.report import metrics
-from megatron.training.run.session import Session
+from megatron.training.report.session import Session
 from megatron.training.run.step_batches import StepBatches
 from megatron.training.run.verify_data import verify_data
 

@@ -10,12 +10,12 @@ from megatron.training.config.config import Config
 from megatron.training.config.microbatches import ends_at
 from megatron.training.report.reporter import Evaluated, Reporter
 from megatron.training.report.run_clock import RunClock
+from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import StepMetrics
 from megatron.training.run.data import DataIterators, EvaluationSet
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.session import Session
-from megatron.training.run.state import TrainState
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import TrainState
 
 
 class Evaluator:

@@ -10,6 +10,7 @@ import time
 from megatron.training import global_vars
 from megatron.training.config.flops import train_step_flops
 from megatron.training.config.microbatches import ends_at
+from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
@@ -19,9 +20,9 @@ from megatron.training.guard.weight_check import NonFiniteWeightsError
 from megatron.training.report import metrics
 from megatron.training.report.reporter import Reporter
 from megatron.training.report.run_clock import RunClock
+from megatron.training.report.session import Session
 from megatron.training.report.start_report import log_memory, report_model
 from megatron.training.report.step_metrics import StepMetrics
-from megatron.training.run.build import Engine
 from megatron.training.run.data import (
     DataIterators,
     DatasetsProvider,
@@ -32,10 +33,9 @@ from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.replan import Replanner
 from megatron.training.run.residency import ResidencyReport
 from megatron.training.run.run_checkpoints import RunCheckpoints
-from megatron.training.run.session import Session
-from megatron.training.run.state import TrainState
-from megatron.training.run.step import StepResult, StepRunner, Steps, StepTask
+from megatron.training.run.step import StepRunner, Steps
 from megatron.training.run.validated_step import ValidatedStepRunner
+from megatron.training.state import StepResult, StepTask, TrainState
 
 NO_FLAGS = (0.0, 0.0)  # nobody wants to stop
 

@@ -16,14 +16,14 @@ from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA
 from megatron.core.pipeline_parallel.plan.planned_residency import kept_groupings
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.training.config.microbatches import ends_at
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
 from megatron.training.report.reporter import Reporter
-from megatron.training.run.build import Engine
+from megatron.training.report.session import Session
 from megatron.training.run.checkpointing import Checkpointer, Restored
 from megatron.training.run.data import DataIterators, first_difference
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.session import Session
-from megatron.training.run.state import TRAIN_STATE_SCHEMA, TrainState
+from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
 
 SECTIONS: Mapping[str, Schema] = {"train_state": TRAIN_STATE_SCHEMA, "nan_policy": NAN_POLICY_SCHEMA}
 OPTIMIZER_SECTIONS: Mapping[str, Schema] = {

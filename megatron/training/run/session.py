@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import logging
 import random
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,42 +35,10 @@ from megatron.training.guard.run_folder import RunFolder
 from megatron.training.guard.startup_check import compare_across_ranks
 from megatron.training.guard.watchdog import Watchdog
 from megatron.training.report import metrics
+from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
 
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
-
-
-@dataclasses.dataclass
-class Session:
-    """The surroundings of a run. `config` is complete: the padded vocabulary is known."""
-
-    config: Config
-    env: LaunchEnv
-    device: Device
-    ps: ParallelState
-    timers: Timers
-    watchdog: Watchdog
-    tokenizer: Tokenizer
-    folder: RunFolder
-    started_at: float
-
-    def print_rank_0(self, text: str) -> None:
-        if self.ps.is_first_rank:
-            say(text)
-
-    def print_rank_last(self, text: str) -> None:
-        if self.ps.is_last_rank:
-            say(text)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's plain value. Communicates over the world."""
-        return host_data.all_gather_json(value, self.ps.control_group)
-
-    def close(self) -> None:
-        """Leave the world together with all other ranks."""
-        self.watchdog.close()
-        parallel_state.destroy_process_group(self.ps)
-        self.folder.release()
 
 
 def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:

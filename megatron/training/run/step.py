@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import (
     Decision,
     NanPolicy,
@@ -36,40 +37,9 @@ from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.run_clock import RunClock
 from megatron.training.report.step_metrics import StepMetrics, Totals
 from megatron.training.report.timers import Timers
-from megatron.training.run.build import Engine
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTask:
-    """iteration: the one that the step completes. flags: of this rank, summed over all with the step's numbers."""
-
-    iteration: int
-    num_microbatches: int
-    flags: tuple[float, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What the loop hears of a step once it is decided on.
-
-    losses: name -> (sum, count) over the global batch. flags: summed. ended_at: of the run's clock. learning_rate:
-    after the step. rolled_back: it was taken back, and taken again or not.
-    """
-
-    task: StepTask
-    losses: Mapping[str, tuple[float, float]]
-    flags: tuple[float, ...]
-    loss_scale: float
-    learning_rate: float
-    decoupled_learning_rate: float | None
-    grad_norm: float | None
-    num_zeros: int | None
-    skipped: bool
-    note: str
-    ended_at: float
-    rolled_back: bool = False
+from megatron.training.state import StepResult, StepTask
 
 
 class Steps(Protocol):

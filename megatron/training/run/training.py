@@ -37,13 +37,14 @@ from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.startup_check import StartupMismatchError
 from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
-from megatron.training.run.session import Session, initialize
+from megatron.training.run.session import initialize
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     ConfigurationError: ExitStatus.CONFIGURATION,

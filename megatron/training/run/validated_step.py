@@ -22,14 +22,15 @@ from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Ou
 from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import Decision, NanPolicy, Verdict
 from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.run_clock import RunClock
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.run.build import Engine
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step import Attempt, StepResult, StepRunner, StepTask
+from megatron.training.run.step import Attempt, StepRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepResult, StepTask
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from megatron.core import device
 from megatron.core.datasets.checksums import check_corpus, require_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.training.run.session import Session
+from megatron.training.report.session import Session
 
 
 def verify_data(session: Session, named: Callable[[], Iterable[str]]) -> None:

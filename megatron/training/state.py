@@ -1,4 +1,4 @@
-"""How far a run is: the numbers that a checkpoint keeps beside tensors."""
+"""How far a run is (`TrainState`, which a checkpoint keeps beside tensors), and what became of its newest step."""
 
 from __future__ import annotations
 
@@ -53,3 +53,34 @@ class TrainState:
         for name, value in state.items():
             assert name in self.state(), f"unknown counter {name!r} in the checkpoint"
             setattr(self, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTask:
+    """iteration: the one that the step completes. flags: of this rank, summed over all with the step's numbers."""
+
+    iteration: int
+    num_microbatches: int
+    flags: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What the loop hears of a step once it is decided on.
+
+    losses: name -> (sum, count) over the global batch. flags: summed. ended_at: of the run's clock. learning_rate:
+    after the step. rolled_back: it was taken back, and taken again or not.
+    """
+
+    task: StepTask
+    losses: Mapping[str, tuple[float, float]]
+    flags: tuple[float, ...]
+    loss_scale: float
+    learning_rate: float
+    decoupled_learning_rate: float | None
+    grad_norm: float | None
+    num_zeros: int | None
+    skipped: bool
+    note: str
+    ended_at: float
+    rolled_back: bool = False
