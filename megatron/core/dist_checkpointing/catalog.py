@@ -29,8 +29,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatron.core.dist_checkpointing.schema import Place
 from megatron.core.safe_files import read_bytes
+from megatron.core.schema import Place
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"
@@ -67,6 +67,10 @@ class Found:
     iteration: int
     manifest: Manifest
     manifest_sha256: str
+
+    def place(self, where: str = "") -> Place:
+        """A field of its manifest, for messages."""
+        return Place(self.directory / MANIFEST_NAME, where, CheckpointError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,7 @@ def open_directory(directory: Path, iteration: int) -> Found:
         raise CheckpointError(f"{stated}: missing: not a checkpoint of ours, or no longer a whole one")
     manifest, digest = read_manifest(directory)
     if manifest.iteration != iteration:
-        Place(stated, "iteration").fail(f"{iteration} as in the name", manifest.iteration)
+        Place(stated, "iteration", CheckpointError).fail(f"{iteration} as in the name", manifest.iteration)
     for entry in manifest.files.values():
         path = directory / entry.name
         with open_regular(path) as fd:
@@ -279,7 +283,7 @@ def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str
     """The flat configuration that a checkpoint was saved with."""
     config = found.manifest.common.get("config")
     if not isinstance(config, dict):
-        Place(found.directory / MANIFEST_NAME, "common.config").fail("an object", config)
+        found.place("common.config").fail("an object", config)
     if check_config is not None:
         check_config(found, config)
     return config

@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.core.dist_checkpointing import schema
+from megatron.core import schema
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
-from megatron.core.dist_checkpointing.schema import Place, array, integer, mapping, one_of, text
 from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.schema import Place, array, integer, mapping, one_of, text
 from megatron.core.transport.rank_grid import AXES
 
 MANIFEST_NAME = "manifest.json"
@@ -158,7 +158,7 @@ def _size_limit(directory: Path) -> int:
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The checked manifest in `raw`; `path` is for messages."""
-    fields, place = _decode(raw, path), Place(path)
+    fields, place = _decode(raw, path), Place(path, error=CheckpointError)
     if fields.get("format") == FORMAT and fields.get("format_version") != FORMAT_VERSION:
         place.at("format_version").fail(f"version {FORMAT_VERSION}", fields.get("format_version"))
     schema.check(SCHEMA, fields, place)
@@ -208,7 +208,7 @@ def _decode(raw: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     if stated != found:
-        Place(path, "digest").fail(f"{found} from the content", stated)
+        Place(path, "digest", CheckpointError).fail(f"{found} from the content", stated)
     return fields
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.transport.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
 from megatron.core.transport.peer_loss import blame
@@ -24,9 +24,9 @@ from megatron.core.transport.pending import Call, Kept, Pending, done
 from megatron.core.transport.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
-    from megatron.core.transport.parallel_state import Group  # gathers numbers itself before it makes groups
+    from megatron.core.transport.parallel_state import Group, ParallelState  # uses these
     from megatron.core.transport.pending import Begun, Running
-    from megatron.core.transport.shm_transport import HostTransport
+    from megatron.core.transport.shm_transport import ShmTransport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
@@ -218,9 +218,9 @@ def _reduce(parts: Sequence[_Part], group: Group) -> Callable[[], Begun]:
     return functools.partial(_exchange if group.backend == "gloo" else _reduce_at_once, parts, group)
 
 
-def _on_host(tensors: Sequence[Tensor], group: Group) -> HostTransport | None:
+def _on_host(tensors: Sequence[Tensor], group: Group) -> ShmTransport | None:
     """What takes these from rank to rank without a message; None where messages have to."""
-    return group.host if group.host is not None and group.host.fits(tensors) else None
+    return group.shm if group.shm is not None and group.shm.fits(tensors) else None
 
 
 def _exchange(parts: Sequence[_Part], group: Group) -> Begun:
@@ -280,6 +280,17 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool =
         return work, None, ()
 
     return Call("broadcast", group, begin, (tensor,), tensor.nbytes).launch(async_op)
+
+
+def broadcast_weights(
+    modules: Iterable[nn.Module], ps: ParallelState, *, without: Collection[int] = ()
+) -> None:
+    """Every rank takes data parallel rank 0's parameters and buffers: for modules that are initialised from the rank's
+    own generator, before an engine cuts them. without: ids of tensors that ranks have alike. Communicates over dp."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta and id(tensor) not in without:
+                broadcast(tensor.detach(), ps.dp_group)
 
 
 def barrier(group: Group) -> None:

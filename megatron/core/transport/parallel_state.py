@@ -24,8 +24,8 @@ from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
 from megatron.core.transport.rank_grid import RankGrid
 from megatron.core.transport.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
-from megatron.core.transport.shm_transport import HostTransport, meet_on_host
-from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
+from megatron.core.transport.traffic import TrafficCounter
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -39,7 +39,7 @@ class Group:
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
     one, which never communicates. observer: hears of every collective before it begins. traffic: what its collectives
-    have moved. host: what moves tensors between its ranks without messages, where there is one.
+    have moved. shm: what moves tensors between its ranks without messages, where there is one.
     """
 
     purpose: str
@@ -51,7 +51,7 @@ class Group:
     timeout: datetime.timedelta
     observer: Observer | None = None
     traffic: TrafficCounter = dataclasses.field(default_factory=TrafficCounter, compare=False, repr=False)
-    host: HostTransport | None = dataclasses.field(default=None, repr=False)
+    shm: ShmTransport | None = dataclasses.field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -231,7 +231,7 @@ def make_state_of_parts(
     """
     rank = dist.get_rank()
     groups: dict[str, Group] = {}
-    transports: list[HostTransport] = []
+    transports: list[ShmTransport] = []
     for purpose in PURPOSES:
         ranks = own.own_ranks(purpose, rank)
         lists = [one for part in parts for one in part.rank_lists(purpose)]
@@ -241,8 +241,8 @@ def make_state_of_parts(
         with peer_loss_named("new_group", purpose.name, ranks, rank):
             process_group = _make_communicator(purpose, lists, ranks, backend, timeout)
         group = Group(purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout)
-        host = meet_on_host(group, transports) if purpose.on_host else None
-        groups[purpose.name] = dataclasses.replace(group, observer=observer, host=host)
+        shm = open_shm_transport(group, transports) if purpose.shared_memory else None
+        groups[purpose.name] = dataclasses.replace(group, observer=observer, shm=shm)
     place, size = own.ranks.index(rank), len(own.ranks)
     return ParallelState(place, size, own.grid, device, MappingProxyType(groups))
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.core.transport.traffic import TrafficCounter
 from megatron.training.guard.hang_diagnosis import (
     ENDED,
     FAILING,

@@ -37,8 +37,8 @@ from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_in
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
-from megatron.core.dist_checkpointing.schema import Place
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.schema import Place
 from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.saved_config import SCHEMAS, check_config
@@ -234,7 +234,7 @@ class Checkpointer:
 
     def _saved_rng(self, found: Found) -> tuple[Any, Place]:
         """This rank's, and where it stands."""
-        place = Place(found.directory / MANIFEST_NAME, "per_rank")[self._ps.rank].at("rng")
+        place = found.place("per_rank")[self._ps.rank].at("rng")
         return found.manifest.per_rank[self._ps.rank]["rng"], place
 
     def _load_rng(self, found: Found) -> None:
@@ -346,6 +346,6 @@ def load_for_inference(
 
     config = config_of(found, check_config)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
-        place = Place(found.directory / MANIFEST_NAME, "common.config")
+        place = found.place("common.config")
         place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")
     return config, load

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.units import RankUnits, Use
-from megatron.core.transport.traffic_counter import NOTHING, Moved
+from megatron.core.transport.traffic import NOTHING, Moved
 
 MOST_UNDER_WAY = 2
 
