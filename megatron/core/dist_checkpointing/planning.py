@@ -52,6 +52,7 @@ def index_pieces(pieces: Sequence[LocalPiece]) -> dict[dcp.MetadataIndex, LocalP
     for piece in pieces:
         dims = (len(piece.global_shape), len(piece.offset), piece.tensor.dim())
         assert len(set(dims)) == 1, f"{piece.name}: dims of global shape, offset, tensor: {dims}"
+        assert dtype_name(piece.tensor.dtype)
         if piece.tensor.numel() or 0 in piece.global_shape:
             index = dcp.MetadataIndex(piece.name, torch.Size(piece.offset))
             assert index not in out, f"{piece.name}: two pieces at offset {piece.offset} on one rank"
@@ -70,10 +71,10 @@ class PieceSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(
             [
-                _write_item(
-                    one.name, dtype_name(one.tensor.dtype), one.global_shape, one.offset, one.tensor.shape
+                write_item(
+                    piece.name, piece.tensor.dtype, piece.global_shape, piece.offset, piece.tensor.shape
                 )
-                for one in self._pieces.values()
+                for piece in self._pieces.values()
             ]
         )
         return self.plan
@@ -118,10 +119,11 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return self._pieces[index].tensor
 
 
-def _write_item(
-    name: str, dtype: str, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+def write_item(
+    name: str, dtype: torch.dtype, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]
 ) -> WriteItem:
-    chunk, properties = chunk_metadata(offset, shape), dcp.TensorProperties(dtype=TORCH_DTYPES[dtype])
+    """What DCP is told of a rectangle that this rank can write."""
+    chunk, properties = chunk_metadata(offset, shape), dcp.TensorProperties(dtype=dtype)
     data = TensorWriteData(chunk, properties, torch.Size(global_shape))
     return WriteItem(dcp.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
@@ -140,7 +142,7 @@ def plan_to_json(plan: SavePlan) -> list[Any]:
 
 
 def plan_from_json(value: list[Any]) -> SavePlan:
-    return SavePlan([_write_item(*row) for row in value])
+    return SavePlan([write_item(name, TORCH_DTYPES[dtype], *box) for name, dtype, *box in value])
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:

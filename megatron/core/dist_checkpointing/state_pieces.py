@@ -113,38 +113,29 @@ class StatePiece(Tensor):
     # torch.distributed.checkpoint ------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # slow to import
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from megatron.core.dist_checkpointing.planning import write_item  # slow to import
 
-        properties = TensorProperties(dtype=self.local.dtype)
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self._chunks()
+            write_item(fqn, self.local.dtype, self.size(), piece.offset, piece.tensor.shape)
+            for piece in self._pieces()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
+        from megatron.core.dist_checkpointing.planning import chunk_metadata  # slow to import
+
         if not self.local.numel():
             self.local.zero_()
-        return self._chunks()
+        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self._pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)
         return next(piece.tensor for piece in self.place.pieces(self.local) if piece.offset == offset)
 
-    def _chunks(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # slow to import
-
+    def _pieces(self) -> list[LocalPiece]:
         if self.place.refusal:
             raise ModelError(self.place.refusal)
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
-            for piece in self.place.pieces(self.local)
-        ]
+        return self.place.pieces(self.local)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
