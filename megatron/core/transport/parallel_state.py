@@ -285,13 +285,8 @@ def _make_communicator(
     mine: dist.ProcessGroup | None = None
     for ranks in lists:
         if len(ranks) > 1:
-            made = dist.new_group(
-                list(ranks),
-                timeout,
-                backend,
-                group_desc=purpose.name,
-                **_options(purpose, ranks, backend, timeout),
-            )
+            options = _options(purpose, ranks, backend, timeout)
+            made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name, **options)
             mine = made if ranks == own else mine
     if mine is not None and backend == "nccl" and purpose.point_to_point:
         dist.barrier(mine)  # all ranks of a communicator must take part in its first use

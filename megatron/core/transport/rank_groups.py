@@ -71,8 +71,6 @@ def rank_lists(purpose: Purpose, grid: RankGrid, instances: int = 1) -> tuple[tu
     """
     check_instances(grid, instances)
     along = grid.groups(purpose.axes)
-    if purpose.part == "all":
-        return along
     return tuple(part for ranks in along for part in _parts(purpose, ranks, instances))
 
 
@@ -80,16 +78,14 @@ def own_ranks(purpose: Purpose, grid: RankGrid, rank: int, instances: int = 1) -
     """The group of `rank`: what `rank_lists` holds for it, without computing the others'."""
     check_instances(grid, instances)
     ranks = grid.group(purpose.axes, rank)
-    if purpose.part == "all":
-        return ranks
     return next(part for part in _parts(purpose, ranks, instances) if rank in part)
 
 
 def _parts(purpose: Purpose, ranks: tuple[int, ...], instances: int) -> list[tuple[int, ...]]:
     """What the ranks along an axis, in their order, divide into."""
+    if purpose.part == "all" or len(ranks) == 1:
+        return [ranks]
     if purpose.part == "ends":
-        if len(ranks) == 1:
-            return [ranks]
         return [(ranks[0], ranks[-1]), *((rank,) for rank in ranks[1:-1])]
     size = len(ranks) // instances
     if purpose.part == "inner":
