@@ -9,8 +9,7 @@ from typing import Any
 from megatron.core.schema import Schema, integer, number
 from megatron.training.config.config import Config
 
-_LENGTHS = ("train_iters", "train_samples")  # flags, and no state
-TRAIN_STATE_SCHEMA: Schema = {  # `TrainState.state`
+TRAIN_STATE_SCHEMA: Mapping[str, Schema] = {  # `TrainState.state`
     "iteration": integer(),
     "consumed_train_samples": integer(),
     "consumed_valid_samples": integer(),
@@ -45,13 +44,12 @@ class TrainState:
         return self.iteration >= self.train_iters
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        kept = dataclasses.asdict(self)
-        return {name: kept[name] for name in kept if name not in _LENGTHS}
+        """What a checkpoint keeps: the counters without the run's length, which is the flags'."""
+        return {name: getattr(self, name) for name in TRAIN_STATE_SCHEMA}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            assert name in self.state(), f"unknown counter {name!r} in the checkpoint"
+            assert name in TRAIN_STATE_SCHEMA, f"unknown counter {name!r} in the checkpoint"
             setattr(self, name, value)
 
 
