@@ -57,9 +57,8 @@ class GPTDatasetSpec:
             per_split = "--train-data-path/--valid-data-path/--test-data-path"
             raise DataError(f"give exactly one of --data-path, {per_split}, and --mock-data")
         if self.blend_per_split is not None and self.split is not None:
-            raise DataError(
-                "--split divides the corpora of --data-path; with --train-data-path and the like leave it out"
-            )
+            per_split = "with --train-data-path and the like leave it out"
+            raise DataError(f"--split divides the corpora of --data-path; {per_split}")
 
 
 class Datasets(NamedTuple):
@@ -71,11 +70,7 @@ class Datasets(NamedTuple):
 
 
 def build_train_valid_test_datasets(
-    spec: GPTDatasetSpec,
-    sizes: Sizes,
-    *,
-    allow_empty: bool = False,
-    skip_empty: bool = False,
+    spec: GPTDatasetSpec, sizes: Sizes, *, allow_empty: bool = False, skip_empty: bool = False
 ) -> Datasets:
     """The datasets of a run.
 
@@ -120,8 +115,11 @@ class _Builder:
 
     def _split(self, which: int, size: int | None) -> Dataset | None:
         blend = self._blend_of(which)
-        if blend is None or ((size == 0 or self.skip_empty) and self._is_empty(blend, which)):
+        if blend is None:
             return None
+        if size == 0 or self.skip_empty:
+            if not any(len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes):
+                return None
         if len(blend.prefixes) == 1 and (blend.weights is None or self.spec.blend_per_split is not None):
             return self._member(blend.prefixes[0], which, size)
         if blend.weights is not None:
@@ -151,9 +149,6 @@ class _Builder:
         ]
         return BlendedDataset(members, shares, sum(turns))
 
-    def _is_empty(self, blend: Blend, which: int) -> bool:
-        return all(not len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes)
-
     def _member(self, prefix: str, which: int, size: int | None) -> GPTDataset:
         corpus, name, spec = self._corpus(prefix), SPLIT_NAMES[which], self.spec
         sequences = self._sequences(corpus, which)
@@ -169,7 +164,8 @@ class _Builder:
         }
         folder = None if spec.mock else os.path.join(prefix, "cache", "GPTDataset_indices")
         folder = spec.cache_path if spec.cache_path is not None else folder
-        dataset = (MockDataset if spec.mock else GPTDataset)(
+        kind, folder = MockDataset if spec.mock else GPTDataset, folder if spec.cache else None
+        dataset = kind(
             corpus,
             sequences,
             name,
@@ -177,7 +173,7 @@ class _Builder:
             spec.sample_format,
             seed=spec.seed,
             identity=identity,
-            cache_folder=folder if spec.cache else None,
+            cache_folder=folder,
         )
         if len(dataset) < 1 and not self.allow_empty:
             raise DataError(
@@ -188,25 +184,21 @@ class _Builder:
 
     def _corpus(self, prefix: str) -> Corpus:
         if prefix not in self.corpora:
-            self.corpora[prefix] = self._mock() if self.spec.mock else _open_corpus(prefix)
+            self.corpora[prefix] = self._open(prefix)
         return self.corpora[prefix]
 
-    def _mock(self) -> MockCorpus:
-        sample_format = self.spec.sample_format
-        if sample_format.eod is None or sample_format.vocab_size is None:
-            raise DataError("--mock-data needs a tokenizer's vocabulary size and end-of-document id")
-        return MockCorpus(sample_format.eod, sample_format.vocab_size)
+    def _open(self, prefix: str) -> Corpus:
+        if self.spec.mock:
+            eod, vocab_size = self.spec.sample_format.eod, self.spec.sample_format.vocab_size
+            if eod is None or vocab_size is None:
+                raise DataError("--mock-data needs a tokenizer's vocabulary size and end-of-document id")
+            return MockCorpus(eod, vocab_size)
+        corpus = IndexedDataset(prefix)
+        if (dtype := corpus.index.dtype).kind == "f":
+            raise DataError(f"{prefix}.idx: dtype at byte 17: expected integer tokens, found {dtype}")
+        return corpus
 
     def _sequences(self, corpus: Corpus, which: int) -> range:
         bounds = self.matrix[which]
         assert bounds is not None, f"split {SPLIT_NAMES[which]} has weight 0"
         return sequence_range(bounds, len(corpus))
-
-
-def _open_corpus(prefix: str) -> Corpus:
-    corpus = IndexedDataset(prefix)
-    if corpus.index.dtype.kind == "f":
-        raise DataError(
-            f"{prefix}.idx: dtype at byte 17: expected integer tokens, found {corpus.index.dtype}"
-        )
-    return corpus

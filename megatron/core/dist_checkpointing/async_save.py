@@ -79,9 +79,8 @@ class AsyncSaver:
         earlier = None
         if self._writer is not None:
             if rank_of(ps) == 0:
-                self._log(
-                    f"waiting for the save of iteration {self.in_flight} before starting that of {iteration}"
-                )
+                before = f"before starting that of {iteration}"
+                self._log(f"waiting for the save of iteration {self.in_flight} {before}")
             earlier = self.maybe_finalize(ps, blocking=True)
         options["log"], options["guard"] = self._log, self._guard
         pending = begin_save(root, iteration, pieces, common, per_rank, ps, **options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import operator
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core import safe_files
-from megatron.core.datasets.checksums import check_corpus, checksums_path, read_checksums
+from megatron.core.datasets.checksums import check_corpus, checksums_path, require_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
@@ -77,6 +78,12 @@ class Job:
     def parts(self) -> str:
         return f"{self.output_prefix}.parts"
 
+    def part_prefix(self, index: int, key: str) -> str:
+        return os.path.join(self.parts, f"{index:08d}-{self.keys.index(key)}")
+
+    def done_path(self, index: int) -> str:
+        return os.path.join(self.parts, f"{index:08d}.done")
+
 
 ProgressOf = Callable[[Statistics, int], None]
 
@@ -101,7 +108,7 @@ def run_job(job: Job, progress: ProgressOf = lambda done, total_bytes: None) -> 
         for key in job.keys:
             with IndexedDatasetWriter(job.corpus_prefix(key), token_dtype(tokenizer.vocab_size)) as writer:
                 for index in range(len(chunks)):
-                    writer.add_corpus(_part_prefix(job, index, key))
+                    writer.add_corpus(job.part_prefix(index, key))
         shutil.rmtree(job.parts)
     return done
 
@@ -131,9 +138,8 @@ def _tidy(job: Job, description: str) -> None:
     """Leave only what an interrupted run of this very job has finished. Raises OSError where others keep files."""
     os.makedirs(job.parts, exist_ok=True)
     if os.path.islink(job.parts):
-        raise safe_files.UnsafeFileError(
-            job.parts, "is a symbolic link, not the folder of an interrupted run"
-        )
+        told = "is a symbolic link, not the folder of an interrupted run"
+        raise safe_files.UnsafeFileError(job.parts, told)
     names = sorted(os.listdir(job.parts))
     if foreign := [name for name in names if not _OF_A_JOB.fullmatch(name)]:
         told = f"holds {foreign[0]}, which is of no interrupted run: parts are kept, and removed, there"
@@ -179,7 +185,7 @@ def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Stat
     dtype, statistics, writers = token_dtype(tokenizer.vocab_size), Statistics(bytes=chunk.size), {}
     with contextlib.ExitStack() as stack:
         for key in job.keys:
-            writer = IndexedDatasetWriter(_part_prefix(job, index, key), dtype)
+            writer = IndexedDatasetWriter(job.part_prefix(index, key), dtype)
             writers[key] = stack.enter_context(writer)
         for batch in _batches(chunk, job.keys):
             statistics += Statistics(documents=len(batch))
@@ -190,7 +196,7 @@ def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Stat
                     bounds = f"bytes {chunk.start} to {chunk.stop}"
                     place = bounds if chunk.stop else f"{len(chunk.files)} files"
                     raise DataError(f"{chunk.files[0]}, {place}, key {key!r}: {error}") from error
-    safe_files.publish_text(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
+    safe_files.publish_text(job.done_path(index), json.dumps(dataclasses.asdict(statistics)))
     return statistics
 
 
@@ -212,10 +218,9 @@ def _write_batch(
 ) -> Statistics:
     """Append documents, each a list of sequences; empty sequences are left out, a document without any stays as one."""
     ids, not_utf8 = _tokenize(tokenizer, [text for texts in documents for text in texts])
-    taken = tokens = empty = 0
+    left, tokens, empty = iter(ids), 0, 0
     for texts in documents:
-        sequences = [array for array in ids[taken : taken + len(texts)] if len(array)]
-        taken += len(texts)
+        sequences = [array for array in itertools.islice(left, len(texts)) if len(array)]
         if not sequences:
             empty += 1
             writer.add_document(np.zeros(0, dtype=writer.dtype))
@@ -243,27 +248,16 @@ def _tokenize(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[list[NDArra
     return tokenizer.tokenize_batch(decoded), not_utf8
 
 
-def _part_prefix(job: Job, index: int, key: str) -> str:
-    return os.path.join(job.parts, f"{index:08d}-{job.keys.index(key)}")
-
-
-def _done_path(job: Job, index: int) -> str:
-    return os.path.join(job.parts, f"{index:08d}.done")
-
-
 def _finished_part(job: Job, index: int) -> Statistics | None:
     """What an earlier run recorded of a part, None if it is not there or not whole."""
     try:
-        record = safe_files.read_json(_done_path(job, index), max_bytes=1 << 16)
+        record = safe_files.read_json(job.done_path(index), max_bytes=1 << 16)
         statistics = Statistics(**record)
         if any(type(number) is not int or number < 0 for number in record.values()):
             return None
         for key in job.keys:
-            prefix = _part_prefix(job, index, key)
-            checksums = read_checksums(prefix)
-            if checksums is None:
-                return None
-            check_corpus(prefix, checksums)
+            prefix = job.part_prefix(index, key)
+            check_corpus(prefix, require_checksums(prefix))
             IndexedDataset(prefix).close()
     except (OSError, ValueError, TypeError):
         return None
