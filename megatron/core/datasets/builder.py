@@ -164,7 +164,8 @@ class _Builder:
         }
         folder = None if spec.mock else os.path.join(prefix, "cache", "GPTDataset_indices")
         folder = spec.cache_path if spec.cache_path is not None else folder
-        kind, folder = MockDataset if spec.mock else GPTDataset, folder if spec.cache else None
+        folder = folder if spec.cache else None
+        kind = MockDataset if spec.mock else GPTDataset
         dataset = kind(
             corpus,
             sequences,
