@@ -82,14 +82,12 @@ class FileEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkEntry:
+class ChunkEntry(Rectangle):
     """A rectangle of a tensor and where its bytes are: in `file`, from byte `begin`, under `key` in its header."""
 
     file: str
     key: str
     begin: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,11 +230,11 @@ def _tensor(value: Mapping[str, Any], files: Mapping[str, FileEntry], place: Pla
     for index, fields in enumerate(value["chunks"]):
         chunk = ChunkEntry(**{**fields, "offset": tuple(fields["offset"]), "shape": tuple(fields["shape"])})
         chunks.append(chunk)
-        at, end = place.at("chunks")[index], chunk.begin + math.prod(chunk.shape) * ITEM_BYTES[dtype]
+        at, end = place.at("chunks")[index], chunk.begin + chunk.numel * ITEM_BYTES[dtype]
         if chunk.file not in files:
             at.at("file").fail(f"one of the {len(files)} files listed", chunk.file)
         if end > (num_bytes := files[chunk.file].num_bytes):
             at.at("begin").fail(f"bytes inside {chunk.file} ({num_bytes} bytes)", [chunk.begin, end])
-    if problem := fill_error(shape, [Rectangle(chunk.offset, chunk.shape) for chunk in chunks]):
+    if problem := fill_error(shape, chunks):
         place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", found_words=problem)
     return TensorEntry(dtype, shape, tuple(chunks))

@@ -99,7 +99,7 @@ def build_manifest(plans: Sequence[SavePlan], files: Sequence[FileEntry | None],
         for item, stored, begin in zip(layout.items, layout.tensors, layout.begins, strict=True):
             assert file is not None, f"{item.index}: planned, and no file was written"
             data, name = tensor_data(item), item.index.fqn
-            place = ChunkEntry(file.name, stored.key, begin, tuple(data.chunk.offsets), stored.shape)
+            place = ChunkEntry(tuple(data.chunk.offsets), stored.shape, file.name, stored.key, begin)
             chunks.setdefault(name, []).append(place)
             tensors.setdefault(name, TensorEntry(stored.dtype, tuple(data.size), ()))
     for name, tensor in tensors.items():
