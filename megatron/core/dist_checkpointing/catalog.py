@@ -74,7 +74,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class LoadChoice:
     """What to load, or None: start from scratch. notes: why, one line each, for the log."""
 
     found: Found | None
@@ -156,7 +156,7 @@ def open_directory(directory: Path, iteration: int) -> Found:
     return Found(directory, iteration, manifest, digest)
 
 
-def choose(root: Path, ckpt_step: int | None = None) -> Choice:
+def choose(root: Path, ckpt_step: int | None = None) -> LoadChoice:
     """What `--load ROOT` loads.
 
     With `ckpt_step`: that one. Else the one the tracker names. Where that directory is gone, or the tracker
@@ -175,11 +175,11 @@ def choose(root: Path, ckpt_step: int | None = None) -> Choice:
                     f"(iterations there: {known})"
                 )
             found = open_directory(there[ckpt_step], ckpt_step)
-            return Choice(found, (f"loading iteration {ckpt_step} (--ckpt-step)",))
+            return LoadChoice(found, (f"loading iteration {ckpt_step} (--ckpt-step)",))
         if isinstance(tracker, int) and tracker in there:
-            return Choice(_open_tracked(there, tracker), ())
+            return LoadChoice(_open_tracked(there, tracker), ())
         if not there and tracker is None:
-            return Choice(None, (_nothing_in(root),))
+            return LoadChoice(None, (_nothing_in(root),))
         return _newest_valid(root, there, tracker)
 
 
@@ -242,7 +242,7 @@ def _open_tracked(there: dict[int, Path], tracker: int) -> Found:
         raise
 
 
-def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None) -> Choice:
+def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None) -> LoadChoice:
     """The tracker is of no use: take the newest valid directory not beyond it, else the newest valid one."""
     hint, note = max(there, default=0), tracker or f"{root / TRACKER_NAME} is missing"
     if isinstance(tracker, int):
@@ -252,7 +252,9 @@ def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None)
     for iteration in sorted(there, key=lambda it: (it <= hint, it), reverse=True):
         found = _try_open(there[iteration], iteration)
         if isinstance(found, Found):
-            return Choice(found, (*notes, f"loading iteration {iteration}, the newest valid one of {root}"))
+            return LoadChoice(
+                found, (*notes, f"loading iteration {iteration}, the newest valid one of {root}")
+            )
         notes.append(found)
     raise CheckpointError("; ".join([*notes, f"no valid checkpoint in {root}"]))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
-from megatron.core.dist_checkpointing.catalog import Choice, Found, choose
+from megatron.core.dist_checkpointing.catalog import LoadChoice, Found, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -31,12 +31,12 @@ from megatron.core.transport.parallel_state import ParallelState
 _SHOWN = 8  # names that a message lists before it says how many more
 
 
-def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | None = None) -> Choice:
+def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | None = None) -> LoadChoice:
     """The checkpoint to load from `root`, the same on every rank, or none: start from scratch.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together (rules: `catalog.choose`).
     """
-    choice = Choice(None, ())
+    choice = LoadChoice(None, ())
     with step() as chosen:
         if rank_of(ps) == 0:
             choice = choose(Path(root), ckpt_step)
@@ -45,7 +45,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
             chosen.value = [place, list(choice.notes)]
     place, notes = chosen.gather(ps)[0]
     if place is None:
-        return Choice(None, tuple(notes))
+        return LoadChoice(None, tuple(notes))
     with step() as opened:
         if rank_of(ps) != 0:
             name, iteration, digest = place
@@ -56,7 +56,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
                     f"{directory / MANIFEST_NAME}: this rank reads SHA-256 {own_digest}, rank 0 {digest}: "
                     f"--load must be one folder that all ranks see"
                 )
-            choice = Choice(Found(directory, iteration, manifest, digest), tuple(notes))
+            choice = LoadChoice(Found(directory, iteration, manifest, digest), tuple(notes))
     opened.gather(ps)
     return choice
 

@@ -159,7 +159,9 @@ class Checkpointer:
         """
         flags = self._config
         choice = (
-            catalog.Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
+            catalog.LoadChoice(None, ())
+            if flags.load is None
+            else find(flags.load, self._ps, flags.ckpt_step)
         )
         with step() as claimed:
             if self._ps.rank == 0:  # who commits
