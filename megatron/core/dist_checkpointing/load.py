@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
-from megatron.core.dist_checkpointing.catalog import LoadChoice, Found, choose
+from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
