@@ -90,7 +90,7 @@ class Checkpointer:
         self._owned: set[int] | None = (
             None  # iterations in --save that are this run's; None: all, until `load`
         )
-        self._place = metrics.ModelParallelPlace(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
+        self._place = metrics.model_parallel_place(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
 
     def save(
         self,
