@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.plan_file import load_plan
-from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.schedules import (
     AUTO,
     MOST_FORWARDS,
