@@ -207,11 +207,8 @@ class Checkpointer:
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
         CheckpointError on all ranks together."""
-        saved, rank, place = (
-            found.manifest.per_rank,
-            self._ps.rank,
-            Place(found.directory / MANIFEST_NAME, "per_rank"),
-        )
+        saved, rank = found.manifest.per_rank, self._ps.rank
+        place = Place(found.directory / MANIFEST_NAME, "per_rank")
         for of, own in enumerate(saved[: self._ps.world_size]):
             if not isinstance(own, dict) or "rng" not in own:
                 raise CheckpointError(
