@@ -37,7 +37,7 @@ from megatron.core.distributed.sharding import Cut
 from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError

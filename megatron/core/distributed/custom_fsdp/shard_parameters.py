@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.dist_checkpointing import state_pieces
-from megatron.core.dist_checkpointing.state_pieces import Place, StatePiece
+from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -63,7 +63,7 @@ class ShardParameters:
             buffer.names, sharding.optimizer
         )
         self.places = {
-            name: Place(buffer.param_meta[name], *buffer.part(name, cut_of[name])) for name in self._parts
+            name: FlatSpan(buffer.param_meta[name], *buffer.part(name, cut_of[name])) for name in self._parts
         }
         self._storages = {name: _storage(part) for name, part in self._parts.items()}
         self._versions = self._current_versions()
@@ -144,7 +144,7 @@ class ShardParameters:
     def copied(self) -> tuple[Any, ...]:
         raise ModelError(UNCOPIED)
 
-    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, Place]]:
+    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, FlatSpan]]:
         """Names of a module, their shards and what they are of."""
         for name, first in self._names_in(own).items():
             if first is not None:
@@ -207,7 +207,7 @@ def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             state[prefix + name] = state_pieces.taken(state[prefix + name], place)
 
 
-def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, FlatSpan]]:
     own = module.__dict__["_parameters"]
     assert isinstance(own.view, ShardParameters), f"{type(module).__name__}: {type(own.view).__name__}"
     return own.view.pieces(own)
@@ -221,7 +221,7 @@ def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, A
     return state_pieces.optimizer_parts(optimizer, packed, _places())
 
 
-def _places() -> dict[int, Place]:
+def _places() -> dict[int, FlatSpan]:
     """Id of a shard -> what it is of."""
     return {id(shard): shards.places[name] for shards in _LIVE for name, shard in shards.registered.items()}
 
