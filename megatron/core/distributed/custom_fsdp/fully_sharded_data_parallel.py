@@ -136,21 +136,9 @@ class FullyShardedDataParallel(DistributedDataParallel):
 
     # A step ---------------------------------------------------------------------------------------------
 
-    def begin_step(
-        self,
-        num_microbatches: int | None,
-        *,
-        reduce_gradients: bool = True,
-        keep_gradients: bool = False,
-        accumulate: bool = False,
-    ) -> None:
+    def begin_step(self, num_microbatches: int | None, **how: bool) -> None:
         """As `DistributedDataParallel`'s. num_microbatches: None where the driver is told which is the last."""
-        super().begin_step(
-            1 if num_microbatches is None else num_microbatches,
-            reduce_gradients=reduce_gradients,
-            keep_gradients=keep_gradients,
-            accumulate=accumulate,
-        )
+        super().begin_step(1 if num_microbatches is None else num_microbatches, **how)
         calls = None if num_microbatches is None else num_microbatches * len(self.chunks)
         self.driver.begin_step(calls, self._policies(num_microbatches or 1))
 
