@@ -1,4 +1,4 @@
-"""Messages from rank to rank: batches of them, and lines, which carry many one after the other.
+"""Messages from rank to rank: batches of them, and routes, which carry many one after the other.
 
 Raises and calls are those of `collectives`: a lost peer is a `PeerLostError` that names the other end.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TAG = 0  # not those of gloo_pairs: messages must not be taken for parts of collectives
 
 
-class Line:
+class P2PRoute:
     """Messages from this rank to one other of a gloo group, or from it, with all that is the same for every message
     done once: between two computations of a pipeline nothing is in the caches, and every line of Python costs. A batch
     of torch's took 120-270 us a message where this takes 20-50.
@@ -66,7 +66,7 @@ def send_receive(
     for op, tensor, _ in messages:
         assert tensor.is_contiguous(), f"{op}: strides {tensor.stride()} of shape {tuple(tensor.shape)}"
     if group.backend == "gloo":
-        pending = [Line(op, place, group).start(tensor) for op, tensor, place in messages]
+        pending = [P2PRoute(op, place, group).start(tensor) for op, tensor, place in messages]
     else:
         pending = _start_batch(messages, group) if messages else []
     return pending[: len(sends)], pending[len(sends) :]
