@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, W
@@ -41,8 +40,7 @@ class Figures(TypedDict):
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class RankStep:
+class RankStep(NamedTuple):
     """One step of one rank. rank: its place in the pipeline. spans: by place in its row of the plan."""
 
     iteration: int
@@ -162,8 +160,8 @@ def _activations(
         return shares, shares
     missing = [stage for stage in range(placement.num_stages) if stage not in most]
     assert not missing, f"no rank has measured the activations of stages {missing}, others have"
-    sizes = [most[stage] for stage in range(placement.num_stages)]
-    return tuple(float(after_f) for after_f, _ in sizes), tuple(float(after_b) for _, after_b in sizes)
+    every = [most[stage] for stage in range(placement.num_stages)]
+    return tuple(float(after_f) for after_f, _ in every), tuple(float(after_b) for _, after_b in every)
 
 
 # What figures say of a run -------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ class Bubbles:
 class MeasuredPlan:
     """What a pipeline was measured to cost in iterations `first_iteration` to `iteration`, and the plan of it.
 
-    solved: its schedule is one that is made for costs. f_ms, b_ms, w_ms, activation_bytes: by global stage. Bubbles: of the plan before and of the one from now
-    on, by these costs. kept: why the plan before stays, None where it does not. path: of the new plan's file.
+    solved: its schedule is one that is made for costs. f_ms, b_ms, w_ms, activation_bytes: by global stage. Bubbles: of
+    the plan before and of the one from now on, by these costs. kept: why the plan before stays, None where it does not.
+    path: of the new plan's file.
     """
 
     iteration: int

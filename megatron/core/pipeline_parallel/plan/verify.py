@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.plan.verify_lanes import verify_lanes
 from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
-from megatron.core.pipeline_parallel.plan.verify_state import verify_state
+from megatron.core.pipeline_parallel.post_validation.verify import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
 SMALL = 1 << 20  # inputs that are walked even where operations are missing, to say which

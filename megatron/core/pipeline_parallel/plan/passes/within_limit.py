@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel.plan.passes.fit_limit import Left
 from megatron.core.pipeline_parallel.plan.passes.hold_back import hold_back
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.move_w import at_once, fused, later, one_w_moved
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.passes.trailing_w import PARTS, split_trailing
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 LEFTS = (
     Left(0.0),

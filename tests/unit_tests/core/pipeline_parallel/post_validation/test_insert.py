@@ -18,15 +18,15 @@ from megatron.core.pipeline_parallel.plan.ir import (
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.rollback_ops import undone
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
+from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
 from tests.harness.toy_pipeline import random_plan
 
 STATES = (Kind.SEND_STATE, Kind.RECV_STATE, Kind.VALIDATE, Kind.STEP)
@@ -50,7 +50,7 @@ def check(lowered, plan, costs):
         if rank:
             sent = [op[2] for op in plan.rows[rank - 1][: _validate(plan, rank - 1)] if op[0] == SEND_F]
             received = [op[2] for op in before if op[0] == RECV_F]
-            surplus = [op[2] for op in undone(plan, rank).surplus]
+            surplus = [op[2] for op in rollback_ops(plan, rank).surplus]
             assert received + surplus == sent
 
 
@@ -110,7 +110,7 @@ def test_where_operations_stand():
     assert middle[place + 1] == "1VALIDATE"
     assert last[-1] == "2STEP"
     assert last.index("2VALIDATE") == last.index(f"2SEND_STATE@1#{number + 3}") + 1 < last.index("2B0")
-    assert undone(plan, 0).forwards == tuple((0, m) for m in range(5))
+    assert rollback_ops(plan, 0).forwards == tuple((0, m) for m in range(5))
 
 
 def test_plans_without_it_keep_their_hash_and_plans_with_it_survive_a_file():

@@ -1,4 +1,4 @@
-"""What a step is decided on, as ranks of a pipeline pass it on, and a decision (floor 0).
+"""What a step is decided on, as ranks of a pipeline pass it on, and what is decided (floor 0).
 
 A state is exact whichever way it came together: each region of the model has its number on one stage and zero on all
 others, so ranks that add in any order come to the bits of `MixedPrecisionOptimizer.prepare` (see clip_grads, [Note: the
@@ -9,8 +9,9 @@ whole model may step unclipped, so might every rank with what it knew.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +27,11 @@ class ValidationState:
     stepped: bool = False
 
     def __add__(self, other: ValidationState) -> ValidationState:
-        assert len(self.sums) == len(other.sums), f"{len(self.sums)} and {len(other.sums)} regions"
-        assert len(self.extras) == len(other.extras), f"{len(self.extras)} and {len(other.extras)} extras"
         return ValidationState(
-            tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
+            _added(self.sums, other.sums, "regions"),
             self.num_zeros + other.num_zeros,
             self.nonfinite or other.nonfinite,
-            tuple(a + b for a, b in zip(self.extras, other.extras, strict=True)),
+            _added(self.extras, other.extras, "extras"),
             self.stepped or other.stepped,
         )
 
@@ -47,11 +46,15 @@ class ValidationState:
 
     def like(self, numbers: Sequence[float]) -> ValidationState:
         """Another one of the same model, from its `numbers`."""
+        assert len(numbers) == len(self.numbers), f"{len(numbers)} numbers, not {len(self.numbers)}"
         num_zeros, nonfinite, stepped, *rest = numbers
-        num_sums = len(self.sums)
-        assert len(rest) == num_sums + len(self.extras), f"{len(numbers)} numbers, not {len(self.numbers)}"
-        sums, extras = tuple(rest[:num_sums]), tuple(rest[num_sums:])
+        sums, extras = tuple(rest[: len(self.sums)]), tuple(rest[len(self.sums) :])
         return ValidationState(sums, num_zeros, nonfinite != 0.0, extras, stepped != 0.0)
+
+
+def _added(one: tuple[float, ...], other: tuple[float, ...], what: str) -> tuple[float, ...]:
+    assert len(one) == len(other), f"{len(one)} and {len(other)} {what}"
+    return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +64,21 @@ class Decision:
 
     coefficient: float | None
     clean: bool
+
+
+class Go(enum.Enum):
+    """What follows VALIDATE, on all ranks alike. ON: the rest of the row. AGAIN: the forwards before it once more, then
+    the rest. STOP: the forwards are dropped, and the step ends here."""
+
+    ON = "on"
+    AGAIN = "again"
+    STOP = "stop"
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What VALIDATE does. decide: communicates over the pipeline, perhaps changes the weights. forget: a stage's
+    forward of a microbatch did not happen (stage, microbatch): nothing of it is kept, or counted."""
+
+    decide: Callable[[], Go]
+    forget: Callable[[int, int], None]

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     Plan,
     PlanError,
     RawOp,
+    Row,
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
@@ -36,10 +37,18 @@ def verify_state(plan: Plan) -> None:
         return
     if plan.forward_only:
         raise PlanError("an evaluation takes no step: it has no operations of post-validation")
-    for rank in range(len(plan.rows)):
-        _order(plan, rank)
-        _last_half(plan, rank)
-    _first_halves(plan)
+    num_ranks = len(plan.rows)
+    sent: set[int] = set()  # microbatches that the rank before sends before its VALIDATE
+    for rank, row in enumerate(plan.rows):
+        problem = _order(row, rank, num_ranks) or _last_half(row, rank, num_ranks)
+        if problem:
+            raise PlanError(f"rank {rank}: {problem}")
+    for rank, row in enumerate(plan.rows):
+        before = row[: next(place for place, op in enumerate(row) if op[0] == _VALIDATE)]
+        problem = _first_half(before, rank, num_ranks, sent)
+        if problem:
+            raise PlanError(f"rank {rank}: {problem}")
+        sent = {op[2] for op in before if op[0] == SEND_F}
     _numbers(plan)
 
 
@@ -58,65 +67,54 @@ def state_operations(rank: int, num_ranks: int) -> tuple[list[tuple[int, int]], 
     return first, last
 
 
-def _order(plan: Plan, rank: int) -> None:
-    first, last = state_operations(rank, len(plan.rows))
-    found = [op for op in plan.rows[rank] if IS_VALIDATION[op[0]]]
+def _order(row: Row, rank: int, num_ranks: int) -> str:
+    """What is wrong with the operations themselves, "" for nothing; so below."""
+    first, last = state_operations(rank, num_ranks)
+    found = [op for op in row if IS_VALIDATION[op[0]]]
     for op in found:
         if op[1] != rank or op[2] >= 0 or op[3] or op[4] >= 0 or (op[6] >= 0) != (op[7] >= 0):
-            raise PlanError(
-                f"rank {rank}: {op_text(op)}: an operation of post-validation is of the rank's first stage, {rank},"
-                " with a message number where it has a peer, and nothing else"
+            return (
+                f"{op_text(op)}: an operation of post-validation is of the rank's first stage, {rank}, with a message"
+                " number where it has a peer, and nothing else"
             )
-    if [(op[0], op[6]) for op in found] != first + last:
-        expected = ", ".join(op_text((kind, rank, -1, 0, -1, -1, peer, -1)) for kind, peer in first + last)
-        raise PlanError(
-            f"rank {rank}: post-validation needs {expected}, in this order; there are"
-            f" {', '.join(map(op_text, found)) or 'none'}"
-        )
+    if [(op[0], op[6]) for op in found] == first + last:
+        return ""
+    expected = ", ".join(op_text((kind, rank, -1, 0, -1, -1, peer, -1)) for kind, peer in first + last)
+    there = ", ".join(map(op_text, found)) or "none"
+    return f"post-validation needs {expected}, in this order; there are {there}"
 
 
-def _last_half(plan: Plan, rank: int) -> None:
-    row = plan.rows[rank]
+def _last_half(row: Row, rank: int, num_ranks: int) -> str:
     sends_on = [place for place, op in enumerate(row) if op[0] in (_SEND, _STEP)]
-    decides = sends_on[-2] if rank + 1 < len(plan.rows) else sends_on[-1]
-    for op in row[decides:]:
-        if IS_COMPUTE[op[0]]:
-            raise PlanError(f"rank {rank}: {op_text(op)} comes after the state of the step is sent on")
+    decides = sends_on[-2] if rank + 1 < num_ranks else sends_on[-1]
+    late = next((op for op in row[decides:] if IS_COMPUTE[op[0]]), None)
+    return "" if late is None else f"{op_text(late)} comes after the state of the step is sent on"
 
 
-def _first_halves(plan: Plan) -> None:
-    num_ranks = len(plan.rows)
-    earlier: set[int] = set()  # microbatches that the rank before sends before its VALIDATE
-    for rank, row in enumerate(plan.rows):
-        sent: set[int] = set()
-        for op in row:
-            if op[0] == _VALIDATE:
-                break
-            if HAS_MICROBATCH[op[0]] and not is_first_forward(op, rank, num_ranks):
-                raise PlanError(
-                    f"rank {rank}: {op_text(op)} comes before VALIDATE; only forwards of the first chunk and their"
-                    " messages can be done again"
-                )
-            if op[0] == RECV_F and op[2] not in earlier:
-                raise PlanError(
-                    f"rank {rank}: {op_text(op)} comes before VALIDATE, and rank {rank - 1} sends it after its own"
-                )
-            if op[0] == SEND_F:
-                sent.add(op[2])
-        earlier = sent
+def _first_half(before: Row, rank: int, num_ranks: int, sent: set[int]) -> str:
+    """before: VALIDATE. sent: microbatches that the rank before sends before its own."""
+    for op in before:
+        if HAS_MICROBATCH[op[0]] and not is_first_forward(op, rank, num_ranks):
+            return (
+                f"{op_text(op)} comes before VALIDATE; only forwards of the first chunk and their messages can be done"
+                " again"
+            )
+        if op[0] == RECV_F and op[2] not in sent:
+            return f"{op_text(op)} comes before VALIDATE, and rank {rank - 1} sends it after its own"
+    return ""
 
 
 def _numbers(plan: Plan) -> None:
     """A message has one number at both ends, and no other message has it."""
-    ends: dict[tuple[int, int, bool], int] = {}
+    ends: dict[tuple[int, int], dict[int, int]] = {}  # (sender, receiver) -> kind of the end -> number
     for rank, row in enumerate(plan.rows):
         for op in row:
             if op[0] in (_SEND, _RECEIVE):
                 route = (rank, op[6]) if op[0] == _SEND else (op[6], rank)
-                ends[*route, op[0] == _SEND] = op[7]
-    for (sender, receiver, is_send), number in ends.items():
-        if is_send and ends[sender, receiver, False] != number:
+                ends.setdefault(route, {})[op[0]] = op[7]
+    for (sender, receiver), numbers in ends.items():
+        if numbers[_SEND] != numbers[_RECEIVE]:
             raise PlanError(
-                f"the state from rank {sender} to rank {receiver} is message {number} where it is sent and"
-                f" {ends[sender, receiver, False]} where it is received"
+                f"the state from rank {sender} to rank {receiver} is message {numbers[_SEND]} where it is sent and"
+                f" {numbers[_RECEIVE]} where it is received"
             )

@@ -3,8 +3,8 @@
 [Note: cuts] What ranks do before their VALIDATE is a cut through the plan. The state goes from the last rank to the
 first, each with what it has run until then. A message that is received before a VALIDATE has been sent before one:
 then a rank's state needs nothing that comes behind the VALIDATE of a rank before it. What is sent before may be
-received behind, as long as messages of first chunks go one way only: who waits there waits for later ranks, who wait
-for nobody. Where the last rank's output goes round to the first rank again, as in interleaving, this would close a
+received behind, as long as messages of first chunks go one way only, to later ranks: then waiting closes no circle.
+Where the last rank's output goes round to the first rank again, as in interleaving, this would close a
 circle; there the cut is exact, and what is sent before is received before. Either way there is no deadlock even if
 every message blocks. Within that, a rank's VALIDATE stands late enough for few to wait and early enough for the state
 to reach the ranks before it in time: as planned, a rank relays it one latency before the next one needs it.
@@ -16,21 +16,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import (
-    RECV_F,
-    SEND_F,
-    F,
-    Kind,
-    Plan,
-    RawOp,
-    Row,
-    is_overlapped,
-)
+from megatron.core.pipeline_parallel.plan.ir import RECV_F, SEND_F, F, Kind, Plan, RawOp, Row, is_overlapped
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.placement import LOOPED
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.plan.verify_state import is_first_forward, state_operations
+from megatron.core.pipeline_parallel.post_validation.verify import is_first_forward, state_operations
 
 _ROUNDING = 1e-9  # of planned times
 
@@ -47,27 +38,19 @@ def post_validation(plan: Plan, costs: CostModel) -> Plan:
     assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "behind add_residency"
     num_ranks = len(plan.rows)
     numbers = 1 + max((op[7] for row in plan.rows for op in row if not IS_COMPUTE[op[0]]), default=-1)
-    rows: list[tuple[RawOp, ...]] = []
+    rows: list[Row] = []
     for rank, (row, validate) in enumerate(zip(plan.rows, _cut(plan, costs), strict=True)):
         first, last = (
-            [_operation(rank, num_ranks, numbers, *one) for one in half]
+            tuple(_operation(rank, num_ranks, numbers, *one) for one in half)
             for half in state_operations(rank, num_ranks)
         )
-        close = max(_last_computation(row), validate)
+        computed = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
+        paired = len(computed) > 1 and is_overlapped(row, computed[-2])
+        close = max(computed[-2 if paired else -1], validate)
         # The receive of each half, where the rank has one, stands ahead of the rest.
-        ahead = int(first[0][0] == Kind.RECV_STATE)
-        posted = int(last[0][0] == Kind.RECV_STATE)
-        rows.append(
-            (
-                *first[:ahead],
-                *row[:validate],
-                *first[ahead:],
-                *row[validate:close],
-                *last[:posted],
-                *row[close:],
-                *last[posted:],
-            )
-        )
+        ahead, posted = (int(half[0][0] == Kind.RECV_STATE) for half in (first, last))
+        begin = (*first[:ahead], *row[:validate], *first[ahead:])
+        rows.append((*begin, *row[validate:close], *last[:posted], *row[close:], *last[posted:]))
     validated = dataclasses.replace(plan, rows=tuple(rows))
     verify(validated, costs)
     return validated
@@ -78,8 +61,12 @@ def _cut(plan: Plan, costs: CostModel) -> list[int]:
     exact = plan.placement.kind == LOOPED and plan.placement.num_chunks > 1
     rows, timeline = plan.rows, execute(plan, costs)
     places, needed = [], float("inf")
-    for rank in range(len(rows)):
-        place = _forwards(plan, rank)
+    for rank, row in enumerate(rows):
+        place = next(  # of the first operation that is no forward of its first chunk, and no message of one
+            place
+            for place, op in enumerate(row)
+            if not is_first_forward(op, rank, len(rows)) or is_overlapped(row, place)
+        )
         needed = min(needed - costs.comm, timeline.starts[rank][place])
         while place and timeline.ends[rank][place - 1] > needed + _ROUNDING:
             place -= 1
@@ -96,15 +83,6 @@ def _cut(plan: Plan, costs: CostModel) -> list[int]:
             return places
 
 
-def _forwards(plan: Plan, rank: int) -> int:
-    """Where a row's first operation stands that is no forward of its first chunk, and no message of one."""
-    row = plan.rows[rank]
-    for place, op in enumerate(row):
-        if not is_first_forward(op, rank, len(plan.rows)) or is_overlapped(row, place):
-            return place
-    raise AssertionError(f"rank {rank} has nothing but forwards of its first chunk")
-
-
 def _microbatches(ops: Sequence[RawOp], kind: int) -> set[int]:
     return {op[2] for op in ops if op[0] == kind}
 
@@ -112,12 +90,6 @@ def _microbatches(ops: Sequence[RawOp], kind: int) -> set[int]:
 def _first(row: Row, kind: int, end: int, microbatches: set[int]) -> int:
     """The place of the first such operation on one of these microbatches, or `end`."""
     return next((at for at, op in enumerate(row[:end]) if op[0] == kind and op[2] in microbatches), end)
-
-
-def _last_computation(row: tuple[RawOp, ...]) -> int:
-    """Its place, or that of the pair of which it is the second."""
-    *_, before, last = (-1, *(place for place, op in enumerate(row) if IS_COMPUTE[op[0]]))
-    return before if before >= 0 and is_overlapped(row, before) else last
 
 
 def _operation(rank: int, num_ranks: int, numbers: int, kind: int, peer: int) -> RawOp:

@@ -13,14 +13,13 @@ must stay as they are until the step is decided: an owner moves its clocks (lear
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
-from megatron.core.pipeline_parallel.runtime.executor import Go, Handler
-from megatron.core.pipeline_parallel.runtime.state_channel import StateArrival, StateMessages
+from megatron.core.pipeline_parallel.post_validation.channel import StateArrival, StateChannel
+from megatron.core.pipeline_parallel.post_validation.state import Decision, Go, ValidationState
 from megatron.core.protocols import Stepper
-from megatron.core.validation_state import Decision, ValidationState
 
 
 class ValidatedStepper(Stepper, Protocol):
@@ -90,15 +89,21 @@ class StepOwner(Protocol):
         that is under way, see `Go.STOP`."""
 
 
+class _Known(NamedTuple):
+    """The divisor of a step's gradients, the state of this rank and those before, whether this rank steps on that."""
+
+    divisor: float
+    state: ValidationState
+    steps: bool
+
+
 @dataclasses.dataclass
 class _Pending:
     """A step that is not decided on. optimistic: ranks step before they know all. arrival, whole: the whole state, on
     its way and once it is there."""
 
-    divisor: float
-    known: ValidationState
+    known: _Known
     optimistic: bool
-    stepped: bool
     arrival: StateArrival | None
     whole: ValidationState | None
 
@@ -113,7 +118,7 @@ class PostValidator:
     def __init__(
         self,
         stepper: ValidatedStepper,
-        messages: StateMessages,
+        messages: StateChannel,
         owner: StepOwner,
         rules: Rules,
         *,
@@ -129,8 +134,7 @@ class PostValidator:
         self._after, self._count_zero_grads = after, count_zero_grads
         self._clean_steps = 0
         self._from_before: StateArrival | None = None
-        # Divisor, what this rank and those before know, whether this rank steps on that.
-        self._partial: tuple[float, ValidationState, bool] | None = None
+        self._known_now: _Known | None = None
         self._pending: _Pending | None = None
 
     @property
@@ -139,13 +143,9 @@ class PostValidator:
         return self._pending is not None
 
     @property
-    def handlers(self) -> Mapping[Kind, Handler]:
+    def handlers(self) -> Mapping[Kind, Callable[[RawOp], None]]:
         """For `Executor(handlers=...)`."""
-        return {
-            Kind.RECV_STATE: self._receive,
-            Kind.SEND_STATE: self._send,
-            Kind.STEP: self._step,
-        }
+        return {Kind.RECV_STATE: self._receive, Kind.SEND_STATE: self._send, Kind.STEP: self._step}
 
     def decide(self) -> Go:
         """VALIDATE: for `Executor(validation=...)`. Communicates over the pipeline."""
@@ -186,22 +186,20 @@ class PostValidator:
     def _send(self, op: RawOp) -> None:
         peer = op[6]
         if peer > self._rank:
-            self._messages.send(peer, self._known()[1].numbers)
+            self._messages.send(peer, self._known().state.numbers)
         elif self._pending is not None:
             self._messages.send(peer, self._whole(self._pending).numbers)
 
     def _step(self, op: RawOp) -> None:
         """Step on what is known, where that is enough; else, with all others, once it is."""
         assert self._pending is None, "a step before the last one was decided on"
-        divisor, known, steps = self._known()
-        self._partial = None
-        optimistic = self._optimistic
-        if steps:
+        known, self._known_now = self._known(), None
+        if known.steps:
             self._stepper.snapshot()
-            self._take_step(divisor, 1.0)
-        whole = known if self._rank == self._last else None
-        self._pending = _Pending(divisor, known, optimistic, steps, None, whole)
-        if not optimistic:
+            self._take_step(known.divisor, 1.0)
+        whole = known.state if self._rank == self._last else None
+        self._pending = _Pending(known, self._optimistic, None, whole)
+        if not self._pending.optimistic:
             self.validate_now()
 
     # What they share ---------------------------------------------------------------------------------
@@ -210,46 +208,45 @@ class PostValidator:
     def _optimistic(self) -> bool:
         return self._clean_steps >= self._after
 
-    def _known(self) -> tuple[float, ValidationState, bool]:
-        """The step's divisor, what this rank and those before it know, and whether this rank steps on that."""
-        if self._partial is None:
+    def _known(self) -> _Known:
+        """Of the step under way; completes it when it is first asked for."""
+        if self._known_now is None:
             divisor, nonfinite, extras = self._owner.complete()
-            known = self._stepper.stage_state(
-                nonfinite, count_zero_grads=self._count_zero_grads, extras=extras
-            )
+            counts = self._count_zero_grads
+            state = self._stepper.stage_state(nonfinite, count_zero_grads=counts, extras=extras)
             if self._from_before is not None:
-                known = known.like(self._from_before.wait()) + known
+                state = state.like(self._from_before.wait()) + state
                 self._from_before = None
-            norm = self._stepper.norm(known.sums, divisor)
-            steps = self._optimistic and self._rules.is_clean(known, norm)
-            known = dataclasses.replace(known, stepped=known.stepped or steps)
-            self._partial = divisor, known, steps
-        return self._partial
+            norm = self._stepper.norm(state.sums, divisor)
+            steps = self._optimistic and self._rules.is_clean(state, norm)
+            state = dataclasses.replace(state, stepped=state.stepped or steps)
+            self._known_now = _Known(divisor, state, steps)
+        return self._known_now
 
     def _whole(self, pending: _Pending) -> ValidationState:
         if pending.whole is None:
             assert pending.arrival is not None, "the whole state was not asked for"
-            pending.whole = pending.known.like(pending.arrival.wait())
+            pending.whole = pending.known.state.like(pending.arrival.wait())
         return pending.whole
 
     def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool, bool]:
         """Make the step what it has to be, and tell the owner; whether that goes on, and was told of new weights."""
-        norm = self._stepper.norm(whole.sums, pending.divisor)
+        divisor, _, stepped = pending.known
+        norm = self._stepper.norm(whole.sums, divisor)
         decision = self._rules.decide(whole, norm)
         self._pending = None
         if pending.optimistic and not decision.clean:
             self._owner.settle_weights()
-        if pending.stepped:
+        if stepped:
             if not decision.clean:
                 self._stepper.rollback()
             self._stepper.commit()
-        changed = True
-        if decision.coefficient is not None and not (pending.stepped and decision.clean):
-            self._take_step(pending.divisor, decision.coefficient)
-        elif pending.stepped and not decision.clean:
+        confirmed = stepped and decision.clean
+        changed = not confirmed and (stepped or decision.coefficient is not None)
+        if changed and decision.coefficient is not None:
+            self._take_step(divisor, decision.coefficient)
+        elif changed:
             self._owner.weights_changed()
-        else:
-            changed = False
         self._clean_steps = self._clean_steps + 1 if decision.clean else 0
         outcome = Outcome(
             norm,

@@ -7,13 +7,12 @@ rank's row: it receives them and drops them, so that what comes next on the rout
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.ir import RECV_F, SEND_F, F, Kind, Plan, RawOp, Row
 
 
-@dataclass(frozen=True)
-class Undone:
+class RollbackOps(NamedTuple):
     """forwards: (stage, microbatch) of a rank's forwards before VALIDATE. surplus: receives of its row that stand
     behind VALIDATE, whose messages have been sent before the sender's; in the order of their route."""
 
@@ -21,18 +20,19 @@ class Undone:
     surplus: tuple[RawOp, ...]
 
 
-def undone(plan: Plan, rank: int) -> Undone:
+def rollback_ops(plan: Plan, rank: int) -> RollbackOps:
     """plan: verified. Nothing where it has no VALIDATE."""
-    before, behind = _halves(plan.rows[rank])
+    row = plan.rows[rank]
+    validate = _validate(row)
     sent: set[int] = set()
     if rank > 0:
-        sent = {op[2] for op in _halves(plan.rows[rank - 1])[0] if op[0] == SEND_F}
-    return Undone(
-        tuple((op[1], op[2]) for op in before if op[0] == F),
-        tuple(op for op in behind if op[0] == RECV_F and op[1] == rank and op[2] in sent),
+        previous = plan.rows[rank - 1]
+        sent = {op[2] for op in previous[: _validate(previous)] if op[0] == SEND_F}
+    return RollbackOps(
+        tuple((op[1], op[2]) for op in row[:validate] if op[0] == F),
+        tuple(op for op in row[validate:] if op[0] == RECV_F and op[1] == rank and op[2] in sent),
     )
 
 
-def _halves(row: Row) -> tuple[Row, Row]:
-    place = next((place for place, op in enumerate(row) if op[0] == Kind.VALIDATE), 0)
-    return row[:place], row[place:]
+def _validate(row: Row) -> int:
+    return next((place for place, op in enumerate(row) if op[0] == Kind.VALIDATE), 0)

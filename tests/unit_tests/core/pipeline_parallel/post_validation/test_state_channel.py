@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
+from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from tests.harness.ranks import rank_outcomes, run_ranks
 
 NUMBERS = [0.1, -0.0, math.inf, 5e-324, 2.0**53 - 1, math.nan]

@@ -12,13 +12,12 @@ from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.optimizer.step_rules import StepRules
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, parse_op
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.rollback_ops import undone
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.runtime.executor import Go
-from megatron.core.pipeline_parallel.runtime.post_validator import Completed, PostValidator
-from megatron.core.validation_state import ValidationState
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
+from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
+from megatron.core.pipeline_parallel.post_validation.state import Go, ValidationState
+from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator
 from tests.harness.ranks import rank_outcomes, run_ranks
 from tests.harness.toy_optimizer import Run, train
 from tests.harness.toy_pipeline import lowered
@@ -98,7 +97,7 @@ def test_four_ranks():
     faults = {0: (0.5, inf), 1: (1.0, LARGE), 3: (0.0, LARGE)}
     runs, plan = {}, plan_of("zb-2p", 4, 8)
     plan = post_validation(plan, CostModel.of_ranks(plan.placement))
-    assert undone(plan, 1).surplus  # rank 0 is a forward ahead of rank 1 when it validates
+    assert rollback_ops(plan, 1).surplus  # rank 0 is a forward ahead of rank 1 when it validates
     for name, total in (("1f1b", 5), ("zb-2p", 8), ("zbv", 8)):
         runs[f"{name} synchronous"] = run_of(plan_of(name, 4, total), faults, 4)
         runs[f"{name} optimistic"] = dataclasses.replace(runs[f"{name} synchronous"], after=0)

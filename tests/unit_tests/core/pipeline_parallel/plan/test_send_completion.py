@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_onl
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.plan.send_completion import echoes
+from megatron.core.pipeline_parallel.plan.send_completion import send_completion
 from tests.harness.toy_pipeline import lowered, random_plan
 
 INPUT = {F: RECV_F, B: RECV_B, BW: RECV_B}
@@ -35,7 +35,7 @@ def held(plan, rank):
     """(most sends held at a time, held after the last operation), by the definition: each arrival proves what its
     sender had taken before."""
     known, row = taken_before_sent(plan), plan.rows[rank]
-    found, released = echoes(plan, rank), []
+    found, released = send_completion(plan, rank), []
     under_way, most, peers = [], 0, {op[:3]: op[6] for op in row}
     for op in row:
         if op[0] in (SEND_F, SEND_B):
@@ -59,9 +59,9 @@ def held(plan, rank):
 def test_an_arrival_proves_what_its_sender_had_taken():
     plan = lowered(build_plan("1f1b", Request(2, 3)))
     # rank 1: F0 BW0 F1 BW1 F2 BW2
-    assert echoes(plan, 0) == {(RECV_B, 0, m): ((SEND_F, 0, m),) for m in range(3)}
+    assert send_completion(plan, 0) == {(RECV_B, 0, m): ((SEND_F, 0, m),) for m in range(3)}
     # rank 0: F0 F1 BW0 F2 BW1 BW2: F2 is proof of the gradient of microbatch 0 having been there
-    assert echoes(plan, 1) == {(RECV_F, 1, 2): ((SEND_B, 1, 0),)}
+    assert send_completion(plan, 1) == {(RECV_F, 1, 2): ((SEND_B, 1, 0),)}
 
 
 @pytest.mark.parametrize(("kind", "ranks", "chunks"), [("linear", 3, 1), ("v", 3, 2), ("looped", 2, 3)])
@@ -84,5 +84,5 @@ def test_schedules_hold_few_sends_however_many_microbatches():
 
 def test_nothing_echoes_in_an_evaluation_of_one_chunk():
     plan = lowered(forward_only(build_plan("1f1b", Request(3, 4))))
-    assert [echoes(plan, rank) for rank in range(3)] == [{}] * 3
+    assert [send_completion(plan, rank) for rank in range(3)] == [{}] * 3
     assert [held(plan, rank) for rank in range(3)] == [(4, 4), (4, 4), (0, 0)]
