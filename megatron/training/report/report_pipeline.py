@@ -6,11 +6,10 @@ import dataclasses
 import html
 from pathlib import Path
 
-from megatron.core.pipeline_parallel.plan import overlay
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.drawing import overlay
+from megatron.core.pipeline_parallel.plan.drawing.svg import Strips, to_picture
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.render_picture import to_picture
-from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 
 _MOST_OPS = 6000  # of a plan whose boxes have a tooltip each

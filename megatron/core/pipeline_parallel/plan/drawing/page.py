@@ -1,19 +1,23 @@
-"""Schedules as one page that needs nothing else: no network, no script."""
+"""Schedules as one HTML page that needs nothing else: no network, no script."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan.compare import HEADINGS, Entry, longest, table_rows
+from megatron.core.pipeline_parallel.plan.drawing.compare import HEADINGS, Entry, longest, table_rows
+from megatron.core.pipeline_parallel.plan.drawing.grid import summary
+from megatron.core.pipeline_parallel.plan.drawing.svg import (
+    MOST_BOXES,
+    Lane,
+    Strips,
+    beside_svg,
+    lanes_svg,
+    to_picture,
+)
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
-from megatron.core.pipeline_parallel.plan.render import Lane, lanes_svg, summary
-from megatron.core.pipeline_parallel.plan.render_picture import to_picture
-from megatron.core.pipeline_parallel.plan.render_strips import Strips
 
-_MOST_BOXES = 6000  # that are drawn with a tooltip each; of more, the page is drawn without
 _MOST_NOTES = 20  # of more, the page shows none until asked
-_WIDTH = 1200
 _STYLE = """body { font-family: sans-serif; margin: 24px; max-width: 1260px; color: #222; background: #fff; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left; }
 td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } details { margin: 8px 0; }
@@ -35,8 +39,6 @@ def to_html(
     limits: by rank, in `unit`, what activations are counted in. units_in: what gathered weights are counted in, where
     the plan was not made for a limit in bytes. notes: lines above the figures, as of the choice.
     """
-    span = longest(entries)
-    boxes = sum(_boxes(entry) for entry in entries)
     strips = {
         entry.name: Strips(entry.simulation, limits, units_in if entry.simulation.timeline.lanes else unit)
         for entry in entries
@@ -44,12 +46,16 @@ def to_html(
     }
     for drawn in strips.values():  # all on one axis of memory, too
         drawn.most = max(other.most for other in strips.values())
+    plans = [one.plan for entry in entries for one in (entry.simulation, entry.measured) if one is not None]
+    boxes = sum(IS_COMPUTE[op[0]] for plan in plans for row in plan.rows for op in row)
     body = [f"<h1>{html.escape(title)}</h1>"]
     if notes:
         few = len(notes) <= _MOST_NOTES
         body.append(f"<details{' open' * few}><summary>{len(notes)} lines on the choice</summary>")
         body.append(f"<pre>{html.escape(chr(10).join(notes))}</pre></details>")
-    body.append(_table(entries))
+    head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table_rows(entries))
+    body.append(f"<table><tr>{head}</tr>\n" + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table>")
     for entry in entries:
         body.append(f'<h2 id="{html.escape(entry.name)}">{html.escape(entry.name)}</h2>')
         if entry.problem:
@@ -57,7 +63,7 @@ def to_html(
         body += [f"<p>{html.escape(remark)}</p>" for remark in entry.remarks]
         if entry.simulation is not None:
             body.append(f"<p>Memory over time is in {html.escape(strips[entry.name].unit)}.</p>")
-            body.append(_timeline(entry, span, strips[entry.name], small=boxes > _MOST_BOXES))
+            body.append(_timeline(entry, longest(entries), strips[entry.name], small=boxes > MOST_BOXES))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n<body>\n"
@@ -66,33 +72,13 @@ def to_html(
     )
 
 
-def _boxes(entry: Entry) -> int:
-    both = [one for one in (entry.simulation, entry.measured) if one is not None]
-    return sum(IS_COMPUTE[op[0]] for one in both for row in one.plan.rows for op in row)
-
-
-def _table(entries: Sequence[Entry]) -> str:
-    head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    rows = [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in table_rows(entries)
-    ]
-    return f"<table><tr>{head}</tr>\n" + "\n".join(rows) + "</table>"
-
-
 def _timeline(entry: Entry, span: float, strips: Strips, *, small: bool) -> str:
-    assert entry.simulation is not None, entry.name
+    planned, measured = entry.simulation, entry.measured
+    assert planned is not None, entry.name
     if small:
-        both = [one for one in (entry.simulation, entry.measured) if one is not None]
-        return "\n".join(to_picture(one, span=span, width=_WIDTH, strips=strips) for one in both)
-    ranks = range(len(entry.simulation.plan.rows))
-    if entry.measured is None:
-        lanes = [Lane(str(rank), entry.simulation, rank) for rank in ranks]
-        return lanes_svg([summary(entry.simulation)], lanes, span=span, width=_WIDTH, strips=strips)
-    lanes = [
-        Lane(f"{rank} {name}", one, rank)
-        for rank in ranks
-        for name, one in (("planned", entry.simulation), ("measured", entry.measured))
-    ]
-    titles = [f"planned {summary(entry.simulation)}", f"measured {summary(entry.measured)}"]
-    return lanes_svg(titles, lanes, span=span, width=_WIDTH, strips=strips)
+        both = [one for one in (planned, measured) if one is not None]
+        return "\n".join(to_picture(one, span=span, width=1200, strips=strips) for one in both)
+    if measured is not None:
+        return beside_svg(planned, measured, span=span, strips=strips)
+    lanes = [Lane(str(rank), planned, rank) for rank in range(len(planned.plan.rows))]
+    return lanes_svg([summary(planned)], lanes, span=span, strips=strips)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, to_text
+from megatron.core.pipeline_parallel.plan.drawing.trace import (
+    RECEIVE_LANE,
+    trace_events,
+    trace_json,
+    trace_slice,
+    transfer_lane,
+)
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    SEND_B,
-    SEND_F,
     B,
     F,
     Kind,
@@ -24,19 +30,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline, span_key
 from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
-from megatron.core.pipeline_parallel.plan.render import (
-    RECEIVE_LANE,
-    SEND_LANE,
-    Lane,
-    columns_per_unit,
-    lanes_svg,
-    summary,
-    to_text,
-    trace_events,
-    trace_json,
-    trace_slice,
-)
-from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 
@@ -75,20 +68,18 @@ def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]
 
     Raises PlanError where a computation of the plan was not measured.
     """
-    sums = {kind: [0.0] * plan.placement.num_stages for kind in (F, B, W, BW)}
-    done: set[tuple[int, int, int]] = set()  # a W may have parts
+    sums: dict[tuple[int, int], float] = defaultdict(float)
+    done: dict[tuple[int, int], set[int]] = defaultdict(set)  # microbatches: a W may have parts
     for rank, row in enumerate(plan.rows):
         for place, op in enumerate(row):
             if IS_COMPUTE[op[0]]:
-                sums[op[0]][op[1]] += _span(spans, rank, place, op).busy_s
-                done.add(op[:3])
-    counts = Counter(one[:2] for one in done)
+                sums[op[:2]] += _span(spans, rank, place, op).busy_s
+                done[op[:2]].add(op[2])
+    stages = range(plan.placement.num_stages)
+    means = {key: total / len(done[key]) for key, total in sums.items()}
     return {
-        Kind(kind): tuple(
-            total / counts[kind, stage] if counts[kind, stage] else None for stage, total in enumerate(totals)
-        )
-        for kind, totals in sums.items()
-        if any(counts[kind, stage] for stage in range(len(totals)))
+        Kind(kind): tuple(means.get((kind, stage)) for stage in stages)
+        for kind in sorted({kind for kind, _ in means})
     }
 
 
@@ -123,21 +114,17 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
     """
     starts: list[list[float]] = []
     ends: list[list[float]] = []
-    lane: list[list[float]] = []
+    begins: list[float] = []
+    busy: list[float] = []
     for rank, row in enumerate(plan.rows):
         here = [_span(spans, rank, place, op) for place, op in enumerate(row)]
-        waits = [0.0 if IS_DATA_PARALLEL[op[0]] else one.wait_s for op, one in zip(row, here, strict=True)]
-        starts.append([one.start_s + wait for one, wait in zip(here, waits, strict=True)])
+        waited = [0.0 if IS_DATA_PARALLEL[op[0]] else one.wait_s for op, one in zip(row, here, strict=True)]
+        starts.append([one.start_s + wait for one, wait in zip(here, waited, strict=True)])
         ends.append([one.end_s for one in here])
-        lane.append([one.lane_s for one in here])
-    places = [[place for place, op in enumerate(row) if IS_COMPUTE[op[0]]] for row in plan.rows]
-    begin = min(starts[rank][mine[0]] for rank, mine in enumerate(places))
-    starts = [[one - begin for one in row] for row in starts]
-    ends = [[one - begin for one in row] for row in ends]
-    busy = [
-        sum(ends[rank][at] - starts[rank][at] - lane[rank][at] for at in mine)
-        for rank, mine in enumerate(places)
-    ]
+        computed = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
+        begins.append(starts[rank][computed[0]])
+        busy.append(sum(here[place].busy_s for place in computed))
+    starts, ends = ([[one - min(begins) for one in row] for row in times] for times in (starts, ends))
     return Simulation(plan, costs, Timeline(starts, ends, [], {}), tuple(busy), max(busy))
 
 
@@ -145,17 +132,6 @@ def overlay_text(planned: Simulation, measured: Simulation) -> str:
     """Two grids to one scale, planned above measured; times in seconds."""
     scale = columns_per_unit(planned)
     return f"planned {to_text(planned, scale)}measured {to_text(measured, scale)}"
-
-
-def overlay_svg(planned: Simulation, measured: Simulation, strips: Strips | None = None) -> str:
-    """Two lanes a rank on one axis, planned above measured. strips: of the planned one, drawn below it."""
-    lanes = [
-        Lane(f"{rank} {name}", simulation, rank)
-        for rank in range(len(planned.plan.rows))
-        for name, simulation in (("planned", planned), ("measured", measured))
-    ]
-    titles = [f"planned {summary(planned)}", f"measured {summary(measured, held=False)}"]
-    return lanes_svg(titles, lanes, strips=strips)
 
 
 def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> str:
@@ -172,17 +148,14 @@ def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> st
     for rank, row in enumerate(measured.plan.rows):
         starts, ends = measured.timeline.starts[rank], measured.timeline.ends[rank]
         for place, (op, start, end) in enumerate(zip(row, starts, ends, strict=True)):
-            text, wait_s = op_text(op), _span(spans, rank, place, op).wait_s
-            process = num_ranks + rank
-            if IS_COMPUTE[op[0]] and wait_s > 0:
-                events.append(
-                    trace_slice(
-                        process, RECEIVE_LANE, f"wait for {text}", "wait", start - wait_s, start, _US_PER_S
-                    )
-                )
+            told, process = op_text(op), num_ranks + rank
+            begin = start - _span(spans, rank, place, op).wait_s
+            if IS_COMPUTE[op[0]] and begin < start:
+                wait = f"wait for {told}"
+                events.append(trace_slice(process, RECEIVE_LANE, wait, "wait", begin, start, _US_PER_S))
             elif IS_TRANSFER[op[0]]:
-                lane = SEND_LANE if op[0] in (SEND_F, SEND_B) else RECEIVE_LANE
-                events.append(trace_slice(process, lane, text, "transfer", start - wait_s, end, _US_PER_S))
+                lane = transfer_lane(op[0])
+                events.append(trace_slice(process, lane, told, "transfer", begin, end, _US_PER_S))
     return trace_json(events)
 
 
@@ -191,23 +164,15 @@ def overlay_figures(
 ) -> dict[str, Any]:
     """Both bubbles, costs and idle times, and the mean times; seconds."""
 
-    def figures(simulation: Simulation) -> dict[str, Any]:
-        return {
-            "makespan": simulation.makespan,
-            "cost": simulation.cost,
-            "bubble_time": simulation.bubble_time,
-            "bubble_rate": simulation.bubble_rate,
-            "idle": list(simulation.idle),
-        }
-
+    names = "makespan", "cost", "bubble_time", "bubble_rate", "idle"
     plan = planned.plan
     return {
         "schedule": plan.schedule,
         "stages": plan.placement.num_ranks,
         "chunks": plan.placement.num_chunks,
         "microbatches": plan.num_microbatches,
-        "planned": figures(planned),
-        "measured": figures(measured),
+        "planned": {name: getattr(planned, name) for name in names},
+        "measured": {name: getattr(measured, name) for name in names},
         "mean_time": {kind.name: list(times) for kind, times in means.items()},
         "peak_activation": list(planned.peak_activation),
     }
