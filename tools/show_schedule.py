@@ -44,7 +44,7 @@ from megatron.core.pipeline_parallel.plan.drawing.compare import (
 )
 from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, summary, to_text
 from megatron.core.pipeline_parallel.plan.drawing.page import to_html
-from megatron.core.pipeline_parallel.plan.drawing.svg import to_picture, to_svg
+from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg, to_picture, to_svg
 from megatron.core.pipeline_parallel.plan.drawing.trace import to_trace
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
