@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.optimizer.clip_grads import clip_coefficient
-from megatron.core.validation_state import Decision, ValidationState
+from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
 
 
 @dataclasses.dataclass(frozen=True)
