@@ -36,7 +36,7 @@ class ValidatedStepper(Stepper, Protocol):
 
 
 class Rules(Protocol):
-    """`core.optimizer.step_rules`."""
+    """`core.optimizer.clip_grads`."""
 
     def decide(self, state: ValidationState, norm: float) -> Decision:
         """Of the whole state. norm: of its sums, divided."""
