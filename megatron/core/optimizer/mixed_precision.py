@@ -33,12 +33,12 @@ from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.param_meta import region_slices
+from megatron.core.pipeline_parallel.post_validation.state import ValidationState
 from megatron.core.protocols import Stepper
 from megatron.core.schema import Schema, integer, text
 from megatron.core.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.validation_state import ValidationState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
 OPTIMIZER_SCHEMA: Schema = {"optimizer": text(), "num_steps": integer()}  # `MixedPrecisionOptimizer.state`

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron.core.optimizer.clip_grads import StepRules
-from megatron.core.validation_state import Decision, ValidationState
+from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
 
 
 @pytest.mark.parametrize(
