@@ -58,29 +58,43 @@ class UnitPolicy:
     reduce_late: bool = False
 
 
+def budget_misfits(policy: str, budget_bytes: int | None) -> bool:
+    """Whether a budget stands without its policy, or the policy without one."""
+    return (policy == "budget") != (budget_bytes is not None)
+
+
+def keeps_nothing(policy: str, *, weights_cut: bool, grads_cut: bool) -> bool:
+    """Whether the strategy, which cuts these, leaves the policy nothing to keep."""
+    return not weights_cut if policy == "backward" else policy != "memory" and not (weights_cut or grads_cut)
+
+
 def check_policy(policy: str, budget_bytes: int | None, *, weights_cut: bool, grads_cut: bool) -> None:
     """weights_cut, grads_cut: the strategy cuts them.
 
     Raises ReshardPlanError for a budget without the policy and the reverse, and for a policy without anything to keep.
     """
     assert policy in POLICIES, policy
-    if policy == "budget" and budget_bytes is None:
+    misfits, idle = (
+        budget_misfits(policy, budget_bytes),
+        keeps_nothing(policy, weights_cut=weights_cut, grads_cut=grads_cut),
+    )
+    if misfits and budget_bytes is None:
         raise ReshardPlanError(
             "--fsdp-reshard-policy budget needs --fsdp-memory-budget BYTES: what units may keep beyond the least"
         )
-    if policy != "budget" and budget_bytes is not None:
+    if misfits:
         raise ReshardPlanError(
             f"--fsdp-memory-budget {budget_bytes} with --fsdp-reshard-policy {policy}: only policy budget is bound by "
             "it; use --fsdp-reshard-policy budget, or leave the budget out"
         )
     if budget_bytes is not None and budget_bytes < 0:
         raise ReshardPlanError(f"--fsdp-memory-budget {budget_bytes}: give 0 bytes or more")
-    if policy == "backward" and not weights_cut:
+    if idle and policy == "backward":
         raise ReshardPlanError(
             "--fsdp-reshard-policy backward keeps weights gathered from forward to backward, and this strategy does "
             "not shard weights: use --data-parallel-sharding-strategy optim_grads_params, or leave the policy out"
         )
-    if policy in ("step", "budget") and not (weights_cut or grads_cut):
+    if idle:
         raise ReshardPlanError(
             f"--fsdp-reshard-policy {policy}: this strategy gathers and reduces once a step whatever is kept; use "
             "--data-parallel-sharding-strategy optim_grads or optim_grads_params, or leave the policy out"
