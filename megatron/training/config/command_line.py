@@ -119,8 +119,9 @@ def _metavar(entry: FlagEntry) -> str:
 
 def help_text(entry: FlagEntry) -> str:
     """One line: what the flag does, its unit, its default, and limits."""
-    info = entry.field and arg_info(entry.field)
-    assert info is not None, f"{entry.spelling} is no field"
+    assert entry.field is not None, f"{entry.spelling} is no field"
+    info = arg_info(entry.field)
+    assert info is not None, f"{entry.spelling} is no flag"
     limit = limit_text(entry) if entry.why else ""
     notes = (f"unit: {info.unit}" if info.unit else "", default_text(entry), limit)
     return f"{info.help} ({'; '.join(note for note in notes if note)})".replace("%", "%%")

@@ -1,10 +1,9 @@
-"""What a run takes, by its flags, before a model is built: bytes of states, what one limit in bytes is chosen
-under, floating point operations (floor 0)."""
+"""What a run takes, by its flags, before a model is built: bytes of states, and what one limit in bytes is chosen under (floor 0)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ALIGNMENT, bucket_size_of
@@ -21,10 +20,6 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
 from megatron.core.pipeline_parallel.plan.units import StateBytes
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-if TYPE_CHECKING:
-    from megatron.training.config.config import Config
 
 _MOMENTS = 2
 _Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"]
@@ -89,24 +84,3 @@ def rank_budget(
         sizes = state_bytes(config, row, place, dtype, copies=copies)
         rows.append((residency.within((float(limit),) * ranks), sizes))
     return RankBudget(tuple(rows), tflops * 1e12, speed * 1e9)
-
-
-def flops_per_token(model: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:
-    """Megatron's count of forward and backward of one token: 3 passes x 2 operations x (GEMMs + causal half of attention
-    + logits).
-
-    A gated MLP counts 1.5 times, recompute is not counted, nor is anything that is no matrix product.
-    """
-    h, query = model.hidden_size, model.num_attention_heads * model.kv_channels
-    key_value = 2 * model.num_query_groups * model.kv_channels
-    projections = h * (query + key_value) + query * h
-    mlp = 2 * h * model.ffn_hidden_size * (1.5 if model.gated_linear_unit else 1.0)
-    attention = seq_length * query  # scores and weighted sum, s * query each, half of them masked
-    return 3.0 * 2.0 * (model.num_layers * (projections + mlp + attention) + h * padded_vocab_size)
-
-
-def train_step_flops(config: Config, batch_size: int) -> float:
-    """Operations of one optimizer step over `batch_size` samples. The padded vocabulary must be known."""
-    model = config.model
-    assert model.padded_vocab_size is not None, "padded_vocab_size is unknown before the tokenizer is built"
-    return batch_size * model.seq_length * flops_per_token(model, model.padded_vocab_size, model.seq_length)

@@ -7,9 +7,9 @@
 The latter two are rows of megatron_flags.csv, one a flag: its spellings, how many words follow (none, one, several),
 the verdict (no effect, refused), why or what to use (`roadmap: NAME` is a heading of docs/roadmap.md), the words with
 which a refused flag asks for nothing (`--num-experts 0`), and the features of which it is a setting: where none of them
-is asked for, it has no effect (`--moe-router-topk 2` without `--num-experts`). Rows about fields stand there too: `field`
-gives the only values that are supported (none: the field has no effect), `choices` the values of Megatron's that a field
-lacks. `tools/megatron_flags.py` compares the table with a release of Megatron.
+is asked for, it has no effect (`--moe-router-topk 2` without `--num-experts`). Rows about fields stand there too:
+`field` gives the only values that are supported (none: the field has no effect), `choices` the values of Megatron's
+that a field lacks. `tools/megatron_flags.py` compares the table with a release of Megatron.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import flag_names, value_type
-from megatron.training.config.config import CLOSE_ENOUGH, FIELDS
+from megatron.training.config.config import FIELDS
 
 CSV = Path(__file__).with_name("megatron_flags.csv")
+# difflib's likeness of two flags, the dashes included, from which on a guess helps.
+_CLOSE_ENOUGH = 0.75
 
 
 class FlagState(Enum):
@@ -164,17 +166,15 @@ def spellings() -> dict[str, FlagEntry]:
 def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tuple[str, ...]:
     """Known spellings nearest to an unknown one, the most likely first; far ones are not offered.
 
-    extra: spellings beside the table. Of equally near ones, those that are implemented come first. They are compared
-    without the dashes in front, which all flags share.
+    extra: spellings beside the table. Of equally near ones, those that are implemented come first.
     """
     known = {spelled: entry for entry in flag_table().values() for spelled in entry.flags}
-    names = [spelled[2:] for spelled in (*known, *extra)]
-    near = difflib.get_close_matches(flag[2:], names, n=4 * count, cutoff=CLOSE_ENOUGH)
-    matcher = difflib.SequenceMatcher(b=flag[2:])
+    near = difflib.get_close_matches(flag, (*known, *extra), n=4 * count, cutoff=_CLOSE_ENOUGH)
+    matcher = difflib.SequenceMatcher(b=flag)
 
-    def rank(name: str) -> tuple[float, bool]:
-        matcher.set_seq1(name)
-        entry = known.get(f"--{name}")
-        return -matcher.ratio(), entry is not None and entry.state is not FlagState.IMPLEMENTED
+    def rank(spelled: str) -> tuple[float, bool]:
+        matcher.set_seq1(spelled)
+        refused = spelled in known and known[spelled].state is not FlagState.IMPLEMENTED
+        return -matcher.ratio(), refused
 
-    return tuple(f"--{name}" for name in sorted(near, key=rank)[:count])
+    return tuple(sorted(near, key=rank)[:count])

@@ -1,7 +1,7 @@
 """What must hold between settings: a table of rules, all of them looked at, every broken one told (floor 0).
 
 rules.csv has a row for each, in the order in which they are told: its id, the flags concerned, what is wrong (where it
-can be said beforehand: `{name}` stands for the flag of a setting and its value), and what to do about it. The predicates
+can be said beforehand: `{name}` stands for the flag of a setting and its value), and what to do about it. Predicates
 are in the rules_*.py files beside this one, under the same ids. Sources of the combinations: Megatron's own checks, and
 those that users break most often.
 """

@@ -192,8 +192,8 @@ def _validated_memory(c: RuleContext) -> str | None:
     if needed * c.env.local_world_size <= c.memory_bytes:
         return None
     return (
-        f"a rank holds {needed / 2**30:.1f} GiB of weights, optimizer state, gradients{' and copies' * copies} that are "
-        f"kept until a step is decided on; this machine has {c.memory_bytes / 2**30:.1f} GiB for "
+        f"a rank holds {needed / 2**30:.1f} GiB of weights, optimizer state, gradients{' and copies' * copies} that "
+        f"are kept until a step is decided on; this machine has {c.memory_bytes / 2**30:.1f} GiB for "
         f"{c.env.local_world_size} ranks"
     )
 

@@ -8,7 +8,7 @@ import gc
 import time
 
 from megatron.training import global_vars
-from megatron.training.config.estimates import train_step_flops
+from megatron.training.config.flops import train_step_flops
 from megatron.training.config.microbatches import ends_at
 from megatron.training.guard.console import lost_output
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
