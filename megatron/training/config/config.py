@@ -29,8 +29,8 @@ from megatron.core.transport.rank_grid import (
     dense_grid,
     expert_grid,
 )
-from megatron.training.config.estimates import rank_budget
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
+from megatron.training.config.state_bytes import rank_budget
 from megatron.training.config.training_config import (
     CheckpointConfig,
     EvaluationConfig,

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import flag_names, value_type
+from megatron.core.safe_files import read_text
 from megatron.training.config.config import FIELDS
 
 CSV = Path(__file__).with_name("megatron_flags.csv")
-# difflib's likeness of two flags, the dashes included, from which on a guess helps.
-_CLOSE_ENOUGH = 0.75
+# difflib's likeness of two flags, the dashes included, from which on a guess helps, and how far behind the nearest.
+_CLOSE_ENOUGH, _AS_NEAR = 0.75, 0.1
 
 
 class FlagState(Enum):
@@ -92,11 +93,10 @@ class FlagEntry:
 def _rows() -> dict[str, dict[str, list[str]]]:
     """The file by what its rows are about (`field`, `choices`, or "" for flags that are no fields), then by flag."""
     rows: dict[str, dict[str, list[str]]] = {"field": {}, "choices": {}, "": {}}
-    with CSV.open(newline="", encoding="utf-8") as file:
-        for row in list(csv.reader(file))[1:]:
-            kind = rows.get(row[1], rows[""])
-            assert row[0] not in kind, f"{row[0]} stands twice in {CSV.name}"
-            kind[row[0]] = row
+    for row in list(csv.reader(read_text(CSV, max_bytes=1 << 20, follow=True).splitlines()))[1:]:
+        kind = rows.get(row[1], rows[""])
+        assert row[0] not in kind, f"{row[0]} stands twice in {CSV.name}"
+        kind[row[0]] = row
     return rows
 
 
@@ -164,17 +164,17 @@ def spellings() -> dict[str, FlagEntry]:
 
 
 def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tuple[str, ...]:
-    """Known spellings nearest to an unknown one, the most likely first; far ones are not offered.
+    """Known spellings nearest to an unknown one, the most likely first; those that are much further away than the
+    nearest, and far ones, are not offered.
 
     extra: spellings beside the table. Of equally near ones, those that are implemented come first.
     """
     known = {spelled: entry for entry in flag_table().values() for spelled in entry.flags}
     near = difflib.get_close_matches(flag, (*known, *extra), n=4 * count, cutoff=_CLOSE_ENOUGH)
-    matcher = difflib.SequenceMatcher(b=flag)
+    alike = {spelled: difflib.SequenceMatcher(None, spelled, flag).ratio() for spelled in near}
 
     def rank(spelled: str) -> tuple[float, bool]:
-        matcher.set_seq1(spelled)
-        refused = spelled in known and known[spelled].state is not FlagState.IMPLEMENTED
-        return -matcher.ratio(), refused
+        return -alike[spelled], spelled in known and known[spelled].state is not FlagState.IMPLEMENTED
 
-    return tuple(sorted(near, key=rank)[:count])
+    as_near = (spelled for spelled in near if alike[spelled] >= max(alike.values()) - _AS_NEAR)
+    return tuple(sorted(as_near, key=rank)[:count])

@@ -22,8 +22,8 @@ from megatron.core.transport.rank_grid import RankGridError
 from megatron.core.transport.rank_groups import check_instances
 from megatron.training.config import no_effect
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
-from megatron.training.config.estimates import SPEEDS
 from megatron.training.config.rule_table import differs, spelled
+from megatron.training.config.state_bytes import SPEEDS
 
 BYTE_VOCABULARY = 257  # of the built-in byte tokenizer: 256 bytes and the end of a document
 # Each names text that a tokenizer has written. Mock data and a provider of the user's own only have ids.

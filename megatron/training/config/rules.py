@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.config_base import arg_info, bounds_of
+from megatron.core.safe_files import read_text
 from megatron.training.config import rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
@@ -83,9 +84,9 @@ def _rules() -> Iterator[Rule]:
     yield from (_required(name) for name, info in infos.items() if info is not None and info.required)
     yield from (_bounded(name) for name, (_, field) in FIELDS.items() if bounds_of(field) is not None)
     predicates = rules_training.BROKEN | rules_model.BROKEN | rules_pipeline.BROKEN
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        for id, flags, message, fix in list(csv.reader(file))[1:]:
-            yield Rule(id, tuple(flags.split()), message, fix, predicates.pop(id))
+    text = read_text(TABLE, max_bytes=1 << 20, follow=True)
+    for id, flags, message, fix in list(csv.reader(text.splitlines()))[1:]:
+        yield Rule(id, tuple(flags.split()), message, fix, predicates.pop(id))
     assert not predicates, f"rules without a row: {sorted(predicates)}"
 
 

@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.training.config.config import Config
-from megatron.training.config.estimates import state_bytes
 from megatron.training.config.rule_table import Predicate, RuleContext, refusal, spelled
+from megatron.training.config.state_bytes import state_bytes
 
 _GROUP = "microbatch_group_size_per_vp_stage"
 _COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}

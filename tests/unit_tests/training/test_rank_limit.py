@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.pipeline_parallel.plan.joint import judge
-from megatron.training.config.estimates import state_bytes
+from megatron.training.config.state_bytes import state_bytes
 from tests.unit_tests.training.test_rules_sharding import FSDP, PP, STRATEGY, configure, problems_of
 
 LIMIT = "--rank-memory-limit"

@@ -1,4 +1,5 @@
-"""What a run takes, by its flags, before a model is built: bytes of states, and what one limit in bytes is chosen under (floor 0)."""
+"""What states of a run take by its flags, before a model is built, and what one limit in bytes is chosen under
+(floor 0)."""
 
 from __future__ import annotations
 
