@@ -31,7 +31,15 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, residency_of, sharding_of
+from megatron.core.distributed.sharding import (
+    Cut,
+    Sharding,
+    ShardPlace,
+    debug_in_slots,
+    outer_cut_of_nothing,
+    residency_of,
+    sharding_of,
+)
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.transient_memory import (
     AllocatedMemory,
@@ -269,7 +277,7 @@ class DistributedDataParallel(GradSync):
         config = self.config
         if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
             return AllocatedMemory(self.memory_tracker)
-        if config.fsdp_debug:
+        if debug_in_slots(config):
             raise ModelError(
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
                 "reads another unit's weights and cannot be told from one that was not; leave out one of them"
@@ -290,7 +298,7 @@ def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace)
     """The row of the table; what is cut into one part is whole. Raises ModelError where instances have one rank each
     and the optimizer is to be cut over them."""
     row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
-    if place.inner_size == 1 and row.optimizer is Cut.FULL and place.outer_size > 1:
+    if outer_cut_of_nothing(config.outer_dp_sharding_strategy, place):
         raise ModelError(
             f"--num-distributed-optimizer-instances {place.outer_size}: an instance of one rank has nothing to shard, "
             "and --outer-dp-sharding-strategy optim needs something sharded: use fewer instances"

@@ -23,7 +23,7 @@ from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.saved_vocabulary import (
+from megatron.training.config.saved_config import (
     check_holds_tokenizer,
     saved_padded_vocabulary,
     with_saved_vocabulary,
