@@ -97,8 +97,8 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
             residency = PlannedResidency.from_json(header[_RESIDENCY], sum(map(len, rows)))
     except ValueError as error:
         raise PlanError(f"the plan's header is wrong: {error}") from None
-    flags = (str(header[flag]) == "True" for flag in _FLAGS)
-    return Plan(str(header["schedule"]), placement, microbatches, rows, *flags, residency)
+    bitwise, forward_only = (str(header[flag]) == "True" for flag in _FLAGS)
+    return Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only, residency)
 
 
 def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:
