@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transport.collectives import Pending
 from megatron.core.transport.peer_loss import blame
+from megatron.core.transport.pending import Pending
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
@@ -30,7 +30,7 @@ class P2PRoute:
     """
 
     def __init__(self, op: str, place: int, group: Group) -> None:
-        self._told = _told(op, place, group)
+        self._described = _described(op, place, group)
         talk = group.process_group
         assert talk is not None, f"{group.purpose!r} is a group of one"
         assert group.backend == "gloo", f"{group.purpose!r} is on {group.backend}"
@@ -40,7 +40,7 @@ class P2PRoute:
     def start(self, tensor: Tensor) -> Pending:
         """Send it, or receive into it; contiguous. Raises PeerLostError, which names the other end."""
         if self._group.observer is not None:
-            self._group.observer(*self._told)
+            self._group.observer(*self._described)
         try:
             work = self._begin([tensor], self._place, _TAG)
         except RuntimeError as error:
@@ -74,7 +74,7 @@ def send_receive(
 
 def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> list[Pending]:
     """All messages as one operation of the backend."""
-    for told in [_told(op, place, group) for op, _, place in messages]:
+    for told in [_described(op, place, group) for op, _, place in messages]:
         if group.observer is not None:
             group.observer(*told)
     calls = {"send": dist.isend, "receive": dist.irecv}
@@ -96,7 +96,7 @@ def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> l
     ]
 
 
-def _told(op: str, place: int, group: Group) -> tuple[str, str, tuple[int, ...]]:
+def _described(op: str, place: int, group: Group) -> tuple[str, str, tuple[int, ...]]:
     """What the observer hears of a message: the pair and direction, not the whole group; its two ends then count the
     same messages."""
     assert op in ("send", "receive"), op
