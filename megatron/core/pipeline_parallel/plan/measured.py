@@ -56,7 +56,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OpTimes:
     """One operation as it ran. wait_s: the part at its beginning in which it waited for a message; of an operation of
     data parallelism, for how long computations waited for it. lane_s: what a computation spent on these."""
 
@@ -81,7 +81,7 @@ class MeasuredStep:
     pipeline: tuple[int, ...]
     plan: Plan
     lanes: Lanes | None
-    spans: tuple[dict[str, Span], ...]
+    spans: tuple[dict[str, OpTimes], ...]
     at_rest: tuple[int, ...] | None
 
 
@@ -186,7 +186,7 @@ class _RankPart:
     iteration: int
     header: dict[str, Any]
     ops: list[RawOp]
-    spans: list[Span]
+    spans: list[OpTimes]
 
 
 def _parts(file: Path) -> Iterator[_RankPart]:
@@ -219,12 +219,12 @@ def _parts(file: Path) -> Iterator[_RankPart]:
         yield part
 
 
-def _operation(content: dict[str, Any], clock: float) -> tuple[RawOp, Span]:
+def _operation(content: dict[str, Any], clock: float) -> tuple[RawOp, OpTimes]:
     start, end, wait = (_seconds(content, name) for name in ("start_s", "end_s", "wait_s"))
     lane = _seconds(content, "lane_s") if "lane_s" in content else 0.0
     op = parse_op(content["op"])
     op = (*op[:7], _of(content, "pair", int)) if "pair" in content else op
-    return op, Span(clock + start, clock + end, wait, lane)
+    return op, OpTimes(clock + start, clock + end, wait, lane)
 
 
 def _header(content: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Completed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """How a step ended, the same on all ranks. coefficient: None where it was skipped. num_zeros: where zeros are
     counted. rolled_back: some rank had stepped, which proved wrong. extras: summed."""
 
@@ -84,7 +84,7 @@ class StepOwner(Protocol):
         """This rank's weights were written, or the forwards that have begun are dropped: what was gathered is of no
         use. Communicates over dp."""
 
-    def decided(self, outcome: Outcome) -> bool:
+    def decided(self, outcome: StepOutcome) -> bool:
         """The step is as it will stay, on all ranks. Whether to go on: False (the same on all ranks) stops the step
         that is under way, see `Go.STOP`."""
 
@@ -159,7 +159,7 @@ class PostValidator:
             self._owner.weights_changed()  # frees what was gathered for the forwards that are dropped
         return Go.STOP if not go_on else Go.AGAIN if again else Go.ON
 
-    def validate_now(self) -> Outcome | None:
+    def validate_now(self) -> StepOutcome | None:
         """Decide on the step that is pending, outside of any plan; None where there is none. To be called on all ranks,
         before weights are saved or evaluated, and at the end. Communicates over the pipeline."""
         pending = self._pending
@@ -229,7 +229,7 @@ class PostValidator:
             pending.whole = pending.known.state.like(pending.arrival.wait())
         return pending.whole
 
-    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool, bool]:
+    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[StepOutcome, bool, bool]:
         """Make the step what it has to be, and tell the owner; whether that goes on, and was told of new weights."""
         divisor, _, stepped = pending.known
         norm = self._stepper.norm(whole.sums, divisor)
@@ -248,7 +248,7 @@ class PostValidator:
         elif changed:
             self._owner.weights_changed()
         self._clean_steps = self._clean_steps + 1 if decision.clean else 0
-        outcome = Outcome(
+        outcome = StepOutcome(
             norm,
             decision.coefficient,
             nonfinite=not whole.finite,

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline, span_key
+from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, OpTimes, read_timeline, span_key
 from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
@@ -60,7 +60,7 @@ def chosen_step(directory: Path, iteration: int | None) -> MeasuredStep:
     return min(chosen, key=lambda step: step.pipeline)
 
 
-Spans = Sequence[Mapping[str, Span]]  # by pipeline rank: text of an operation -> when it ran
+Spans = Sequence[Mapping[str, OpTimes]]  # by pipeline rank: text of an operation -> when it ran
 
 
 def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]:
@@ -83,7 +83,7 @@ def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]
     }
 
 
-def _span(spans: Spans, rank: int, place: int, op: RawOp) -> Span:
+def _span(spans: Spans, rank: int, place: int, op: RawOp) -> OpTimes:
     key = span_key(place, op)
     if key not in spans[rank]:
         raise PlanError(f"the timeline of pipeline rank {rank} has no {key}")
