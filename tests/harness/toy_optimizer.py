@@ -165,7 +165,7 @@ class ToyTrainer:
             plan = post_validation(plan, CostModel.of_ranks(place))
             self.validator = PostValidator(
                 self.optimizer, StateChannel(ps), self,
-                StepRules(run.clip_grad), rank=ps.pp_rank, num_ranks=ps.pp_size, after=run.after,
+                StepRules(run.clip_grad).decide, rank=ps.pp_rank, num_ranks=ps.pp_size, after=run.after,
                 count_zero_grads=True,
             )  # fmt: skip
             validation = Validation(self.validator.decide, lambda stage, mb: self.stages[stage].forget(mb))

@@ -73,7 +73,7 @@ class ValidatedStepRunner:
             engine.optimizer,
             StateChannel(ps),
             self,
-            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks),
+            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks).decide,
             rank=ps.pp_rank,
             num_ranks=ps.pp_size,
             after=config.parallel.post_validation_after,
