@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.optimizer.step_rules import StepRules
+from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
 from megatron.core.transport.parallel_state import ParallelState

@@ -100,7 +100,7 @@ class _Pending:
 
 class PostValidator:
     """One rank's steps. decides: what a step has to be, of a state and the norm of its sums, divided
-    (`core.optimizer.step_rules`); a rank that knows no more than a partial state steps where that would be clean.
+    (`core.optimizer.clip_grads`); a rank that knows no more than a partial state steps where that would be clean.
     rank, num_ranks: in the pipeline. after: so many clean steps in a row are decided on at once,
     with everybody waiting, before ranks step on what they know; 0: they always do.
 

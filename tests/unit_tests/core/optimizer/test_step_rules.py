@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.core.optimizer.step_rules import StepRules
+from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
 
 

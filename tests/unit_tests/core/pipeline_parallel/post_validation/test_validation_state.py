@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.optimizer.clip_grads import norm_of
-from megatron.core.optimizer.step_rules import StepRules
+from megatron.core.optimizer.clip_grads import StepRules, norm_of
 from megatron.core.pipeline_parallel.post_validation.state import ValidationState
 
 sums = st.floats(0, 1e12, allow_subnormal=False)

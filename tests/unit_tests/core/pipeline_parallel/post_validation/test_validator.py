@@ -8,8 +8,8 @@ from math import inf, nan
 import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.optimizer.mixed_precision import RollbackBy
-from megatron.core.optimizer.step_rules import StepRules
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, parse_op
 from megatron.core.pipeline_parallel.plan.request import Request

@@ -58,8 +58,10 @@ class UnitPolicy:
     reduce_late: bool = False
 
 
-def check_policy(policy: str, budget_bytes: int | None, *, weights_cut: bool, grads_cut: bool) -> None:
-    """weights_cut, grads_cut: the strategy cuts them.
+def check_policy(
+    policy: str, budget_bytes: int | None, *, weights_sharded: bool, grads_sharded: bool
+) -> None:
+    """weights_sharded, grads_sharded: the strategy shards them.
 
     Raises ReshardPlanError for a budget without the policy and the reverse, and for a policy without anything to keep.
     """
@@ -75,12 +77,12 @@ def check_policy(policy: str, budget_bytes: int | None, *, weights_cut: bool, gr
         )
     if budget_bytes is not None and budget_bytes < 0:
         raise ReshardPlanError(f"--fsdp-memory-budget {budget_bytes}: give 0 bytes or more")
-    if policy == "backward" and not weights_cut:
+    if policy == "backward" and not weights_sharded:
         raise ReshardPlanError(
             "--fsdp-reshard-policy backward keeps weights gathered from forward to backward, and this strategy does "
             "not shard weights: use --data-parallel-sharding-strategy optim_grads_params, or leave the policy out"
         )
-    if policy in ("step", "budget") and not (weights_cut or grads_cut):
+    if policy in ("step", "budget") and not (weights_sharded or grads_sharded):
         raise ReshardPlanError(
             f"--fsdp-reshard-policy {policy}: this strategy gathers and reduces once a step whatever is kept; use "
             "--data-parallel-sharding-strategy optim_grads or optim_grads_params, or leave the policy out"
@@ -92,43 +94,36 @@ def policies(
     policy: str,
     *,
     num_microbatches: int,
-    weights_cut: bool,
-    grads_cut: bool,
+    weights_sharded: bool,
+    grads_sharded: bool,
     budget_bytes: int | None = None,
 ) -> tuple[UnitPolicy, ...]:
-    """What each unit keeps, in the order of facts. weights_cut, grads_cut: over several ranks: what is not cut is
-    neither gathered nor reduced by microbatches, so there is nothing to keep.
+    """What each unit keeps, in the order of facts. weights_sharded, grads_sharded: over several ranks: what is not
+    sharded is neither gathered nor reduced by microbatches, so there is nothing to keep.
 
     memory: nothing; backward: weights to the backward; step: weights for the step, gradients unreduced until its end;
     budget: no more than budget_bytes are held beyond `memory`.
     """
     assert num_microbatches >= 1, num_microbatches
-    if policy == "budget":
-        assert budget_bytes is not None
-        return _within(facts, budget_bytes, num_microbatches, weights_cut=weights_cut, grads_cut=grads_cut)
-    keep = {"memory": Keep.NOTHING, "backward": Keep.TO_BACKWARD, "step": Keep.STEP}[policy]
-    every = UnitPolicy(keep if weights_cut else Keep.NOTHING, reduce_late=grads_cut and policy == "step")
-    return (every,) * len(facts)
-
-
-def _within(
-    facts: Sequence[UnitFacts], budget: int, num_microbatches: int, *, weights_cut: bool, grads_cut: bool
-) -> tuple[UnitPolicy, ...]:
-    """Both ways to keep weights hold the same, so of the two only the one that saves more is worth a thought. Of equal
-    units the last come first: they are held the shortest from forward to backward."""
-    offers: list[tuple[int, int, int, UnitPolicy]] = []  # (calls saved, -place, bytes, what is kept)
-    for place, unit in enumerate(reversed(facts)):
-        best = max((Keep.TO_BACKWARD, Keep.STEP), key=lambda keep: unit.saved_gathers(keep, num_microbatches))
-        saved = weights_cut * unit.saved_gathers(best, num_microbatches)
-        offers.append((saved, -place, unit.gather_bytes, UnitPolicy(keep=best)))
-        offers.append(
-            (grads_cut * (num_microbatches - 1), -place, unit.reduce_bytes, UnitPolicy(reduce_late=True))
+    if policy != "budget":
+        keep = {"memory": Keep.NOTHING, "backward": Keep.TO_BACKWARD, "step": Keep.STEP}[policy]
+        every = UnitPolicy(
+            keep if weights_sharded else Keep.NOTHING, reduce_late=grads_sharded and policy == "step"
         )
+        return (every,) * len(facts)
+    assert budget_bytes is not None
+    # Both ways to keep weights hold the same, so of the two only the one that saves more is offered. Of equal units the
+    # last come first: they are held the shortest from forward to backward.
+    offers: list[tuple[int, int, int, Keep | None]] = []  # (calls saved, place, bytes, how weights are kept)
+    for place, unit in enumerate(facts):
+        best = max((Keep.TO_BACKWARD, Keep.STEP), key=lambda keep: unit.saved_gathers(keep, num_microbatches))
+        saved = weights_sharded * unit.saved_gathers(best, num_microbatches)
+        offers.append((saved, place, unit.gather_bytes, best))
+        offers.append((grads_sharded * (num_microbatches - 1), place, unit.reduce_bytes, None))
     chosen = [UnitPolicy()] * len(facts)
     for saved, place, size, kept in sorted(offers, key=lambda offer: offer[:2], reverse=True):
-        if saved and 0 < size <= budget:
-            budget -= size
-            own = chosen[place - 1]
-            keep = kept.keep if kept.keep is not Keep.NOTHING else own.keep
-            chosen[place - 1] = UnitPolicy(keep, reduce_late=own.reduce_late or kept.reduce_late)
+        if saved and 0 < size <= budget_bytes:
+            budget_bytes -= size
+            change = {"reduce_late": True} if kept is None else {"keep": kept}
+            chosen[place] = dataclasses.replace(chosen[place], **change)
     return tuple(chosen)

@@ -1,52 +1,59 @@
-"""Memory of transient tensors: gathered weights, gradients on their way to a shard.
+"""Memory that comes and goes: of gathered weights, of gradients on their way to a shard, and of gradients at rest.
 
 [Note: storages] A parameter is a view of its unit's full tensor, for the whole run. The tensor's storage is empty while
-the weights are cut; `acquire` gives it memory again, `release` takes it away, and no view notices: parameters, and what
-autograd saved of them, keep identity and storage object. A view that somebody reads while the storage is empty reads
-freed memory; `debug.py` finds those.
+the weights are sharded; `acquire` gives it memory again, `release` takes it away, and no view notices: parameters, and
+what autograd saved of them, keep identity and storage object. A view that somebody reads while the storage is empty
+reads freed memory; `released_tensors.py` finds those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.bucket_memory import own_storage
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 
 CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the memory tracker, by role
 
 
-class TransientMemory(Protocol):
-    """Where transient tensors live."""
+def own_storage(role: str, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A transient tensor [numel] with a storage of its own."""
+    tensor = torch.empty(numel, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
-    def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] without memory. role: "weights", "grads" or "extra"."""
 
-    def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
-        """Memory for all of a unit's tensors of one role; their values are anything."""
-
-    def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
-        """Take it away. Raises ModelError where somebody has pinned it."""
-
-    def is_blocked(self, role: str, unit: str) -> bool:
-        """Whether `acquire` has to wait until another unit has released its memory."""
+@contextlib.contextmanager
+def with_memory(tensor: Tensor) -> Iterator[Tensor]:
+    """A transient tensor has memory inside; its values are anything. Views can be made only where there is memory."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() or not tensor.numel():
+        yield tensor
+        return
+    storage.resize_(int(tensor.storage_offset() + tensor.numel()) * tensor.element_size())
+    try:
+        yield tensor
+    finally:
+        storage.resize_(0)
 
 
 class AllocatedMemory:
-    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library."""
+    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library. Roles are "weights",
+    "grads" and "extra"."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
 
     def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] without memory."""
         return own_storage(role, unit, numel, dtype, device)
 
     def acquire(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        """Memory for all of a unit's tensors of one role; their values are anything."""
         for tensor in tensors:
             num_bytes = tensor.numel() * tensor.element_size()
             storage = tensor.untyped_storage()
@@ -55,6 +62,7 @@ class AllocatedMemory:
             self._tracker.hold(CATEGORY[role], unit, num_bytes)
 
     def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
+        """Take it away. Raises ModelError where somebody has pinned it."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not storage.resizable():
@@ -66,10 +74,11 @@ class AllocatedMemory:
             storage.resize_(0)
 
     def is_blocked(self, role: str, unit: str) -> bool:
+        """Whether `acquire` has to wait until another unit has released its memory."""
         return False
 
 
-class DoubleBuffer:
+class DoubleBuffer(AllocatedMemory):
     """Two lasting slots a role, shared by all units but those that overflow. Units take them in turns in the order of
     the forward, whatever their sizes, so that neighbours never share one: while one is used, the next is on its way.
 
@@ -78,9 +87,8 @@ class DoubleBuffer:
     """
 
     def __init__(self, tracker: MemoryTracker, slot_of: Mapping[str, int | None]) -> None:
-        self._tracker = tracker
+        super().__init__(tracker)
         self._slot_of = slot_of
-        self._beside = AllocatedMemory(tracker)
         self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
         self._slot_bytes: dict[tuple[str, int], int] = {}
         self._used_bytes: dict[tuple[str, str], int] = {}  # (role, unit) -> bytes given out
@@ -89,11 +97,12 @@ class DoubleBuffer:
     def new(self, role: str, unit: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         slot = self._slot(role, unit)
         if slot is None:
-            return self._beside.new(role, unit, numel, dtype, device)
+            return super().new(role, unit, numel, dtype, device)
         if slot not in self._storages:
             self._storages[slot] = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        start = self._used_bytes.get((role, unit), 0)
-        start = -(-start // 256) * 256  # each tensor on a boundary that any kernel is content with
+        start = (
+            -(-self._used_bytes.get((role, unit), 0) // 256) * 256
+        )  # a boundary that any kernel is content with
         end = start + numel * dtype.itemsize
         self._used_bytes[role, unit] = end
         self._slot_bytes[slot] = max(self._slot_bytes.get(slot, 0), end)
@@ -109,7 +118,7 @@ class DoubleBuffer:
         slot = self._slot(role, unit)
         if slot is None:
             self._tracker.overflows += 1
-            self._beside.acquire(role, unit, tensors)
+            super().acquire(role, unit, tensors)
             return
         other = self._held_by.setdefault(slot, unit)
         if (
@@ -129,7 +138,7 @@ class DoubleBuffer:
     def release(self, role: str, unit: str, tensors: Sequence[Tensor]) -> None:
         slot = self._slot(role, unit)
         if slot is None:
-            self._beside.release(role, unit, tensors)
+            super().release(role, unit, tensors)
         else:
             assert self._held_by.pop(slot) == unit
 
@@ -149,7 +158,44 @@ def plan_slots(num_units: int, *, lasting: Collection[int] = ()) -> tuple[int | 
     run inside others, cannot take turns and get memory of their own; the others take turns as if these were not there.
     """
     assert all(0 <= unit < num_units for unit in lasting), (lasting, num_units)
-    slot_of: list[int | None] = [None] * num_units
-    for turn, unit in enumerate(unit for unit in range(num_units) if unit not in lasting):
-        slot_of[unit] = turn % 2
-    return tuple(slot_of)
+    turns = [unit for unit in range(num_units) if unit not in lasting]
+    return tuple(turns.index(unit) % 2 if unit in turns else None for unit in range(num_units))
+
+
+class RestingGrads:
+    """The gradients at rest of one unit's buckets, without memory while they mean nothing: from a step's beginning to
+    the unit's first reduction, when activations are at their most.
+
+    Views of them stay valid; reading one in between would read freed memory, so they keep it where somebody holds a
+    view that was not there when the first step began, or an array of numpy's, which pins it for good.
+    """
+
+    def __init__(self, unit: str, grads: Iterable[Tensor], tracker: MemoryTracker) -> None:
+        self._unit = unit
+        self._storages = [tensor.untyped_storage() for tensor in grads]
+        self._bytes = [storage.nbytes() for storage in self._storages]
+        self._tracker = tracker
+        self._views: list[int] | None = None  # references to each storage when the first step began
+        self._held = True
+        tracker.hold("main_grads", unit, sum(self._bytes))
+
+    def release(self) -> None:
+        """What they hold is of no more use."""
+        # How many tensors share each storage (torch keeps no public word for it).
+        views = [int(torch._C._storage_Use_Count(storage._cdata)) for storage in self._storages]
+        if self._views is None:
+            self._views = views
+        pinned = not all(storage.resizable() for storage in self._storages)
+        if self._held and not pinned and all(now <= old for now, old in zip(views, self._views, strict=True)):
+            for storage in self._storages:
+                storage.resize_(0)
+            self._tracker.free("main_grads", self._unit, sum(self._bytes))
+            self._held = False
+
+    def hold(self) -> None:
+        """They have memory on return; their values are anything."""
+        if not self._held:
+            for storage, num_bytes in zip(self._storages, self._bytes, strict=True):
+                storage.resize_(num_bytes)
+            self._tracker.hold("main_grads", self._unit, sum(self._bytes))
+            self._held = True

@@ -17,59 +17,34 @@ the first are for who takes it, the second for who made it, so that one unit's w
 
 [Note: modules that are not called] Some modules' forwards never run: whoever is around them reads their parameters
 (`nn.MultiheadAttention` its `out_proj`, anybody an `nn.ParameterList`). Without memory behind them such a read ends in
-torch's error about a storage, or in a crash. So reads of their parameters are listened to (`parameter_reads.py`). A
-unit that is read so stays from its first read in a forward to the end of the microbatch, a backward needs it from the
+torch's error about a storage, or in a crash. So reads of their parameters are listened to (`ParameterReads`). A unit
+that is read so stays from its first read in a forward to the end of the microbatch, a backward needs it from the
 model's output on, and only its last gradient completes it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from megatron.core.distributed.custom_fsdp.own_parameters import ParameterReads
+from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
 from megatron.core.distributed.unit_events import tensors_in
-from megatron.core.fully_shard.parameter_reads import ParameterReads
 from megatron.core.module import ModelError
 from megatron.core.units import Unit
-
-
-class UnitDriver(Protocol):
-    """What follows from the hooks. recomputing: inside a backward, whose forward is run again."""
-
-    def begin_forward(self, *, training: bool) -> None:
-        """A chunk's forward begins (not when it is recomputed)."""
-
-    def end_forward(self, *, training: bool) -> None: ...
-
-    def enter_forward(self, unit: int, *, recomputing: bool) -> None: ...
-
-    def leave_forward(self, unit: int, *, recomputing: bool) -> None: ...
-
-    def enter_backward(self, unit: int, *, differentiable: bool) -> None:
-        """differentiable: another backward is to go through this one (create_graph=True)."""
-
-    def passed(self, unit: int, *, last: bool) -> None:
-        """Backward has gone through one call of the unit; last: through all of them. Not told of a backward that is
-        differentiable: what it goes through is gone through again."""
 
 
 class _Call:
     """One forward of a unit with a graph; alive as long as the graph is."""
 
 
-@dataclasses.dataclass
-class _Run:
-    """A module's forward under way, that is no recomputation: those may be left in the middle, and what they held would
-    stay. versions: of its input tensors when it began."""
-
-    inputs: list[Tensor]
-    versions: list[int]
+_CallsOf = collections.defaultdict[int, "weakref.WeakSet[_Call]"]  # by unit
 
 
 class UnitHooks:
@@ -80,24 +55,23 @@ class UnitHooks:
     ) -> None:
         self._driver = driver
         self._backward = backward
-        self._runs: list[_Run] = []
+        # Forwards under way that are no recomputations (those may be left in the middle, and what they held would
+        # stay): their input tensors, and the versions of these when they began.
+        self._runs: list[tuple[list[Tensor], list[int]]] = []
         self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
-        self._calls: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
-        # Of the calls, those without a differentiable input that is no leaf.
-        self._sources: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
-        self._entered: dict[int, _Call] = {}  # those of them whose forward is under way, by module
+        self._calls = _CallsOf(weakref.WeakSet)
+        self._sources = _CallsOf(weakref.WeakSet)  # see [Note: sources]
+        self._readers = _CallsOf(weakref.WeakSet)  # forwards that have read a unit, as calls
+        self._entered: dict[int, _Call] = {}  # sources whose forward is under way, by module
         self._in_chunk = False  # a chunk's forward is under way
         self._reads = ParameterReads(units, self._read)
         self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
-        # Forwards that have read a unit so, as calls.
-        self._readers: dict[int, weakref.WeakSet[_Call]] = {unit.index: weakref.WeakSet() for unit in units}
         self.handles = [chunk.register_forward_pre_hook(self._begin_forward) for chunk in chunks]
-        for unit in units:
-            for module in unit.modules:
-                self.handles += [
-                    module.register_forward_pre_hook(self._enter(unit), with_kwargs=True),
-                    module.register_forward_hook(self._leave(unit), with_kwargs=True),
-                ]
+        for module, unit in ((module, one) for one in units for module in one.modules):
+            self.handles += [
+                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True),
+                module.register_forward_hook(self._leave(unit), with_kwargs=True),
+            ]
         for chunk in chunks:
             self.handles += [
                 chunk.register_forward_hook(self._end_forward),
@@ -151,7 +125,7 @@ class UnitHooks:
             inputs = list(tensors_in((args, kwargs))) if graph else []
             if not recomputing:
                 tracked = [tensor for tensor in inputs if not tensor.is_inference()]
-                self._runs.append(_Run(tracked, [tensor._version for tensor in tracked]))
+                self._runs.append((tracked, [tensor._version for tensor in tracked]))
             if graph:
                 self._watch_inputs(unit, module, inputs)
 
@@ -159,8 +133,9 @@ class UnitHooks:
 
     def _leave(self, unit: Unit) -> Any:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            run = None if in_backward() else self._runs.pop()
-            if run is not None and [tensor._version for tensor in run.inputs] != run.versions:
+            recomputing = in_backward()
+            inputs, versions = ([], []) if recomputing else self._runs.pop()
+            if [tensor._version for tensor in inputs] != versions:
                 raise ModelError(
                     f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
                     "new tensors, because its input's gradient tells when its backward is over: use the operation that "
@@ -169,33 +144,32 @@ class UnitHooks:
             source = self._entered.pop(id(module), None)
             if self._backward and torch.is_grad_enabled():
                 self._watch_outputs(unit, output, source)
-            if run is not None and not self._runs and not self._in_chunk:  # a unit called without the whole
+            if not (recomputing or self._runs or self._in_chunk):  # a unit called without the whole
                 self._watch_read(output)
             ran = self._ran[unit.index]
             ran.add(id(module))
             if len(ran) == len(unit.modules):
                 ran.clear()
-                self._driver.leave_forward(unit.index, recomputing=in_backward())
+                self._driver.leave_forward(unit.index, recomputing=recomputing)
 
         return leave
 
     def _watch_inputs(self, unit: Unit, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         """A module may run several times: the unit is passed once all of its calls are. See [Note: sources]."""
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        if not inputs or any(tensor.is_leaf for tensor in inputs):
-            self._entered[id(module)] = source = _Call()
-            self._sources[unit.index].add(source)
-            return
         call, calls = _Call(), self._calls[unit.index]
+        if not inputs or any(tensor.is_leaf for tensor in inputs):
+            self._entered[id(module)] = call
+            self._sources[unit.index].add(call)
+            return
         calls.add(call)
 
         def through(_: Any) -> None:
             if torch.is_grad_enabled():  # create_graph=True
                 return
             calls.discard(call)
-            if self._readers[unit.index]:
-                return
-            self._driver.passed(unit.index, last=not calls and not self._sources[unit.index])
+            if not self._readers[unit.index]:
+                self._driver.passed(unit.index, last=not calls and not self._sources[unit.index])
 
         if len(inputs) == 1:
             inputs[0].register_hook(through)

@@ -7,8 +7,8 @@ import dataclasses
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 
-# Fields that act only where gradients are cut -> their value where nobody has set them.
-OF_CUT_GRADIENTS: dict[str, object] = {
+# Fields that act only where gradients are sharded -> their value where nobody has set them.
+OF_SHARDED_GRADIENTS: dict[str, object] = {
     "fsdp_double_buffer": False,
     "fsdp_reshard_policy": "memory",
     "fsdp_memory_budget": None,
@@ -16,7 +16,7 @@ OF_CUT_GRADIENTS: dict[str, object] = {
     "fsdp_debug": False,
     "megatron_fsdp_grad_comm_dtype": "auto",
 }
-CUT_GRADIENTS = ("optim_grads", "optim_grads_params")
+SHARDED_GRADIENTS = ("optim_grads", "optim_grads_params")
 
 
 def resolve_standalone(
@@ -26,19 +26,14 @@ def resolve_standalone(
 
     Raises ModelError where a field is set that the strategy or the ranks leave without effect.
     """
-    if config is None:
-        return DistributedDataParallelConfig(
-            data_parallel_sharding_strategy="optim_grads_params",
-            num_distributed_optimizer_instances=instances,
-        )
+    config = config or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
     strategy, told = config.data_parallel_sharding_strategy, config.num_distributed_optimizer_instances
-    if strategy not in CUT_GRADIENTS:
-        idle = [field for field, unset in OF_CUT_GRADIENTS.items() if getattr(config, field) != unset]
-        if idle:
-            raise ModelError(
-                f"{', '.join(idle)}: no effect with data_parallel_sharding_strategy={strategy!r}, which cuts no "
-                f"gradients; set the strategy to one of {list(CUT_GRADIENTS)}, or leave {_them(idle)} out"
-            )
+    idle = [field for field, unset in OF_SHARDED_GRADIENTS.items() if getattr(config, field) != unset]
+    if idle and strategy not in SHARDED_GRADIENTS:
+        raise ModelError(
+            f"{', '.join(idle)}: no effect with data_parallel_sharding_strategy={strategy!r}, which cuts no gradients; "
+            f"set the strategy to one of {list(SHARDED_GRADIENTS)}, or leave {'it' if len(idle) == 1 else 'them'} out"
+        )
     if strategy == "no_shard" and config.use_distributed_optimizer:
         raise ModelError(
             "use_distributed_optimizer: data_parallel_sharding_strategy='no_shard' (its default) does not shard the "
@@ -58,7 +53,3 @@ def resolve_standalone(
     return dataclasses.replace(
         config, outer_dp_sharding_strategy=outer, num_distributed_optimizer_instances=instances
     )
-
-
-def _them(fields: list[str]) -> str:
-    return "it" if len(fields) == 1 else "them"

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.distributed.bucket_memory import trained
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.hooks import in_backward
+from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
 from megatron.core.distributed.sharding import Cut
-from megatron.core.fully_shard.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.fully_shard.hooks import in_backward
-from megatron.core.fully_shard.shard_parameters import UNCOPIED, ShardParameters
 from megatron.core.module import ModelError
 from megatron.core.units import UnitModule
 
@@ -32,10 +33,8 @@ class StepDriver:
         self.module, self.engine, self.unit_modules = module, engine, unit_modules
         engine.weights_changed()
         engine.driver.on_gradient, engine.driver.on_backward = self._contribution, self._arm
-        self.sync = True
-        self.used = False
-        self._armed = False  # a backward is under way
-        self._is_last = False  # that backward ends the step
+        self.sync, self.used = True, False
+        self._armed = self._is_last = False  # a backward is under way; it ends the step
         self._contributed = False  # a gradient has come in this step
         self._held = False  # this step adds to what `.grad` holds
         self._holds_sum = False  # the gradients are sums that a next backward adds to
@@ -45,12 +44,14 @@ class StepDriver:
         self.shards = ShardParameters(engine.buffer, module)
         engine.release_gradients()
         parts = (part for unit in engine.units for part in unit.modules)  # may be called without the whole
-        self._handles = []
-        for part in dict.fromkeys((module, *parts)):
-            self._handles += [
+        self._handles = [
+            handle
+            for part in dict.fromkeys((module, *parts))
+            for handle in (
                 part.register_forward_pre_hook(self._before, prepend=True),
                 part.register_forward_hook(self._after, always_call=True),
-            ]
+            )
+        ]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(UNCOPIED)
@@ -103,13 +104,13 @@ class StepDriver:
         shards = self.shards.registered
         changed = [
             name
-            for name, own, trained in self._trained
-            if own.requires_grad is not trained or shards[name].requires_grad is not trained
+            for name, own, was in self._trained
+            if own.requires_grad is not was or shards[name].requires_grad is not was
         ]
         if changed:
             raise ModelError(
-                f"requires_grad of {sorted(changed)} was changed after fully_shard, which cuts memory by it: "
-                "set it before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
+                f"requires_grad of {sorted(changed)} was changed after fully_shard, which cuts memory by it: set it "
+                "before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
             )
 
     def _check_sharded(self) -> None:
@@ -123,45 +124,37 @@ class StepDriver:
 
     def _begin_step(self) -> None:
         engine = self.engine
-        whole = engine.sharding.main_grads is Cut.WHOLE and engine.place.dp_size > 1
-        held = self._holds_sum and any(parameter.grad is not None for parameter in self.shards.current())
-        if held and whole:
+        grads = [p.grad for p in self.shards.current() if p.grad is not None] if self._holds_sum else []
+        if engine.sharding.main_grads is Cut.WHOLE and engine.place.dp_size > 1:
             # sync, on this path only: zero_grad(set_to_none=False) leaves zeros, which may be overwritten
-            held = any(p.grad is not None and bool(p.grad.any()) for p in self.shards.current())
-            if held:
+            if any(bool(grad.any()) for grad in grads):
                 raise ModelError(
                     f"--data-parallel-sharding-strategy {engine.config.data_parallel_sharding_strategy}: gradients of "
                     "an earlier backward are there, reduced: call zero_grad() before the next forward, or run all "
                     "backwards of a step but its last inside no_sync()"
                 )
-        if held:
+            grads = []
+        if grads:
             self._take_held()
-        self._held, self._contributed = held, False
-        engine.begin_step(None, accumulate=held)
+        self._held, self._contributed = bool(grads), False
+        engine.begin_step(None, accumulate=self._held)
 
     def _take_held(self) -> None:
-        """What is added to is what `.grad` holds now: nothing, or something else than what was reduced."""
+        """What is added to is what `.grad` holds now: nothing, or something else than what was reduced. What instances
+        hold is summed again after the next backward: one of them keeps what they have summed, or each its own part of
+        it."""
         for parameter, grad in self.shards:
             if parameter.grad is None:
                 grad.zero_()
             elif parameter.grad.data_ptr() != grad.data_ptr():
                 grad.copy_(parameter.grad)
-        if self.engine.place.outer_size > 1:
-            self._keep_outer_sum_once()
-
-    def _keep_outer_sum_once(self) -> None:
-        """What instances hold is summed again after the next backward: one of them keeps what they have summed, or
-        each its own part of it."""
-        engine = self.engine
-        for bucket in engine.buffer.buckets:
-            if bucket.main_grads is None or bucket.optimizer_grads is None:
-                continue
-            if engine.sharding.optimizer is Cut.FULL:
-                own = bucket.optimizer_grads.clone()
-                bucket.main_grads.zero_()
-                bucket.optimizer_grads.copy_(own)
-            elif engine.place.outer_rank > 0:
-                bucket.main_grads.zero_()
+        scattered, place = self.engine.sharding.optimizer is Cut.FULL, self.engine.place
+        for bucket in (one for one in self.engine.buffer.buckets if one.trained and place.outer_size > 1):
+            own = trained(bucket.optimizer_grads).clone() if scattered else None
+            if scattered or place.outer_rank > 0:
+                trained(bucket.main_grads).zero_()
+            if own is not None:
+                trained(bucket.optimizer_grads).copy_(own)
 
     def _abandon_step(self) -> None:
         """The last backward ended with an error: what it has started ends, and what it has added is not kept."""
@@ -185,9 +178,7 @@ class StepDriver:
         if not self.engine.is_stepping:  # several forwards ran before their backwards
             self._begin_step()
         self._is_last = self.sync
-        self.engine.driver.hold_back(not self.sync)
-        if self.sync:
-            self.engine.driver.expect_last()
+        self.engine.driver.begin_backward(is_last=self.sync)
         self._call_after_backward()
 
     def _call_after_backward(self, *_: Any) -> None:

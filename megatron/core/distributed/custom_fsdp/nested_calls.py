@@ -11,82 +11,76 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.fully_shard.fully_sharded_data_parallel import (
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.fully_shard.shard_parameters import BUILD_IT_AFTERWARDS
-from megatron.core.fully_shard.step_driver import DRIVER, StepDriver
+from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
+from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS
+from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
-from megatron.core.own_parameters import OwnParameters
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule, matched_units
 
 
 class InnerCalls:
-    """The calls inside a module that no call around them has taken over yet.
+    """The calls inside a module that no call around them has taken over yet. drivers: theirs, by path of the module.
 
     Raises ModelError where the module or something around it is sharded already, or where one of them has run.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._paths = {id(one): name for name, one in module.named_modules()}
-        here = (one.__dict__.get(DRIVER) for one in module.modules())
-        self._drivers = [
-            driver for driver in dict.fromkeys(here) if driver and id(driver.module) in self._paths
-        ]
-        name = type(module).__name__
+        self._name = name = f"fully_shard({type(module).__name__})"
+        self._paths = {id(one): path for path, one in module.named_modules()}
+        here = dict.fromkeys(one.__dict__.get(DRIVER) for one in module.modules())
+        self.drivers: dict[str, StepDriver] = {
+            self._paths[id(driver.module)]: driver
+            for driver in here
+            if driver and id(driver.module) in self._paths
+        }
         if DRIVER in module.__dict__:
             raise ModelError(
-                f"fully_shard({name}) for a second time: it is sharded already, in place; leave out one of the calls"
+                f"{name} for a second time: it is sharded already, in place; leave out one of the calls"
             )
-        known = {id(driver.shards) for driver in self._drivers}
-        for one in module.modules():
-            own = one.__dict__["_parameters"]
-            if isinstance(own, OwnParameters) and own.view is not None and id(own.view) not in known:
+        known = [driver.shards for driver in self.drivers.values()]
+        for own in (one.__dict__["_parameters"] for one in module.modules()):
+            if isinstance(own, OwnParameters) and not any(own.view is one for one in (None, *known)):
                 raise ModelError(
-                    f"fully_shard({name}): a module around it is sharded already, and its parameters with it; call "
-                    "fully_shard from the inside out: each layer, then the model"
+                    f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard from "
+                    "the inside out: each layer, then the model"
                 )
-        if self._drivers and isinstance(module, MegatronModule):
+        if self.drivers and isinstance(module, MegatronModule):
             raise ModelError(
-                f"fully_shard({name}) after fully_shard of modules inside it: it says its units itself (units()); "
-                "leave the calls inside it out"
+                f"{name} after fully_shard of modules inside it: it says its units itself (units()); leave the calls "
+                "inside it out"
             )
-        for driver in self._drivers:
+        for path, driver in self.drivers.items():
             if driver.used or driver.shards.take_changes():
                 raise ModelError(
-                    f"fully_shard({name}): {self._path(driver)!r} inside it has run or was written to since its own "
-                    "call; call fully_shard from the inside out before the first forward, and load weights afterwards"
+                    f"{name}: {path!r} inside it has run or was written to since its own call; call fully_shard from "
+                    "the inside out before the first forward, and load weights afterwards"
                 )
 
-    def __bool__(self) -> bool:
-        return bool(self._drivers)
-
     @property
-    def ps(self) -> ParallelState:
-        return self._drivers[0].engine.ps
-
-    @property
-    def config(self) -> DistributedDataParallelConfig:
-        return dataclasses.replace(self._drivers[0].engine.config, fsdp_unit_modules=None)
+    def first(self) -> FullyShardedDataParallel | None:
+        """The engine whose ranks and config a call around these has where it is given none."""
+        return next((driver.engine for driver in self.drivers.values()), None)
 
     def unit_modules(self, own: Sequence[UnitModule]) -> list[UnitModule]:
         """The modules of the calls inside, the units that they were given, and the call's `own`, which take
         precedence."""
         together = [set(names) for names in own if isinstance(names, tuple)]
         found: list[tuple[str, ...]] = []
-        for driver in self._drivers:
-            found.append((self._path(driver),))
+        for path, driver in self.drivers.items():
+            found.append((path,))
             for modules in matched_units(driver.module, driver.unit_modules):
                 found.append(tuple(self._paths[id(module)] for module in modules))
         kept = (names for names in dict.fromkeys(found) if not any(set(names) <= one for one in together))
@@ -94,26 +88,21 @@ class InnerCalls:
 
     def take_over(self, ps: ParallelState, config: DistributedDataParallelConfig) -> None:
         """The modules inside are plain ones again. Raises ModelError where their ranks or configs are others."""
-        for driver in self._drivers:
-            theirs = driver.engine.config
-            fields = [
-                field.name
-                for field in dataclasses.fields(config)
-                if field.name != "fsdp_unit_modules"
-                and getattr(theirs, field.name) != getattr(config, field.name)
-            ]
+        given = dataclasses.asdict(config)
+        self._engine_of: dict[int, tuple[FullyShardedDataParallel, int]] = {}  # parameter -> engine, unit
+        self.own_parameters = set[int]()
+        for path, driver in self.drivers.items():
+            theirs = dataclasses.asdict(driver.engine.config)
+            fields = [one for one in given if one != "fsdp_unit_modules" and theirs[one] != given[one]]
             fields += ["mesh"] * (driver.engine.ps is not ps)
             if fields:
                 raise ModelError(
-                    f"fully_shard({type(self._module).__name__}): {self._path(driver)!r} inside it was given another "
-                    f"{', '.join(fields)}: give all calls the same, or the calls around others nothing"
+                    f"{self._name}: {path!r} inside it was given another {', '.join(fields)}: give all calls the same, "
+                    "or the calls around others nothing"
                 )
-        self._engine_of: dict[int, tuple[FullyShardedDataParallel, int]] = {}
-        self.own_parameters = set[int]()
-        for driver in self._drivers:
+        for driver in self.drivers.values():
             driver.release()
-            engine = driver.engine
-            parameters = dict(driver.module.named_parameters())
+            engine, parameters = driver.engine, dict(driver.module.named_parameters())
             self.own_parameters |= {id(parameter) for parameter in parameters.values()}
             self._engine_of |= {
                 id(parameters[name]): (engine, unit.index) for unit in engine.units for name in unit.names
@@ -122,22 +111,18 @@ class InnerCalls:
     @contextlib.contextmanager
     def reading(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Their values are there inside. Communicates over dp_gather."""
-        places = dict.fromkeys(self._engine_of.get(id(parameter)) for parameter in parameters)
-        units = [place for place in places if place is not None]
+        places = (self._engine_of[id(one)] for one in parameters if id(one) in self._engine_of)
         with contextlib.ExitStack() as inside:
-            for engine, unit in units:
+            for engine, unit in dict.fromkeys(places):
                 inside.enter_context(engine.gathered([unit]))
             yield
 
     def hand_over(self, driver: StepDriver) -> None:
         """From here on `driver` drives the modules of the calls inside."""
-        for inner in self._drivers:
+        for inner in self.drivers.values():
             for module in inner.module.modules():
                 if DRIVER in module.__dict__:
                     module.__dict__[DRIVER] = driver
-
-    def _path(self, driver: StepDriver) -> str:
-        return self._paths[id(driver.module)]
 
 
 def refuse_optimizers(module: nn.Module) -> None:
@@ -145,12 +130,12 @@ def refuse_optimizers(module: nn.Module) -> None:
     if max(_references(module), default=0) <= _references(nn.Linear(1, 1, bias=False))[0]:
         return  # nobody has any of them but the module
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    if _optimizers_over(names.keys()):
+    if _optimizers_over(names):
         gc.collect()  # one that nobody can reach any more is no mistake
-    for optimizer, found in _optimizers_over(names.keys()):
+    for optimizer, name in _optimizers_over(names):
         raise ModelError(
-            f"fully_shard({type(module).__name__}): {type(optimizer).__name__} was built before it over "
-            f"{names[found]!r} and would train nothing: {BUILD_IT_AFTERWARDS}"
+            f"fully_shard({type(module).__name__}): {type(optimizer).__name__} was built before it over {name!r} and "
+            f"would train nothing: {BUILD_IT_AFTERWARDS}"
         )
 
 
@@ -158,13 +143,13 @@ def _references(module: nn.Module) -> list[int]:
     return [sys.getrefcount(parameter) for parameter in module.parameters()]
 
 
-def _optimizers_over(parameters: Collection[int]) -> list[tuple[torch.optim.Optimizer, int]]:
-    """Those alive, and the first parameter that each has. parameters: ids."""
+def _optimizers_over(names: dict[int, str]) -> list[tuple[torch.optim.Optimizer, str]]:
+    """Those alive, and the name of the first parameter that each has. names: by ids of parameters."""
     found = []
     for one in gc.get_objects():
         if issubclass(type(one), torch.optim.Optimizer):
             held = (id(parameter) for group in one.param_groups for parameter in group["params"])
-            found += [(one, parameter) for parameter in held if parameter in parameters][:1]
+            found += [(one, names[parameter]) for parameter in held if parameter in names][:1]
     return found
 
 

@@ -18,55 +18,54 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.dist_checkpointing.state_pieces import (
-    FlatSpan,
-    StatePiece,
-    optimizer_parts,
-    optimizer_pieces,
-    own_parts,
-    taken,
-)
+from megatron.core.dist_checkpointing import state_pieces
+from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
+from megatron.core.distributed.custom_fsdp.hooks import in_backward
+from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.fully_shard.hooks import in_backward
 from megatron.core.module import ModelError
-from megatron.core.own_parameters import OwnParameters
 
 BUILD_IT_AFTERWARDS = (
     "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"
+)
+UNCOPIED = (
+    "a sharded module cannot be copied or pickled: its memory and groups are its own; copy the module before "
+    "fully_shard, or load full_state_dict() into another one"
 )
 
 
 class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones.
 
-    names: of those that are trained. module: shows the shards as its parameters; none by default. in_forward: the
-    module shows its own parameters, as it does in a backward. readable: attributes give its own parameters.
+    names: of those that are trained. registered: the parameters that are registered now: code that loads may put others
+    there. places: what each is of. module: shows the shards as its parameters; none by default. in_forward: the module
+    shows its own parameters, as it does in a backward. may_have_changed: an optimizer has stepped, or a backward has
+    ended.
     """
 
     def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
-        self.names = buffer.names
-        self.in_forward = False
-        self._whole = self.readable = buffer.sharding.weights is Cut.WHOLE
-        parts = {name: buffer.main_weight_part(name) for name in buffer.names}
-        parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
-        self._parts = list(parts.values())
+        self.names, sharding = buffer.names, buffer.sharding
+        self.in_forward = self.may_have_changed = False
+        self._whole = self._readable = (
+            sharding.weights is Cut.WHOLE
+        )  # attributes give the module's own parameters
+        self._parts = {name: buffer.main_weight_part(name) for name in buffer.names}
+        self._parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
         # Made before the first step begins, so that these views do not keep gradients at rest from being released.
         self.grads = [buffer.main_grad_part(name) for name in self.names]
-        # The parameters that are registered now: code that loads may put others there.
         # `.data` has a version of its own: what the engine writes to the same memory is no change.
-        self.registered = {n: nn.Parameter(p.data, requires_grad=n in self.names) for n, p in parts.items()}
-        self.places = {
-            name: FlatSpan(
-                buffer.param_meta[name],
-                *buffer.part(
-                    name, buffer.sharding.optimizer if name in self.names else buffer.sharding.weights
-                ),
-            )
-            for name in parts
+        self.registered = {
+            name: nn.Parameter(part.data, requires_grad=name in self.names)
+            for name, part in self._parts.items()
         }
-        self.may_have_changed = False  # an optimizer has stepped, or a backward has ended
-        self._storages = [_storage(part) for part in self._parts]
+        cut_of = dict.fromkeys(buffer.frozen, sharding.weights) | dict.fromkeys(
+            buffer.names, sharding.optimizer
+        )
+        self.places = {
+            name: FlatSpan(buffer.param_meta[name], *buffer.part(name, cut_of[name])) for name in self._parts
+        }
+        self._storages = {name: _storage(part) for name, part in self._parts.items()}
         self._versions = self._current_versions()
         self._first: dict[int, str] = {}  # id of a parameter of the module's own -> its first name
         self._owners: list[nn.Module] = []
@@ -89,12 +88,11 @@ class ShardParameters:
         """Whether the shards are to be taken for changed; values with memory of their own are copied to where the
         engine reads them. See [Note: who may have changed them]. Raises ModelError where a shape or type changed."""
         changed = self.may_have_changed
-        for (name, shard), part, storage in zip(
-            self.registered.items(), self._parts, self._storages, strict=True
-        ):
-            if _storage(shard) == storage:
+        for name, shard in self.registered.items():
+            if _storage(shard) == self._storages[name]:
                 continue
-            found, expected = _kind(shard), _kind(part)
+            part = self._parts[name]
+            found, expected = (f"{tuple(one.shape)} of {one.dtype}" for one in (shard, part))
             if found != expected:
                 raise ModelError(
                     f"the shard of {name!r} has shape {found} now, its part of the parameter {expected}: write values "
@@ -103,14 +101,12 @@ class ShardParameters:
             part.copy_(shard.detach())
             shard.data = part
             changed = True
-        versions = self._current_versions()
-        changed |= versions != self._versions
-        self._versions, self.may_have_changed = versions, False
-        return changed
+        before, self._versions, self.may_have_changed = self._versions, self._current_versions(), False
+        return changed or before != self._versions
 
     def read_whole(self, whole: bool) -> None:
         """Whether attributes give whole weights, which are gathered, outside of a forward too."""
-        self.readable = whole or self._whole
+        self._readable = whole or self._whole
 
     def release(self) -> None:
         """Give the module its own parameters back."""
@@ -124,22 +120,21 @@ class ShardParameters:
 
     def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
         parameter = dict.__getitem__(own, name)
-        if self.in_forward or self.readable or parameter is None or in_backward():
+        if self.in_forward or self._readable or parameter is None or in_backward():
             return parameter
         return self.registered[self._first[id(parameter)]]
 
     def listed(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
         if self.in_forward or in_backward():
             return own.plain()
-        return {name: self.registered[first] if first else None for name, first in self._names_in(own)}
+        return {
+            name: self.registered[first] if first else None for name, first in self._names_in(own).items()
+        }
 
     def assign(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
-        first = dict(self._names_in(own)).get(name)
-        if (
-            first is None
-            or value is None
-            or any(value is other and known != first for known, other in self.registered.items())
-        ):
+        first = self._names_in(own).get(name)
+        known = {id(other): one for one, other in self.registered.items()}
+        if first is None or value is None or known.get(id(value), first) != first:
             raise ModelError(
                 f"parameter {name!r} is registered, tied or removed after fully_shard, which has cut what there was: "
                 "do it before"
@@ -148,6 +143,12 @@ class ShardParameters:
 
     def copied(self) -> tuple[Any, ...]:
         raise ModelError(UNCOPIED)
+
+    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, FlatSpan]]:
+        """Names of a module, their shards and what they are of."""
+        for name, first in self._names_in(own).items():
+            if first is not None:
+                yield name, self.registered[first].detach(), self.places[first]
 
     def _take_places(self, module: nn.Module) -> None:
         self._first = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -158,29 +159,20 @@ class ShardParameters:
             if not isinstance(own, OwnParameters):
                 own = owner.__dict__["_parameters"] = OwnParameters(own)
             own.view = self
-            self._handles += [
-                owner.register_state_dict_post_hook(_give_pieces),
-                owner.register_load_state_dict_pre_hook(_take_pieces),
-            ]
+            self._handles.append(owner.register_state_dict_post_hook(_give_pieces))
+            self._handles.append(owner.register_load_state_dict_pre_hook(_take_pieces))
 
-    def _names_in(self, own: OwnParameters) -> Iterator[tuple[str, str | None]]:
-        for name, parameter in own.plain().items():
-            yield name, None if parameter is None else self._first[id(parameter)]
-
-    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, FlatSpan]]:
-        """Names of a module, their shards and what they are of."""
-        for name, first in self._names_in(own):
-            if first is not None:
-                yield name, self.registered[first].detach(), self.places[first]
+    def _names_in(self, own: OwnParameters) -> dict[str, str | None]:
+        """A module's names -> the parameter's first name."""
+        return {name: p if p is None else self._first[id(p)] for name, p in own.plain().items()}
 
     # Optimizers -------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, updated: set[int]) -> None:
         """Raises ModelError where it has parameters of the module's own, whose gradients never come."""
-        if not self._first.keys().isdisjoint(updated):
-            names = [self._first[one] for one in updated if one in self._first]
+        if names := sorted(name for own, name in self._first.items() if own in updated):
             raise ModelError(
-                f"{type(optimizer).__name__} has parameters that fully_shard has cut, {sorted(names)[:3]} for one, and "
+                f"{type(optimizer).__name__} has parameters that fully_shard has cut, {names[:3]} for one, and "
                 f"would train nothing: {BUILD_IT_AFTERWARDS}"
             )
         if not any(id(shard) in updated for shard in self.registered.values()):
@@ -192,27 +184,15 @@ class ShardParameters:
             optimizer.register_load_state_dict_pre_hook(_take_optimizer_pieces)
             places = _places()
             for shard, state in optimizer.state.items():  # that was loaded before its first step
-                optimizer.state[shard] = own_parts(state, places[id(shard)]) if id(shard) in places else state
+                if id(shard) in places:
+                    optimizer.state[shard] = state_pieces.own_parts(state, places[id(shard)])
 
     def _current_versions(self) -> list[int]:
         return [shard._version for shard in self.registered.values()]
 
 
-UNCOPIED = (
-    "a sharded module cannot be copied or pickled: its memory and groups are its own; copy the module before "
-    "fully_shard, or load full_state_dict() into another one"
-)
-
-
 def _storage(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
-# States out and in -------------------------------------------------------------------------------------
 
 
 def _give_pieces(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -224,7 +204,7 @@ def _give_pieces(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, _shard, place in _pieces_of(module):
         if prefix + name in state:
-            state[prefix + name] = taken(state[prefix + name], place)
+            state[prefix + name] = state_pieces.taken(state[prefix + name], place)
 
 
 def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, FlatSpan]]:
@@ -234,11 +214,11 @@ def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, FlatSpan]]:
 
 
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return optimizer_pieces(optimizer, packed, _places())
+    return state_pieces.optimizer_pieces(optimizer, packed, _places())
 
 
 def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return optimizer_parts(optimizer, packed, _places())
+    return state_pieces.optimizer_parts(optimizer, packed, _places())
 
 
 def _places() -> dict[int, FlatSpan]:
