@@ -106,6 +106,19 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
     return {**record.losses, **{tag: value for tag, value in values.items() if value is not None}}
 
 
+# Other lines, to be formatted. threads: `said_by` is "" or "; --threads-per-rank". place: of a rank, counted from 1.
+PARAMETER_COUNT = (
+    " > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {count}"
+)
+PADDED_VOCAB = " > padded vocab (size: {size}) with {dummies} dummy tokens (new size: {padded})"
+THREADS = " > threads per rank: {threads} ({cores} cores, {ranks} local ranks{said_by})"
+DATASETS_DONE = "> finished creating {name} datasets ..."
+PLACE = "[ t {tp}/{tp_size}, p {pp}/{pp_size} ]"
+SAVING = "saving checkpoint at iteration {iteration:7d} to {directory} in {format} format"
+SAVED = "  successfully saved checkpoint from iteration {iteration:7d} to {directory} {place}"
+LOADED = "  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
+
+
 class IntervalTotals:
     """Sums between two iteration lines.
 
@@ -201,27 +214,6 @@ def memory_scalars(memory: MemoryFigures) -> dict[str, float]:
     return {tag: getattr(memory, tag.removeprefix("mem-").replace("-", "_")) for tag in MEMORY_TAGS}
 
 
-# --- lines of start, end, checkpoints
-
-
-def parameter_count_line(tp_rank: int, pp_rank: int, count: int) -> str:
-    """Parameters held by one (tensor, pipeline) rank."""
-    return (
-        f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {count}"
-    )
-
-
-def padded_vocab_line(size: int, padded_size: int) -> str:
-    """How far the vocabulary was padded."""
-    return f" > padded vocab (size: {size}) with {padded_size - size} dummy tokens (new size: {padded_size})"
-
-
-def threads_line(threads: int, cores: int, local_world_size: int, *, said_by: str | None = None) -> str:
-    """How many threads each rank computes with. said_by: the flag or variable that says so, else cores are shared."""
-    origin = "" if said_by is None else f"; {said_by}"
-    return f" > threads per rank: {threads} ({cores} cores, {local_world_size} local ranks{origin})"
-
-
 def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:
     """Before the data sets are built. sizes: split -> samples asked for."""
     return [
@@ -231,44 +223,9 @@ def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def datasets_done_line(dataset_name: str) -> str:
-    """After the data sets are built."""
-    return f"> finished creating {dataset_name} datasets ..."
-
-
 def datetime_line(text: str, when: datetime) -> str:
-    """`[text] datetime: ...`; the shape of start-up marks and of exits."""
+    """`[text] datetime: ...`: before the first step, and where a program exits."""
     return f"[{text}] datetime: {when.strftime('%Y-%m-%d %H:%M:%S')} "
-
-
-def training_start_lines(when: datetime) -> list[str]:
-    """The two lines before the first iteration."""
-    return ["training ...", datetime_line("before the start of training step", when)]
-
-
-def exit_line(why: str, when: datetime) -> str:
-    """why: "at iteration 9", "after 2.5 minutes", "after receiving SIGTERM."."""
-    return datetime_line(f"exiting program {why}", when)
-
-
-def model_parallel_place(tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> str:
-    """A rank's place in the model, counted from 1."""
-    return f"[ t {tp_rank + 1}/{tp_size}, p {pp_rank + 1}/{pp_size} ]"
-
-
-def saving_line(iteration: int, directory: str, checkpoint_format: str) -> str:
-    """Before a checkpoint is written."""
-    return f"saving checkpoint at iteration {iteration:7d} to {directory} in {checkpoint_format} format"
-
-
-def saved_line(iteration: int, directory: str, place: str) -> str:
-    """After a checkpoint is committed. place: `model_parallel_place`."""
-    return f"  successfully saved checkpoint from iteration {iteration:7d} to {directory} {place}"
-
-
-def loaded_line(iteration: int, directory: str, place: str) -> str:
-    """After a checkpoint is loaded. place: `model_parallel_place`."""
-    return f"  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
     ps, metas = session.ps, engine.param_meta.values()
     if ps.dp_rank == 0:
         count = sum(math.prod(meta.local_shape) for meta in metas)
-        say(metrics.parameter_count_line(ps.tp_rank, ps.pp_rank, count))
+        say(metrics.PARAMETER_COUNT.format(tp_rank=ps.tp_rank, pp_rank=ps.pp_rank, count=count))
     for line in layer_map_lines(spec.stages, spec.placement):
         session.print_rank_0(line)
     session.print_rank_last(_plan_record(session, spec, engine, num_microbatches).line())
