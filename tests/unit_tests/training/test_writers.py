@@ -15,6 +15,7 @@ from megatron.training.report import writers
 from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.writers import Writers, open_writers
+from megatron.training.state import TrainState
 
 
 def config(**values):
@@ -255,7 +256,7 @@ def test_a_metrics_file_that_the_user_names_may_be_a_link(tmp_path):
 
 def test_progress_is_not_written_through_a_planted_link(tmp_path, capsys):
     (tmp_path / "progress.txt").symlink_to(tmp_path / "target")
-    facts = {"job_id": "", "world_size": 1, "iteration": 1, "consumed_samples": 8, "flops": 1.0}
-    writers.append_progress(str(tmp_path), "Starting job", **facts)
+    state = TrainState(20, 160, iteration=1, consumed_train_samples=8)
+    writers.append_progress(str(tmp_path), "Starting job", job_id="", world_size=1, state=state)
     assert not (tmp_path / "target").exists()
     assert "is a symbolic link" in capsys.readouterr().err
