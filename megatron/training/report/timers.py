@@ -179,7 +179,7 @@ class Timers:
         normalizer: float = 1.0,
         reset: bool = True,
     ) -> None:
-        """Write the maximum over ranks as `<name>-time` in seconds to `writer.scalar`. Communicates through `gather`."""
+        """Write the maximum over ranks as `<name>-time` in seconds: `writer.scalar`. Communicates through `gather`."""
         for name, by_rank in _by_name(gather(self.values(names, reset=reset))).items():
             writer.scalar(f"{name}-time", max(by_rank.values()) / normalizer, step)
 
