@@ -12,73 +12,66 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
 
 
-@dataclasses.dataclass(frozen=True)
+def _said(text: str | None = None, tag: str | None = None, **options: Any) -> Any:
+    return dataclasses.field(metadata={"text": text, "tag": tag}, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class IterationRecord:
-    """What is said of one iteration; FIELDS says how. What is None is left out.
+    """What is said of one iteration, in the order of its line: each field with its text in that line and its tag in
+    TensorBoard, wandb, MLflow and metrics.jsonl (Megatron's, but for `tokens-per-second` and `skipped-iterations`).
+    What is None is left out.
 
     losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration. rollbacks:
     optimizer steps of the interval that post-validation has taken back. throughput_tflops: model TFLOP/s per device.
     energy_j, power_w: per device, where the device can tell. tokens_per_s: of all ranks together.
     """
 
+    when: datetime
     iteration: int
     train_iters: int
-    consumed_samples: int
-    elapsed_s: float
-    learning_rate: float
-    global_batch_size: int
+    consumed_samples: int = _said("consumed samples: {:12d}")
+    skipped_samples: int | None = _said("skipped samples: {:12d}", default=None)
+    elapsed_ms: float = _said("elapsed time per iteration (ms): {:.1f}", init=False)
+    throughput_tflops: float | None = _said(
+        "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput", default=None
+    )
+    energy_j: float | None = _said("energy per GPU (J/iter/GPU): {:.1f}", default=None)
+    power_w: float | None = _said("power per GPU (W/GPU): {:.1f}", default=None)
+    learning_rate: float = _said("learning rate: {:.6E}", "learning-rate")
+    decoupled_learning_rate: float | None = _said(
+        "decoupled learning rate: {:.6E}", "decoupled-learning-rate", default=None
+    )
+    global_batch_size: int = _said("global batch size: {:5d}", "batch-size")
     losses: Mapping[str, float]
-    loss_scale: float
-    skipped_iterations: int
-    nan_iterations: int
-    when: datetime
-    skipped_samples: int | None = None
-    throughput_tflops: float | None = None
-    energy_j: float | None = None
-    power_w: float | None = None
-    decoupled_learning_rate: float | None = None
-    grad_norm: float | None = None
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    rollbacks: int | None = None
-    tokens_per_s: float | None = None
+    loss_scale: float = _said("loss scale: {:.1f}", "loss-scale")
+    elapsed_s: float = _said(tag="iteration-time")
+    grad_norm: float | None = _said("grad norm: {:.6E}", "grad-norm", default=None)
+    num_zeros: int | None = _said("num zeros: {:d}", "num-zeros", default=None)
+    params_norm: float | None = _said("params norm: {:.6E}", "params-norm", default=None)
+    rollbacks: int | None = _said("rollbacks: {:d}", "rollbacks", default=None)
+    skipped_iterations: int = _said("number of skipped iterations: {:3d}", "skipped-iterations")
+    nan_iterations: int = _said("number of nan iterations: {:3d}", "nan-iterations")
+    tokens_per_s: float | None = _said(tag="tokens-per-second", default=None)
 
-    @property
-    def elapsed_ms(self) -> float:
-        return self.elapsed_s * 1000.0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elapsed_ms", self.elapsed_s * 1000.0)
 
 
-# In the order of the line: the record's attribute, its text in the iteration line, its tag in TensorBoard, wandb,
-# MLflow and metrics.jsonl (Megatron's, but for `tokens-per-second` and `skipped-iterations`).
-FIELDS: tuple[tuple[str, str | None, str | None], ...] = (
-    ("consumed_samples", "consumed samples: {:12d}", None),
-    ("skipped_samples", "skipped samples: {:12d}", None),
-    ("elapsed_ms", "elapsed time per iteration (ms): {:.1f}", None),
-    ("throughput_tflops", "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput"),
-    ("energy_j", "energy per GPU (J/iter/GPU): {:.1f}", None),
-    ("power_w", "power per GPU (W/GPU): {:.1f}", None),
-    ("learning_rate", "learning rate: {:.6E}", "learning-rate"),
-    ("decoupled_learning_rate", "decoupled learning rate: {:.6E}", "decoupled-learning-rate"),
-    ("global_batch_size", "global batch size: {:5d}", "batch-size"),
-    ("losses", None, None),
-    ("loss_scale", "loss scale: {:.1f}", "loss-scale"),
-    ("elapsed_s", None, "iteration-time"),
-    ("grad_norm", "grad norm: {:.6E}", "grad-norm"),
-    ("num_zeros", "num zeros: {:d}", "num-zeros"),
-    ("params_norm", "params norm: {:.6E}", "params-norm"),
-    ("rollbacks", "rollbacks: {:d}", "rollbacks"),
-    ("skipped_iterations", "number of skipped iterations: {:3d}", "skipped-iterations"),
-    ("nan_iterations", "number of nan iterations: {:3d}", "nan-iterations"),
-    ("tokens_per_s", None, "tokens-per-second"),
-)
+_FIELDS = dataclasses.fields(IterationRecord)
+# Attribute -> tag: what every record has, then what it may have.
+TAGS: dict[str, str] = {
+    field.name: field.metadata["tag"]
+    for field in sorted(_FIELDS, key=lambda field: field.default is None)
+    if field.metadata.get("tag")
+}
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes")
-_OPTIONAL = {field.name for field in dataclasses.fields(IterationRecord) if field.default is None}
 
 
 def iteration_line(record: IterationRecord) -> str:
@@ -86,9 +79,9 @@ def iteration_line(record: IterationRecord) -> str:
     on it."""
     when = record.when.strftime("%Y-%m-%d %H:%M:%S.%f")
     parts = [f" [{when}] iteration {record.iteration:8d}/{record.train_iters:8d}"]
-    for name, text, _ in FIELDS:
-        value = getattr(record, name)
-        if name == "losses":
+    for field in _FIELDS:
+        text, value = field.metadata.get("text"), getattr(record, field.name)
+        if field.name == "losses":
             parts += [f"{loss}: {mean:.6E}" for loss, mean in value.items() if mean >= 0.0]
         elif text is not None and value is not None:
             parts.append(text.format(value))
@@ -100,9 +93,7 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
 
     Losses are given as they are, NaN included: a curve with a hole must be explained by its data.
     """
-    tagged = [(name, tag) for name, _, tag in FIELDS if tag is not None]
-    tagged.sort(key=lambda field: field[0] in _OPTIONAL)
-    values = {tag: getattr(record, name) for name, tag in tagged}
+    values = {tag: getattr(record, name) for name, tag in TAGS.items()}
     return {**record.losses, **{tag: value for tag, value in values.items() if value is not None}}
 
 

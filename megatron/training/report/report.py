@@ -21,12 +21,12 @@ from typing import Any
 from megatron.core import safe_files
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.report.chart import Mark, Points, Series, line_chart
-from megatron.training.report.metrics import FIELDS, MEMORY_TAGS, perplexity
+from megatron.training.report.metrics import MEMORY_TAGS, TAGS, perplexity
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.progress import format_duration
 from megatron.training.report.report_pipeline import pipeline_section
 
-NOT_LOSSES = {tag for _, _, tag in FIELDS if tag is not None} | {*MEMORY_TAGS, "world-size"}
+NOT_LOSSES = {*TAGS.values(), *MEMORY_TAGS, "world-size"}
 SUMMARY_SETTINGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
     *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_style", "optimizer"),

@@ -99,10 +99,10 @@ def test_flags_keep_tags_out_of_the_trackers_but_never_out_of_the_file(tmp_path)
 
 
 def record_at(iteration):
-    when = datetime(2026, 1, 1)
-    return IterationRecord(
-        iteration, 20, 8, 0.1, 1e-4, 8, {"lm loss": 3.25}, 1.0, 0, 0, when, tokens_per_s=1234.0
-    )
+    counts = {"consumed_samples": 8, "global_batch_size": 8, "skipped_iterations": 0, "nan_iterations": 0}
+    figures = {"elapsed_s": 0.1, "learning_rate": 1e-4, "loss_scale": 1.0, "tokens_per_s": 1234.0}
+    now = {"when": datetime(2026, 1, 1), "iteration": iteration, "train_iters": 20}
+    return IterationRecord(losses={"lm loss": 3.25}, **now, **counts, **figures)
 
 
 def test_progress_shows_the_newest_figures_and_the_checkpoints_age(tmp_path, capsys):
