@@ -106,7 +106,7 @@ class TrainingExit(Exception):  # noqa: N818 - an end, not an error
 
     def __init__(self, status: ExitStatus, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 def clear_exit_json(directory: str | Path) -> None:
@@ -203,30 +203,20 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def second_signal_words(
-    directory: str | Path | None,
-    *,
-    rank: int,
-    iteration: Callable[[], int | None],
-    checkpoint: Callable[[], str | None],
-) -> Callable[[int], int]:
-    """What SignalHandler calls on the second signal: says so, writes `exit.json`, gives the status to stop with.
+def second_signal(
+    signum: int, directory: str | Path | None, *, rank: int, iteration: int | None, checkpoint: str | None
+) -> int:
+    """The end of a run by a second signal: says so, writes `exit.json`, and returns the status to stop with.
 
     75 if there is a valid checkpoint to go on from, else 128 + n. Runs in the side thread; must not block.
     """
-
-    def words(signum: int) -> int:
-        kept = checkpoint()
-        reason = f"second {signal.Signals(signum).name}: stopped at once, without saving"
-        status = int(ExitStatus.STOPPED) if kept else 128 + signum
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
-        leave_exit_json(
-            directory, ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
-        )
-        return status
-
-    return words
+    reason = f"second {signal.Signals(signum).name}: stopped at once, without saving"
+    status = int(ExitStatus.STOPPED) if checkpoint else 128 + signum
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {checkpoint or 'none'}\n".encode())
+    requeue = checkpoint is not None
+    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue))
+    return status
 
 
 def hard_exit(status: int) -> NoReturn:

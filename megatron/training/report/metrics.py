@@ -219,29 +219,9 @@ def datetime_line(text: str, when: datetime) -> str:
     return f"[{text}] datetime: {when.strftime('%Y-%m-%d %H:%M:%S')} "
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanRecord:
-    """What the run is going to do, for scripts: the pipeline plan and the sharding.
-
-    ops_per_rank: per pipeline rank, how often each of F, B, W, BW is run in one step.
-    persistent_bytes_per_rank: weights, gradients and optimizer state kept between steps, per global rank.
-    post_validation: "off", or how steps are taken back that are validated afterwards. units_per_rank: units of the
-    model whose weights are gathered on their own, per global rank; snapshot_bytes_per_rank: what is kept for
-    post-validation; both () and not in the line where there is no such thing.
-    """
-
-    schedule: str
-    hash: str
-    ops_per_rank: tuple[Mapping[str, int], ...]
-    sharding: str
-    persistent_bytes_per_rank: tuple[int, ...]
-    post_validation: str = "off"
-    units_per_rank: tuple[int, ...] = ()
-    snapshot_bytes_per_rank: tuple[int, ...] = ()
-
-    def line(self) -> str:
-        """` > plan: {json}` on one line, keys in the record's order."""
-        return " > plan: " + json.dumps({key: value for key, value in vars(self).items() if value != ()})
+def plan_line(plan: Mapping[str, Any]) -> str:
+    """What the run is going to do, for scripts: ` > plan: {json}` on one line. Empty tuples are left out."""
+    return " > plan: " + json.dumps({key: value for key, value in plan.items() if value != ()})
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

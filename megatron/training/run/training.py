@@ -28,7 +28,7 @@ from megatron.training.guard.exit_status import (
     hard_exit,
     leave_exit_json,
     report_failure,
-    second_signal_words,
+    second_signal,
     status_of,
 )
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
@@ -196,14 +196,8 @@ class _Run:
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
-        far, directory = self._how_far(), self.folder.for_exit_record(ExitStatus.STOPPED)
-        words = second_signal_words(
-            directory,
-            rank=self.env.rank,
-            iteration=lambda: far["iteration"],
-            checkpoint=lambda: far["checkpoint"],
-        )
-        status = words(signum)
+        directory = self.folder.for_exit_record(ExitStatus.STOPPED)
+        status = second_signal(signum, directory, **self._how_far())
         self.folder.release()
         return status
 

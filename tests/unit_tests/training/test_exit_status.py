@@ -196,12 +196,10 @@ def test_hard_exit_flushes_and_runs_nothing():
 
 
 def test_second_signal_is_75_only_with_a_checkpoint(tmp_path, capfd):
-    kept = None
-    words = exit_status.second_signal_words(tmp_path, rank=2, iteration=lambda: 9, checkpoint=lambda: kept)
-    assert words(15) == 128 + 15
+    assert exit_status.second_signal(15, tmp_path, rank=2, iteration=9, checkpoint=None) == 128 + 15
     assert exit_status.read_exit_json(tmp_path).requeue is False
     kept = "/c/iter_0000008"
-    assert words(2) == 75
+    assert exit_status.second_signal(2, tmp_path, rank=2, iteration=9, checkpoint=kept) == 75
     record = exit_status.read_exit_json(tmp_path)
     assert (record.status, record.iteration, record.checkpoint, record.requeue) == (75, 9, kept, True)
     shown = capfd.readouterr().err
