@@ -1,8 +1,7 @@
 """Megatron's log lines as text, and the sums behind them. Pure: no torch, no printing, no clocks.
 
-Every function returns the line; the loop prints it. Field order, names and widths are those that scripts
-written for Megatron-LM parse (docs/logging.md lists them with the one difference: norms have the loss's
-`%.6E`, because `%.3f` cannot tell two runs apart).
+Field order, names and widths are those that scripts written for Megatron-LM parse, with one difference: norms have the
+loss's `%.6E`, because `%.3f` cannot tell two runs apart.
 """
 
 from __future__ import annotations
@@ -111,11 +110,8 @@ LOADED = "  successfully loaded checkpoint from {directory} {place} at iteration
 
 
 class IntervalTotals:
-    """Sums between two iteration lines.
-
-    A printed loss is the mean over the interval's non-skipped iterations of each iteration's token mean,
-    which is what Megatron prints; when every iteration is skipped there is no loss to print.
-    """
+    """Sums between two iteration lines. A printed loss is the mean over the interval's non-skipped iterations of each
+    iteration's token mean, as Megatron's; when every iteration is skipped there is no loss to print."""
 
     def __init__(self) -> None:
         self.reset()
@@ -134,10 +130,7 @@ class IntervalTotals:
         rolled_back: bool = False,
     ) -> None:
         """Count one iteration. losses: name -> (sum over loss tokens of the global batch, number of them); NaN where
-        every token was masked.
-
-        tokens: tokens processed, for tokens/s. A skipped iteration with a non-finite loss counts as a NaN iteration.
-        """
+        every token was masked. tokens: processed. A skipped iteration with a non-finite loss is a NaN iteration."""
         self.iterations += 1
         self.rollbacks += rolled_back
         self.tokens += tokens

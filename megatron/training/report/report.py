@@ -228,15 +228,10 @@ def _tiles(run: RunRecord) -> str:
     if math.isfinite(run.last_time - run.first_time):
         note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
         tiles.append(("wall time", format_duration(run.last_time - run.first_time), note))
-    cells = "".join(
-        '<div class="tile">'
-        + "".join(
-            f'<div class="{kind}">{html.escape(text)}</div>'
-            for kind, text in zip(("name", "value", "note"), tile, strict=True)
-        )
-        + "</div>"
-        for tile in tiles
-    )
+    cells = ""
+    for name, value, note in (map(html.escape, tile) for tile in tiles):
+        cells += f'<div class="tile"><div class="name">{name}</div><div class="value">{value}</div>'
+        cells += f'<div class="note">{note}</div></div>'
     return f'<section class="tiles">{cells}</section>'
 
 
