@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
-from megatron.core.pipeline_parallel.plan.search.bound import least_period
+from megatron.core.pipeline_parallel.plan.search.bounds import least_period
 from megatron.core.pipeline_parallel.plan.search.greedy import ListScheduler, Urgency
 from megatron.core.pipeline_parallel.plan.search.outward import shortest
 from megatron.core.pipeline_parallel.plan.search.problem import TOLERANCE, Order, Problem

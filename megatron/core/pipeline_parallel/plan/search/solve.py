@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
+from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.candidates import Start, by_blocks, by_rules, known
 from megatron.core.pipeline_parallel.plan.search.extend import extend
 from megatron.core.pipeline_parallel.plan.search.improve import Improver
