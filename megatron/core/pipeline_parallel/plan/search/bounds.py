@@ -138,7 +138,7 @@ class _Rank:
 
 
 def _work_per_memory(mine: Sequence[int], costs: CostModel) -> float:
-    """The most work that a microbatch whose F's are done can have left, by what it holds; infinite if it holds nothing."""
+    """The most work that a microbatch whose F's are done can have left, by what it holds; infinite if it holds none."""
     best = 0.0
     for done in range(len(mine) + 1):  # B's, the last stage's first; of each the W may be open
         open_b, had_b = mine[: len(mine) - done], mine[len(mine) - done :]

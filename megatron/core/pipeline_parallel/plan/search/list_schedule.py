@@ -21,7 +21,7 @@ INFINITY = float("inf")
 
 
 class Patience(NamedTuple):
-    """How long a rank waits for a B rather than run an F or a W that it could start, as shares of F of the B's stage."""
+    """How long a rank waits for a B rather than run an F, or a W, that it could start; in F's of the B's stage."""
 
     before_f: float
     before_w: float
