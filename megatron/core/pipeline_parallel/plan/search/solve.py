@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
 )
 from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 
-# Operations that a search may visit, three microseconds each. Not time: every rank must come to the same plan.
-_VISITS = 1_000_000
+# Operations that compaction may visit, three microseconds each. Not time: every rank must come to the same plan.
+_VISITS = 600_000
 # How much of an operation may stick out of the gap that it fills; what is delayed by it may gain elsewhere.
 _GIVES = (0.0, 0.5)
 _ROUNDS = 3
@@ -76,13 +76,12 @@ class Search:
         return any(one.cost <= self.bound + slack(self.bound) for one in self.found)
 
     def run(self, visits: int) -> None:
-        """Make the starts, and compact the best ones for as long as visits are left."""
+        """Make the starts, and compact the best ones first, for as long as visits are left."""
         each = self.problem.num_ops
         for start in starts(self.problem):
-            if self.found and (visits <= 0 or self.is_done()):
-                return
             self.add(start, start.make(self.problem))
-            visits -= 2 * each
+            if self.is_done():
+                return
         firsts = self.ranking
         for rounds, give, count in (
             (1, 0.0, len(firsts)),
@@ -123,18 +122,15 @@ def solve(name: str, problem: Problem) -> Found:
     if short == total:
         return search.ranking[0]
     whole = Search(problem)
+    expected = search.ranking[0].cost + (total - short) * problem.work / total
+    expected += slack(expected)
     for found in search.ranking[:_FINALISTS]:
-        whole.add(found.start, extend(found.order, problem.placement.num_chunks, total - short))
-        if whole.is_done():
-            break
-    # One may take less for each further microbatch than what is best for few, or not settle within the short problem.
-    work = problem.work / total
-    best = search.ranking[0].cost + (total - short) * work
-    if not whole.found or whole.ranking[0].cost > best + slack(best):
-        for label in dict.fromkeys(found.start for found in search.ranking):
-            whole.add(label, label.make(problem))
-            if len(whole.found) > 2 * _FINALISTS:
-                break
+        longer = whole.add(found.start, extend(found.order, problem.placement.num_chunks, total - short))
+        if longer is not None and longer.cost <= expected:
+            return longer
+    # Memory makes each further microbatch take more than its work, or nothing settles within the short problem.
+    for start in list(dict.fromkeys(found.start for found in search.ranking))[:_FINALISTS]:
+        whole.add(start, start.make(problem))
     assert whole.found, "no start can be made longer"
     return whole.ranking[0]
 
