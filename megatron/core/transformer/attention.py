@@ -1,22 +1,111 @@
-"""Self-attention: QKV projection, norm and rotation of heads, attention, output projection."""
+"""Self-attention: QKV projection, norm and rotation of heads, softmax(Q K^T / sqrt(d)) V, output projection.
+
+Attention proper is torch's fused kernels, or the same written out as the exact reference.
+"""
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import TensorParallel
-from megatron.core.tensor_parallel.shards import Band
-from megatron.core.tensor_parallel.sink_module import LayerFactory
-from megatron.core.transformer.core_attention import CoreAttention
-from megatron.core.transformer.inference_cache import InferenceCache
+from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator
+from megatron.core.tensor_parallel.sink_module import Band, LayerFactory
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
+
+
+class InferenceCache:
+    """One pair of buffers a layer, [b, groups, max_tokens, d]; `length` tokens are filled in every layer.
+
+    The model reads and writes it during `forward`; whoever generates calls `advance` after each forward.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Files new keys and values [b, groups, new, d] of a layer; returns all of them up to the newest."""
+        end = self.length + key.shape[2]
+        assert end <= self.max_tokens, f"cache of {self.max_tokens} tokens, asked for {end}"
+        if layer not in self._layers:
+            shape = (key.shape[0], key.shape[1], self.max_tokens, key.shape[3])
+            self._layers[layer] = (key.new_empty(shape), value.new_empty(shape))
+        keys, values = self._layers[layer]
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` more are filled, in every layer."""
+        self.length += tokens
+
+    def causal_mask(self, new_tokens: int, device: torch.device) -> Tensor | None:
+        """[1, 1, new, all] True = masked, or None where plain causal attention says the same."""
+        if self.length == 0:
+            return None
+        query = torch.arange(self.length, self.length + new_tokens, device=device)[:, None]
+        return (torch.arange(self.length + new_tokens, device=device)[None, :] > query)[None, None]
+
+
+class CoreAttention(nn.Module):
+    """Attention proper of one layer; no parameters.
+
+    query [s, b, heads, d], key and value [s_all, b, groups, d] -> [s, b, heads * d]. mask: bool, True = may
+    not be seen, broadcastable to [b, heads, s, s_all]; None = causal. tp_rank: where heads are sharded.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, context: ModelContext, layer: int, tp_rank: int | None = None
+    ) -> None:
+        super().__init__()
+        self.written_out = config.attention_backend in ("unfused", "local")
+        self.dropout = config.attention_dropout
+        self.site = DropoutSite(context, layer, "attention", tp_rank)
+        self.scale = 1.0 / math.sqrt(config.kv_channels)
+        # `--apply-query-key-layer-scaling` keeps fp16 products small and is undone in an fp32 softmax; fused
+        # kernels hold scores in fp32 and need neither.
+        self.layer_scaling = float(layer + 1) if config.apply_query_key_layer_scaling else 1.0
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, heads, s, d]
+        out = self._exact(q, k, v, mask) if self.written_out else self._fused(q, k, v, mask)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        probability = self.dropout if self.training else 0.0
+        allowed, grouped = None if mask is None else ~mask, q.shape[1] != k.shape[1]
+        with seeded_default_generator(q.device, self.site.seed()) if probability else nullcontext():
+            return F.scaled_dot_product_attention(
+                q, k, v, allowed, probability, mask is None, scale=self.scale, enable_gqa=grouped
+            )
+
+    def _exact(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        heads_per_group = q.shape[1] // k.shape[1]
+        if heads_per_group > 1:
+            k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
+        scores = torch.matmul(q * (self.scale / self.layer_scaling), k.transpose(-1, -2))
+        if self.softmax_in_fp32:
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self.layer_scaling != 1.0:
+            scores = scores * self.layer_scaling
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        probabilities = scores.masked_fill(mask, -math.inf).softmax(-1).to(v.dtype)
+        return torch.matmul(dropout(probabilities, self.dropout, self.site, self.training), v)
 
 
 def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tuple[Band, ...]:
@@ -50,51 +139,32 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        context: ModelContext,
-        layer: int,
-        *,
-        name: str,
-        factory: LayerFactory,
+        self, config: TransformerConfig, context: ModelContext, layer: int, factory: LayerFactory
     ) -> None:
         super().__init__()
-        self.layer = layer
-        self.context = context
-        tp = factory.tp
-        heads, groups = config.num_attention_heads, config.num_query_groups
+        self.layer, self.context = layer, context
+        tp, hidden = factory.tp, config.hidden_size
+        heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.groups = max(groups // tp.size, 1)  # of this rank
         self.heads_per_group = heads // tp.size // self.groups
-        self.head_dim = config.kv_channels
+        self.head_dim = dim
         self.interleaved = config.rotary_interleaved
         self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size,
-            (heads + 2 * groups) * self.head_dim,
-            name=f"{name}.linear_qkv",
-            factory=factory,
-            init_std=factory.init_std,
+            hidden,
+            (heads + 2 * groups) * dim,
+            factory.at("linear_qkv"),
             bias=config.add_bias_linear or config.add_qkv_bias,
-            bands=qkv_bands(heads, groups, self.head_dim, tp),
+            bands=qkv_bands(heads, groups, dim, tp),
         )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
-            self.q_layernorm = self._head_norm(config, f"{name}.q_layernorm", factory)
-            self.k_layernorm = self._head_norm(config, f"{name}.k_layernorm", factory)
+            self.q_layernorm = Norm(config, dim, factory.at("q_layernorm"), over_heads=True)
+            self.k_layernorm = Norm(config, dim, factory.at("k_layernorm"), over_heads=True)
         self.core_attention = CoreAttention(config, context, layer, tp.shard_rank)
-        self.linear_proj = RowParallelLinear(
-            heads * self.head_dim,
-            config.hidden_size,
-            name=f"{name}.linear_proj",
-            factory=factory,
-            init_std=factory.residual_std,
-            bias=config.attention_output_bias,
-        )
-        self.recompute_core = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
-
-    def _head_norm(self, config: TransformerConfig, name: str, factory: LayerFactory) -> Norm:
-        return Norm(config, self.head_dim, name=name, factory=factory, over_heads=True)
+        bias = config.attention_output_bias
+        self.linear_proj = RowParallelLinear(heads * dim, hidden, factory.at("linear_proj"), bias=bias)
+        selective = config.recompute_granularity == "selective"
+        self.recompute_core = selective and "core_attn" in config.recompute_modules
 
     def forward(
         self,
@@ -103,12 +173,17 @@ class SelfAttention(nn.Module):
         angles: Angles | None = None,
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
+        """mask: as `CoreAttention`. angles: by which queries and keys are rotated, if at all. inference_cache: keys and
+        values of the tokens before; then there is no mask."""
         query, key, value = self._heads(x)
         if angles is not None:
             query = apply_rope(query, *angles, self.interleaved)
             key = apply_rope(key, *angles, self.interleaved)
         if inference_cache is not None:
-            key, value, mask = self._with_cache(key, value, mask, inference_cache)
+            assert mask is None, "generation with a cache is causal; it takes no mask of its own"
+            mask = inference_cache.causal_mask(key.shape[0], key.device)
+            new = (t.permute(1, 2, 0, 3) for t in (key, value))
+            key, value = (t.permute(2, 0, 1, 3) for t in inference_cache.extend(self.layer, *new))
         if self.recompute_core:
             core = recomputed(self.core_attention, self.context, query, key, value, mask)
         else:
@@ -126,12 +201,3 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
-
-    def _with_cache(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, cache: InferenceCache
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values of all tokens so far, [s_all, b, groups, d], and the mask over them."""
-        assert mask is None, "generation with a cache is causal; it takes no mask of its own"
-        keys, values = cache.extend(self.layer, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
-        mask = cache.causal_mask(key.shape[0], key.device)
-        return keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), mask

@@ -20,30 +20,22 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.limits import SystemLimitError, limit_behind
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import (
-    ExitRecord,
-    ExitStatus,
-    TrainingExit,
-    hard_exit,
-    leave_exit_json,
-    report_failure,
-    second_signal_words,
-    status_of,
-)
-from megatron.training.guard.orphans import OrphanedError, OrphanGuard
-from megatron.training.guard.replica_check import ReplicaMismatchError
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.startup_check import StartupMismatchError
-from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.guard.watchdog import OrphanedError, OrphanGuard
+from megatron.training.guard.weight_check import NonFiniteWeightsError, ReplicaMismatchError
+from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
-from megatron.training.run.session import Session, initialize
+from megatron.training.run.session import initialize
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     ConfigurationError: ExitStatus.CONFIGURATION,
@@ -140,19 +132,13 @@ class _Run:
     ) -> Ending:
         """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
         session = self.session = initialize(self.config, self.env, self.folder)
-        config = session.config
-        global_vars.set_global_variables(
-            {**config.flat(), **config.extra}, rank=session.ps.rank, world_size=session.ps.world_size
-        )
-        global_vars.provide(
-            config=config,
-            device=session.device,
-            parallel_state=session.ps,
-            tokenizer=session.tokenizer,
-            timers=session.timers,
-        )
+        config, ps = session.config, session.ps
+        args = {**config.flat(), **config.extra}
+        global_vars.set_global_variables(args, rank=ps.rank, world_size=ps.world_size)
+        parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
+        global_vars.provide(config=config, parallel_state=ps, **parts)
         with session.watchdog.phase("build model"):
-            engine = build_engine(config, session.ps, model_provider)
+            engine = build_engine(config, ps, model_provider)
             runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)
         try:
@@ -160,59 +146,56 @@ class _Run:
         finally:
             runner.close()
 
-    @property
-    def _iteration(self) -> int | None:
-        return self.loop.state.iteration if self.loop is not None else None
-
-    @property
-    def _checkpoint(self) -> str | None:
-        return self.loop.checkpoints.last if self.loop is not None else None
-
     def fail(self, error: BaseException) -> NoReturn:
         """Say why, leave exit.json, and end without waiting for anybody."""
         self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
-        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
+        if exit_status.status_of(error, STATUS_TABLE) is ExitStatus.BUG:
             error = limit_behind(error) or error
-        status = status_of(error, STATUS_TABLE)
+        status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             self._report(error, status, diagnose=None if watchdog is None else watchdog.diagnose)
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
-        hard_exit(status)
+        exit_status.hard_exit(status)
 
     def _end_aside(self, error: Exception) -> NoReturn:
         """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
-        status = status_of(error, STATUS_TABLE)
+        status = exit_status.status_of(error, STATUS_TABLE)
         try:
             self._report(error, status)
             if self.session is not None:
                 self.session.watchdog.close(reason=str(error))
             self.folder.release()
         finally:
-            hard_exit(status)
+            exit_status.hard_exit(status)
+
+    def _how_far(self) -> dict[str, Any]:
+        """What an exit record says of the run: this rank, its last completed iteration, the newest checkpoint."""
+        loop = self.loop
+        return {
+            "rank": self.env.rank,
+            "iteration": None if loop is None else loop.state.iteration,
+            "checkpoint": None if loop is None else loop.checkpoints.last,
+        }
 
     def _report(
         self, error: BaseException, status: ExitStatus, *, diagnose: Callable[[], str] | None = None
     ) -> None:
-        report_failure(
-            error,
-            STATUS_TABLE,
-            rank=self.env.rank,
-            directory=self.folder.for_exit_record(status),
-            iteration=self._iteration,
-            checkpoint=self._checkpoint,
-            diagnose=diagnose,
+        directory = self.folder.for_exit_record(status)
+        exit_status.report_failure(
+            error, STATUS_TABLE, directory=directory, diagnose=diagnose, **self._how_far()
         )
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
-        words = second_signal_words(
-            self.folder.for_exit_record(ExitStatus.STOPPED),
+        far, directory = self._how_far(), self.folder.for_exit_record(ExitStatus.STOPPED)
+        words = exit_status.second_signal_words(
+            directory,
             rank=self.env.rank,
-            iteration=lambda: self._iteration,
-            checkpoint=lambda: self._checkpoint,
+            iteration=lambda: far["iteration"],
+            checkpoint=lambda: far["checkpoint"],
         )
         status = words(signum)
         self.folder.release()
@@ -223,14 +206,8 @@ class _Run:
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
         if self.env.rank == 0:
-            record = ExitRecord.of(
-                ending.status,
-                ending.reason,
-                rank=self.env.rank,
-                iteration=self._iteration,
-                checkpoint=self._checkpoint,
-            )
-            leave_exit_json(self.folder.for_exit_record(ending.status), record)
+            record = ExitRecord.of(ending.status, ending.reason, **self._how_far())
+            exit_status.leave_exit_json(self.folder.for_exit_record(ending.status), record)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

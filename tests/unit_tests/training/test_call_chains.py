@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 import megatron
+from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
-from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.report.timers import RunClock, Timers
+from megatron.training.run.step import StepRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 from tests.harness.layouts import Layout, Run
 from tests.harness.ranks import run_ranks
 from tests.harness.validated_steps import NoWatchdog
@@ -30,11 +31,11 @@ LAYOUTS = {
     "PP 1": Layout(dp=4, more=ZERO3),
     "ZBV": Layout(pp=2, dp=2, schedule="zbv", more=ZERO3),
 }
-STEP = "training/step.py"
+STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
-LAYER = "core/transformer/transformer_layer.py"
+LAYER = "core/transformer/transformer_block.py"
 LINEAR, SINK = "core/tensor_parallel/linear.py", "core/weight_grad.py"
-REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/collectives.py"
+REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 
 class Chains:
@@ -57,7 +58,7 @@ class Chains:
         if name not in ("forward", "put", "grad_begins", "reduce_scatter_units"):
             return
         file, found = file_of(frame), frame.f_locals
-        if file == LAYER and name == "forward" and not self.layer:
+        if isinstance(found.get("self"), TransformerLayer) and name == "forward" and not self.layer:
             self.layer = chain_of(frame)
         elif file == SINK and name == "put" and found["key"] == self.key and not self.dgrad:
             self.dgrad = chain_of(frame)

@@ -35,9 +35,10 @@ def bound_line(schedule: str, request: Request, simulation: Simulation) -> str |
     bound, work = bound_of(schedule, request), simulation.work
     least = 100 * (1 - work / bound.cost) if bound.cost else 0.0
     gap = 100 * max(0.0, bound.gap(simulation.cost, work))
+    bubble = 100 * max(0.0, simulation.bubble_rate)
     return (
-        f"{schedule}: bubble {100 * max(0.0, simulation.bubble_rate):.2f}%; no order has less than {max(0.0, least):.2f}% "
-        f"({bound.reason}), gap {gap:.2f} points"
+        f"{schedule}: bubble {bubble:.2f}%; no order has less than {max(0.0, least):.2f}% ({bound.reason}), "
+        f"gap {gap:.2f} points"
     )
 
 

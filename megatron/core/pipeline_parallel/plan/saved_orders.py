@@ -18,11 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core import safe_files
+from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.plan_file import MAX_BYTES
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
-from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
+from megatron.core.pipeline_parallel.plan.verify import verify
 
 logger = logging.getLogger(__name__)
 _folder: str | None = None

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
+from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
@@ -16,7 +17,6 @@ from megatron.core.pipeline_parallel.plan.search.solve import solve
 from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.v_placement import v_placement
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 # By schedule: by number of ranks, the whole-stage activations that a rank may hold where the request has no limit; and
 # the share of 1F1B's memory up to which B's that grow get room on top, where whole stages are counted as F leaves them
@@ -44,7 +44,7 @@ def problem_of(name: str, request: Request) -> Problem:
 
 
 def bound_of(name: str, request: Request) -> Bound:
-    """What no plan of the schedule beats. Fused backwards, to which a linear one may come, never hold more than F left."""
+    """What no plan of the schedule beats. A linear one may come to fused backwards, which hold no more than F left."""
     problem = problem_of(name, request)
     if name in _LINEAR_ONES:
         costs = problem.costs
