@@ -101,5 +101,6 @@ def _sources() -> str:
     """A digest of everything that decides on an order: the sources under plan/."""
     digest, folder = hashlib.sha256(), Path(__file__).parent
     for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+        text = safe_files.read_bytes(file, max_bytes=MAX_BYTES, follow=True)
+        digest.update(f"{file.relative_to(folder)}\0".encode() + text)
     return digest.hexdigest()
