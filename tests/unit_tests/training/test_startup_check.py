@@ -86,7 +86,7 @@ def test_code_digest_sees_names_and_contents(tmp_path):
 
 
 def test_the_whole_package_is_compared():
-    assert startup_check.PACKAGE_DIR == Path(megatron.core.__file__).parents[1]
+    assert Path(megatron.core.__file__).parents[1] == startup_check.PACKAGE_DIR
 
 
 def test_unusual_values_do_not_stop_the_comparison():
