@@ -54,7 +54,12 @@ class TrafficCounter:
         calls, before = self._moved.get(collective, (0, 0))
         self._moved[collective] = (calls + 1, before + payload_bytes)
 
-    @dataclasses.dataclass(frozen=True)
+    def moved(self, collective: str) -> Moved:
+        """Of "all_gather", "reduce_scatter", "all_reduce" (`sum_gradients` is one) or "broadcast"."""
+        return Moved(*self._moved.get(collective, (0, 0)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Traffic:
     """What a rank's collectives move in a step: over the inner ranks, and over the outer ones. waited_s: how long the
     rank stood waiting for them."""
