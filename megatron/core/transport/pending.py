@@ -86,10 +86,9 @@ class Call(NamedTuple):
 
 
 class Kept(list[tuple[Tensor, Tensor]]):
-    """Items that are gathered, or reduced, again and again, always over one group: `all_gather_units` and
-    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call. Between two
-    computations nothing is in the caches, and each view takes as long as the copy of many kB. Storages may be without
-    memory from one call to the next.
+    """Items that are gathered, or reduced, again and again over one group. `all_gather_units` and
+    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call only: with cold
+    caches a view takes as long as the copy of many kB. Storages may be without memory between two calls.
     """
 
     def __init__(self, items: Iterable[tuple[Tensor, Tensor]]) -> None:
