@@ -120,7 +120,7 @@ class SafeStorageReader(StorageReader):
         where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = {}
         for name, entry in manifest.tensors.items():
             dtype = TORCH_DTYPES[entry.dtype]
-            chunks = [chunk_metadata(chunk.offset, chunk.shape) for chunk in entry.chunks]
+            chunks = list(map(chunk_metadata, entry.chunks))
             properties = dcp.TensorProperties(dtype=dtype)
             state[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
             for chunk in entry.chunks:
