@@ -7,7 +7,8 @@ the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,27 +19,20 @@ class NotInitializedError(RuntimeError):
     """A `get_*` function was called before `pretrain` had set what it returns."""
 
 
+@dataclasses.dataclass
 class _Globals:
     """The one place for what Megatron keeps global."""
 
-    def __init__(self) -> None:
-        self.args: SimpleNamespace | None = None
-        self.rank = 0
-        self.world_size = 1
-        self.values: dict[str, Any] = {}
+    args: SimpleNamespace | None = None
+    rank: int = 0
+    world_size: int = 1
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _GLOBALS = _Globals()
-_NAMES = (
-    "config",
-    "device",
-    "parallel_state",
-    "timers",
-    "tokenizer",
-    "tensorboard_writer",
-    "wandb_writer",
-    "num_microbatches",
-    "global_batch_size",
+_NAMES = frozenset(
+    "config device parallel_state timers tokenizer tensorboard_writer wandb_writer num_microbatches "
+    "global_batch_size".split()
 )
 
 
@@ -50,10 +44,8 @@ def set_global_variables(args: Mapping[str, Any], *, rank: int, world_size: int)
     assert _GLOBALS.args is None, (
         "global variables are already set: call unset_global_variables() between two runs"
     )
-    _GLOBALS.args = SimpleNamespace(**args)
-    _GLOBALS.args.rank = rank
-    _GLOBALS.args.world_size = world_size
     _GLOBALS.rank, _GLOBALS.world_size = rank, world_size
+    _GLOBALS.args = SimpleNamespace(**{**args, "rank": rank, "world_size": world_size})
 
 
 def set_progress(**counters: int) -> None:
@@ -66,23 +58,14 @@ def set_progress(**counters: int) -> None:
 def provide(**values: Any) -> None:
     """Publish parts as they come to exist: timers, tokenizer, tensorboard_writer, wandb_writer, and two
     callables, num_microbatches and global_batch_size."""
-    for name, value in values.items():
-        assert name in _NAMES, f"unknown global {name!r}, known: {_NAMES}"
-        _GLOBALS.values[name] = value
+    for name in values:
+        assert name in _NAMES, f"unknown global {name!r}, known: {sorted(_NAMES)}"
+    _GLOBALS.values.update(values)
 
 
 def unset_global_variables() -> None:
     """Forget everything: the end of `pretrain`."""
-    _GLOBALS.__init__()  # type: ignore[misc]
-
-
-def _get(name: str) -> Any:
-    if name not in _GLOBALS.values:
-        raise NotInitializedError(
-            f"get_{name}() was called before pretrain() had made it: call it inside a provider or the "
-            "forward step, not while the script is imported"
-        )
-    return _GLOBALS.values[name]
+    vars(_GLOBALS).update(vars(_Globals()))
 
 
 def get_args() -> SimpleNamespace:
@@ -95,49 +78,42 @@ def get_args() -> SimpleNamespace:
     return _GLOBALS.args
 
 
-def get_config() -> Any:
-    """The resolved configuration in its groups (`megatron.training.config.config.Config`)."""
-    return _get("config")
+def _getter(name: str, what: str) -> Callable[[], Any]:
+    """`get_<name>`. Raises NotInitializedError."""
+
+    def get() -> Any:
+        if name not in _GLOBALS.values:
+            raise NotInitializedError(
+                f"get_{name}() was called before pretrain() had made it: call it inside a provider or the "
+                "forward step, not while the script is imported"
+            )
+        return _GLOBALS.values[name]
+
+    get.__name__, get.__doc__ = f"get_{name}", what
+    return get
 
 
-def get_device() -> Any:
-    """What this rank computes on (`megatron.core.device.Device`)."""
-    return _get("device")
-
-
-def get_parallel_state() -> Any:
-    """The run's ParallelState: this rank's place along every axis, and its groups."""
-    return _get("parallel_state")
-
-
-def get_timers() -> Any:
-    """The run's Timers."""
-    return _get("timers")
-
-
-def get_tokenizer() -> Any:
-    """The run's tokenizer."""
-    return _get("tokenizer")
-
-
-def get_tensorboard_writer() -> Any:
-    """torch's SummaryWriter on the last rank with --tensorboard-dir, else None."""
-    return _get("tensorboard_writer")
-
-
-def get_wandb_writer() -> Any:
-    """The wandb run on the last rank with --wandb-project, else None."""
-    return _get("wandb_writer")
+get_config = _getter("config", "The resolved configuration in its groups (`config.config.Config`).")
+get_device = _getter("device", "What this rank computes on (`megatron.core.device.Device`).")
+get_parallel_state = _getter("parallel_state", "This rank's place along every axis, and its groups.")
+get_timers = _getter("timers", "The run's Timers.")
+get_tokenizer = _getter("tokenizer", "The run's tokenizer.")
+get_tensorboard_writer = _getter(
+    "tensorboard_writer", "torch's SummaryWriter on the last rank with --tensorboard-dir, else None."
+)
+get_wandb_writer = _getter("wandb_writer", "The wandb run on the last rank with --wandb-project, else None.")
+_num_microbatches = _getter("num_microbatches", "A function.")
+_global_batch_size = _getter("global_batch_size", "A function.")
 
 
 def get_num_microbatches() -> int:
     """Microbatches per pipeline and step, at the present place of the batch ramp-up."""
-    return int(_get("num_microbatches")())
+    return int(_num_microbatches()())
 
 
 def get_current_global_batch_size() -> int:
     """Samples per step, at the present place of the batch ramp-up."""
-    return int(_get("global_batch_size")())
+    return int(_global_batch_size()())
 
 
 def print_rank_0(message: Any) -> None:
@@ -148,7 +124,7 @@ def print_rank_0(message: Any) -> None:
 
 def print_rank_last(message: Any) -> None:
     """Print on the last rank only, where the loss is known."""
-    if _GLOBALS.rank == _GLOBALS.world_size - 1:
+    if is_last_rank():
         say(message)
 
 

@@ -22,7 +22,7 @@ from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.rng_state import rng_state
 from megatron.training.run.run_checkpoints import RunCheckpoints
-from megatron.training.run.state import TrainState
+from megatron.training.state import TrainState
 
 # A checkpoint of iteration 2 that the code before this schema wrote, and the flags of its run.
 SAVED_BEFORE = Path(__file__).parents[1] / "functional_tests" / "front_door" / "data" / "saved_before"

@@ -21,9 +21,10 @@ from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.engine import Engine
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.build import Engine, build_engine, build_gpt_model
+from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
 from tests.harness.ranks import RankContext

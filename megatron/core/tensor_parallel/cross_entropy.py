@@ -12,59 +12,45 @@ from megatron.core.transport.collectives import all_reduce
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """One buffer of [tokens, v] holds logits, then probabilities, then the gradient."""
+    """One buffer of [tokens, v/tp] holds logits, then probabilities, then the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
         # The logits of a lower precision are copied; those of the working precision are consumed.
         probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.unsqueeze(-1)
-        label_logit = probabilities.gather(-1, labels)
-        highest = probabilities.amax(-1, keepdim=True)
-        torch.softmax(probabilities, -1, out=probabilities)
-        # The most likely id has probability 1 / sum(exp(logit - highest)), so no second pass is needed for
-        # the sum.
-        log_sum = -probabilities.amax(-1, keepdim=True).log()
-        ctx.save_for_backward(probabilities, labels)
+        if tp.size == 1:
+            label_logit = probabilities.gather(-1, labels)
+            highest = probabilities.amax(-1, keepdim=True)
+            torch.softmax(probabilities, -1, out=probabilities)
+            # The most likely id has probability 1 / sum(exp(logit - highest)), so no second pass is needed for
+            # the sum.
+            log_sum = -probabilities.amax(-1, keepdim=True).log()
+            ctx.save_for_backward(probabilities, labels)
+        else:  # the highest logit, then sum and label's logit, go over tp
+            columns = logits.shape[-1]
+            unknown = (labels < 0) | (labels >= tp.size * columns)  # stay outside, for the lookup to refuse
+            labels = labels - tp.rank * columns
+            held = (labels >= 0) & (labels < columns)
+            labels = torch.where(unknown, labels, labels.clamp(0, columns - 1))
+            highest = probabilities.amax(-1, keepdim=True)
+            all_reduce(highest, tp.peers, "max")
+            label_logit = probabilities.gather(-1, labels).masked_fill_(~held, 0.0)
+            probabilities.sub_(highest).exp_()
+            sums = torch.stack((probabilities.sum(-1, keepdim=True), label_logit))
+            all_reduce(sums, tp.peers)
+            exp_sum, label_logit = sums
+            probabilities.div_(exp_sum)
+            log_sum = exp_sum.log()
+            ctx.save_for_backward(probabilities, labels, held)
         ctx.logits_dtype = logits.dtype
         return (log_sum + highest - label_logit).squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        gradient, labels = ctx.saved_tensors
-        gradient.scatter_add_(-1, labels, gradient.new_full((1,), -1.0).expand(labels.shape))
-        gradient.mul_(grads[0].unsqueeze(-1))
-        return gradient.to(ctx.logits_dtype), None
-
-
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """As above with [tokens, v/tp] on each rank: the highest logit, then sum and label's logit, go over tp."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-        probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        columns = logits.shape[-1]
-        labels = labels.unsqueeze(-1)
-        unknown = (labels < 0) | (labels >= tp.size * columns)  # stay outside, for the lookup to refuse
-        labels = labels - tp.rank * columns
-        held = (labels >= 0) & (labels < columns)
-        labels = torch.where(unknown, labels, labels.clamp(0, columns - 1))
-        highest = probabilities.amax(-1, keepdim=True)
-        all_reduce(highest, tp.peers, "max")
-        label_logit = probabilities.gather(-1, labels).masked_fill_(~held, 0.0)
-        probabilities.sub_(highest).exp_()
-        sums = torch.stack((probabilities.sum(-1, keepdim=True), label_logit))
-        all_reduce(sums, tp.peers)
-        exp_sum, label_logit = sums
-        probabilities.div_(exp_sum)
-        ctx.save_for_backward(probabilities, labels, held)
-        ctx.logits_dtype = logits.dtype
-        return (exp_sum.log() + highest - label_logit).squeeze(-1)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        gradient, labels, held = ctx.saved_tensors
-        gradient.scatter_add_(-1, labels, held.to(gradient.dtype).neg_())
+        gradient, labels, *held = ctx.saved_tensors
+        alone = gradient.new_full((1,), -1.0).expand(labels.shape)
+        gradient.scatter_add_(-1, labels, held[0].to(gradient.dtype).neg_() if held else alone)
         gradient.mul_(grads[0].unsqueeze(-1))
         return gradient.to(ctx.logits_dtype), None, None
 
@@ -75,9 +61,5 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParal
     logits [..., v/tp] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
     pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. Communicates over tp.
     """
-    losses: Tensor
-    if tp.size == 1:
-        losses = _CrossEntropy.apply(logits, labels)
-    else:
-        losses = _ShardedCrossEntropy.apply(logits, labels, tp)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, tp)
     return losses

@@ -14,7 +14,7 @@ product, and nothing is gathered a second time (`WeightGradSink.keeps_gathered`)
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -41,81 +41,72 @@ class Activation(Protocol):
         ...
 
 
+class _Route(NamedTuple):
+    """Where a product's weight gradients go, and the ranks that it is shared with."""
+
+    sink: WeightGradSink
+    key: str
+    bias_key: str | None
+    tp: TensorParallel
+    activation: Activation | None = None
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sink: WeightGradSink,
-        key: str,
-        bias_key: str | None,
-        tp: TensorParallel,
-    ) -> Tensor:
-        whole = gather_sequence(x, tp)
-        ctx.in_parts = tp.sequence_parallel and not sink.keeps_gathered
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
+        whole = gather_sequence(x, route.tp)
+        ctx.in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
         ctx.save_for_backward(x if ctx.in_parts else whole, weight)
-        ctx.sink, ctx.key, ctx.bias_key, ctx.tp = sink, key, bias_key, tp
+        ctx.route = route
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (dy,), route = grads, ctx.route
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         operand: Tensor | SequenceShard = x
         if ctx.in_parts and needs_weight:
-            operand = SequenceShard(x, ctx.tp)
-            if not ctx.sink.deferring:
+            operand = SequenceShard(x, route.tp)
+            if not route.sink.deferring:
                 operand.start()
         dx = pending = None
         if needs_x:
-            dx, pending = start_sum(linear_dgrad(dy, weight), ctx.tp)
+            dx, pending = start_sum(linear_dgrad(dy, weight), route.tp)
         if needs_weight:
-            ctx.sink.put(ctx.key, operand, dy)
-        if ctx.bias_key is not None and needs_bias:
-            ctx.sink.put(ctx.bias_key, None, dy)
+            route.sink.put(route.key, operand, dy)
+        if route.bias_key is not None and needs_bias:
+            route.sink.put(route.bias_key, None, dy)
         if pending is not None:
             pending.wait()
-        return dx, None, None, None, None, None, None
+        return dx, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sink: WeightGradSink,
-        key: str,
-        bias_key: str | None,
-        activation: Activation | None,
-        tp: TensorParallel,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink, ctx.key, ctx.bias_key = sink, key, bias_key
-        ctx.activation, ctx.tp = activation, tp
-        active = x if activation is None else activation.forward(x)
-        if tp.size == 1:
+        ctx.route = route
+        active = x if route.activation is None else route.activation.forward(x)
+        if route.tp.size == 1:
             return F.linear(active, weight, bias)
-        total = sum_ranks(F.linear(active, weight), tp)
+        total = sum_ranks(F.linear(active, weight), route.tp)
         return total if bias is None else total.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = gather_sequence(grads[0], ctx.tp)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        route, activation = ctx.route, ctx.route.activation
+        dy = gather_sequence(grads[0], route.tp)
         x, weight = ctx.saved_tensors
-        activation = ctx.activation
-        dx = linear_dgrad(dy, weight) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
-            ctx.sink.put(ctx.key, x if activation is None else activation.forward(x), dy)
-        if ctx.bias_key is not None and ctx.needs_input_grad[2]:
-            ctx.sink.put(ctx.bias_key, None, dy)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = linear_dgrad(dy, weight) if needs_x else None
+        if needs_weight:
+            route.sink.put(route.key, x if activation is None else activation.forward(x), dy)
+        if route.bias_key is not None and needs_bias:
+            route.sink.put(route.bias_key, None, dy)
         if dx is not None and activation is not None:
             dx = activation.backward(x, dx)
-        return dx, None, None, None, None, None, None, None
+        return dx, None, None, None
 
 
 def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
@@ -138,7 +129,7 @@ def column_linear(
     Under sequence parallel x is [s/tp, ..., in]. Communicates over tp: gathers x (sequence parallel only), and
     in the backward pass adds the input's gradient.
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, bias, sink, key, bias_key, tp)
+    out: Tensor = _ColumnLinear.apply(x, weight, bias, _Route(sink, key, bias_key, tp))
     return out
 
 
@@ -160,5 +151,5 @@ def row_linear(
     gradient of the bias. With an activation only its input is kept; the output is computed again for the weight
     gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    out: Tensor = _RowLinear.apply(x, weight, bias, sink, key, bias_key, activation, tp)
+    out: Tensor = _RowLinear.apply(x, weight, bias, _Route(sink, key, bias_key, tp, activation))
     return out

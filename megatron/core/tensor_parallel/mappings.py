@@ -70,22 +70,20 @@ class SequenceShard:
     def __init__(self, shard: Tensor, tp: TensorParallel) -> None:
         self.shard = shard.detach()  # what waits for W keeps nothing of the graph
         self.tp = tp
-        self._whole: Tensor | None = None
-        self._pending: Pending | None = None
+        self._gather: tuple[Tensor, Pending] | None = None
 
     def start(self) -> None:
         """Begin to gather; communicates over tp. A second call does nothing."""
-        if self._whole is None:
-            self._whole, self._pending = _start_gather(self.shard, self.tp, async_op=True)
+        if self._gather is None:
+            self._gather = _start_gather(self.shard, self.tp, async_op=True)
 
     def whole(self) -> Tensor:
         """[s, ...]; gathers now unless `start` was called."""
         self.start()
-        assert self._whole is not None
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-        return self._whole
+        assert self._gather is not None
+        whole, pending = self._gather
+        pending.wait()
+        return whole
 
 
 def _start_gather(shard: Tensor, tp: TensorParallel, *, async_op: bool) -> tuple[Tensor, Pending]:
@@ -95,17 +93,24 @@ def _start_gather(shard: Tensor, tp: TensorParallel, *, async_op: bool) -> tuple
 
 def gather_sequence(shard: Tensor, tp: TensorParallel) -> Tensor:
     """[s/tp, ...] -> [s, ...] under sequence parallel; else the tensor itself. Communicates over tp."""
-    if not tp.sequence_parallel:
-        return shard
-    return _start_gather(shard, tp, async_op=False)[0]
+    return _start_gather(shard, tp, async_op=False)[0] if tp.sequence_parallel else shard
+
+
+def _part_of_sequence(length: int, tp: TensorParallel) -> int:
+    if length % tp.size:
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be split over {tp.size} tensor parallel ranks: with "
+            f"--sequence-parallel its length must be a multiple of --tensor-model-parallel-size"
+        )
+    return length // tp.size
 
 
 def sequence_slice(whole: Tensor, tp: TensorParallel) -> Tensor:
     """This rank's part [s/tp, ...] of a whole tensor [s, ...] under sequence parallel; else the tensor itself."""
     if not tp.sequence_parallel:
         return whole
-    _check_divisible(whole.shape[0], tp)
-    return whole.chunk(tp.size)[tp.rank]
+    part = _part_of_sequence(whole.shape[0], tp)
+    return whole.narrow(0, tp.rank * part, part)
 
 
 def start_sum(partial: Tensor, tp: TensorParallel) -> tuple[Tensor, Pending | None]:
@@ -118,8 +123,7 @@ def start_sum(partial: Tensor, tp: TensorParallel) -> tuple[Tensor, Pending | No
     partial = partial.contiguous()
     if not tp.sequence_parallel:
         return partial, all_reduce(partial, tp.peers, async_op=True)
-    _check_divisible(partial.shape[0], tp)
-    shard = partial.new_empty(partial.shape[0] // tp.size, *partial.shape[1:])
+    shard = partial.new_empty(_part_of_sequence(partial.shape[0], tp), *partial.shape[1:])
     return shard, reduce_scatter(shard, partial, tp.peers, async_op=True)
 
 
@@ -129,14 +133,6 @@ def sum_ranks(partial: Tensor, tp: TensorParallel) -> Tensor:
     if pending is not None:
         pending.wait()
     return total
-
-
-def _check_divisible(length: int, tp: TensorParallel) -> None:
-    if length % tp.size:
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be split over {tp.size} tensor parallel ranks: with "
-            f"--sequence-parallel its length must be a multiple of --tensor-model-parallel-size"
-        )
 
 
 class _GatherVocabulary(torch.autograd.Function):
@@ -154,7 +150,5 @@ class _GatherVocabulary(torch.autograd.Function):
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
-    if tp.size == 1:
-        return logits
-    whole: Tensor = _GatherVocabulary.apply(logits, tp)
+    whole: Tensor = logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
     return whole

@@ -1,8 +1,14 @@
-"""The base of every layer whose gradients go to a `WeightGradSink`."""
+"""The base of every layer whose gradients go to a `WeightGradSink`: its name, its parameters, and which part of them a
+tensor parallel rank holds.
+
+A rank holds bands of rows (column layers, vocabularies) or of columns (row layers), or all of a parameter. Without
+other ranks nothing is cut and there are no regions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +20,59 @@ from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 
 
 @dataclasses.dataclass(frozen=True)
+class Band:
+    """Consecutive rows (or columns) of a parameter that this rank holds.
+
+    copies: so many consecutive ranks hold the same ones, each computing the gradient of its own use of them.
+    """
+
+    offset: int
+    size: int
+    copies: int = 1
+
+
+def even_bands(total: int, tp: TensorParallel, parts: int = 1) -> tuple[Band, ...]:
+    """This rank's share of each of `parts` equal parts of `total` rows (a gated MLP has two: gate and up)."""
+    part = total // parts
+    share = part // tp.size
+    assert share * tp.size * parts == total, f"{total} = {parts} parts over {tp.size} ranks"
+    return tuple(Band(index * part + tp.rank * share, share) for index in range(parts))
+
+
+def band_regions(
+    shape: tuple[int, ...], bands: Sequence[Band], dim: int, tp: TensorParallel
+) -> tuple[Region, ...]:
+    """Regions of a parameter of global `shape` of which this rank holds `bands` along `dim`, one after the other."""
+    if tp.size == 1:
+        return ()
+
+    def start(index: int) -> tuple[int, ...]:
+        return (*(0,) * dim, index, *(0,) * (len(shape) - dim - 1))
+
+    regions, at = [], 0
+    for band in bands:
+        held = (*shape[:dim], band.size, *shape[dim + 1 :])
+        partial = band.copies > 1
+        regions.append(Region(start(at), start(band.offset), held, copies=band.copies, partial=partial))
+        at += band.size
+    return tuple(regions)
+
+
+def whole_region(shape: tuple[int, ...], tp: TensorParallel, *, partial: bool) -> tuple[Region, ...]:
+    """The one region of a parameter that every rank holds. partial: each has a part of its gradient."""
+    if tp.size == 1:
+        return ()
+    start = (0,) * len(shape)
+    return (Region(start, start, shape, copies=tp.size, partial=partial),)
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerFactory:
     """What every layer of one model is built with.
 
     sink: where gradients go. dtype, device: of the parameters. init_std: of ordinary weights; residual_std:
-    of the weights that write into the residual stream. tp: the ranks that share each layer.
+    of the weights that write into the residual stream. tp: the ranks that share each layer. name: of the layer to be
+    built, which leads to it from the model.
     """
 
     sink: WeightGradSink
@@ -27,51 +81,37 @@ class LayerFactory:
     init_std: float = 0.02
     residual_std: float = 0.02
     tp: TensorParallel = ALONE
+    name: str = ""
+
+    def at(self, child: str) -> LayerFactory:
+        """For a layer inside of the named one."""
+        return dataclasses.replace(self, name=f"{self.name}.{child}" if self.name else child)
 
 
 class SinkModule(nn.Module):
     """A layer that knows its global name and the facts about its parameters (`meta`, keyed by global name)."""
 
-    def __init__(self, name: str, factory: LayerFactory) -> None:
+    def __init__(self, factory: LayerFactory) -> None:
         super().__init__()
-        self.name = name
-        self.sink = factory.sink
-        self.tp = factory.tp
+        self.name, self.sink, self.tp = factory.name, factory.sink, factory.tp
         self.meta: dict[str, ParamMeta] = {}
-        self._factory = factory
+        self._tensor: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
 
     def key(self, local: str) -> str:
         """Global name of the parameter `local`, which is also its sink key."""
         return f"{self.name}.{local}"
 
     def new_parameter(
-        self,
-        local: str,
-        shape: tuple[int, ...],
-        *,
-        regions: tuple[Region, ...] = (),
-        init: InitKind,
-        init_std: float = 0.0,
-        **facts: Any,
+        self, local: str, shape: tuple[int, ...], init: InitKind, regions: tuple[Region, ...], **facts: Any
     ) -> nn.Parameter:
         """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay.
 
         shape: of the whole. regions: what of it this rank holds, () for all of it; the tensor is as large as they are.
         """
-        name = self.key(local)
-        meta = ParamMeta(
-            name=name,
-            global_shape=shape,
-            init=init,
-            init_std=init_std,
-            route=GradRoute.SINK,
-            decay=len(shape) > 1,
-            regions=regions,
-            **facts,
-        )
-        self.meta[name] = meta
-        factory = self._factory
-        return nn.Parameter(torch.empty(meta.local_shape, dtype=factory.dtype, device=factory.device))
+        facts = {"init_std": 0.0, "route": GradRoute.SINK, "decay": len(shape) > 1, **facts}
+        meta = ParamMeta(self.key(local), shape, init, regions=regions, **facts)
+        self.meta[meta.name] = meta
+        return nn.Parameter(torch.empty(meta.local_shape, **self._tensor))
 
 
 def collect_param_meta(module: nn.Module) -> dict[str, ParamMeta]:

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import TensorParallel
-from megatron.core.tensor_parallel.shards import Band
-from megatron.core.tensor_parallel.sink_module import LayerFactory
+from megatron.core.tensor_parallel.sink_module import Band, LayerFactory
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.norm import Norm
@@ -50,51 +49,32 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        context: ModelContext,
-        layer: int,
-        *,
-        name: str,
-        factory: LayerFactory,
+        self, config: TransformerConfig, context: ModelContext, layer: int, factory: LayerFactory
     ) -> None:
         super().__init__()
-        self.layer = layer
-        self.context = context
-        tp = factory.tp
-        heads, groups = config.num_attention_heads, config.num_query_groups
+        self.layer, self.context = layer, context
+        tp, hidden = factory.tp, config.hidden_size
+        heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.groups = max(groups // tp.size, 1)  # of this rank
         self.heads_per_group = heads // tp.size // self.groups
-        self.head_dim = config.kv_channels
+        self.head_dim = dim
         self.interleaved = config.rotary_interleaved
         self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size,
-            (heads + 2 * groups) * self.head_dim,
-            name=f"{name}.linear_qkv",
-            factory=factory,
-            init_std=factory.init_std,
+            hidden,
+            (heads + 2 * groups) * dim,
+            factory.at("linear_qkv"),
             bias=config.add_bias_linear or config.add_qkv_bias,
-            bands=qkv_bands(heads, groups, self.head_dim, tp),
+            bands=qkv_bands(heads, groups, dim, tp),
         )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
-            self.q_layernorm = self._head_norm(config, f"{name}.q_layernorm", factory)
-            self.k_layernorm = self._head_norm(config, f"{name}.k_layernorm", factory)
+            self.q_layernorm = Norm(config, dim, factory.at("q_layernorm"), over_heads=True)
+            self.k_layernorm = Norm(config, dim, factory.at("k_layernorm"), over_heads=True)
         self.core_attention = CoreAttention(config, context, layer, tp.shard_rank)
-        self.linear_proj = RowParallelLinear(
-            heads * self.head_dim,
-            config.hidden_size,
-            name=f"{name}.linear_proj",
-            factory=factory,
-            init_std=factory.residual_std,
-            bias=config.attention_output_bias,
-        )
-        self.recompute_core = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
-
-    def _head_norm(self, config: TransformerConfig, name: str, factory: LayerFactory) -> Norm:
-        return Norm(config, self.head_dim, name=name, factory=factory, over_heads=True)
+        bias = config.attention_output_bias
+        self.linear_proj = RowParallelLinear(heads * dim, hidden, factory.at("linear_proj"), bias=bias)
+        selective = config.recompute_granularity == "selective"
+        self.recompute_core = selective and "core_attn" in config.recompute_modules
 
     def forward(
         self,
@@ -103,12 +83,17 @@ class SelfAttention(nn.Module):
         angles: Angles | None = None,
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
+        """mask: as `CoreAttention`. angles: by which queries and keys are rotated, if at all. inference_cache: keys and
+        values of the tokens before; then there is no mask."""
         query, key, value = self._heads(x)
         if angles is not None:
             query = apply_rope(query, *angles, self.interleaved)
             key = apply_rope(key, *angles, self.interleaved)
         if inference_cache is not None:
-            key, value, mask = self._with_cache(key, value, mask, inference_cache)
+            assert mask is None, "generation with a cache is causal; it takes no mask of its own"
+            mask = inference_cache.causal_mask(key.shape[0], key.device)
+            new = (t.permute(1, 2, 0, 3) for t in (key, value))
+            key, value = (t.permute(2, 0, 1, 3) for t in inference_cache.extend(self.layer, *new))
         if self.recompute_core:
             core = recomputed(self.core_attention, self.context, query, key, value, mask)
         else:
@@ -126,12 +111,3 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
-
-    def _with_cache(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, cache: InferenceCache
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values of all tokens so far, [s_all, b, groups, d], and the mask over them."""
-        assert mask is None, "generation with a cache is causal; it takes no mask of its own"
-        keys, values = cache.extend(self.layer, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
-        mask = cache.causal_mask(key.shape[0], key.device)
-        return keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -40,24 +41,11 @@ class CoreAttention(nn.Module):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         probability = self.dropout if self.training else 0.0
-        allowed = None if mask is None else ~mask
-
-        def attend() -> Tensor:
+        allowed, grouped = None if mask is None else ~mask, q.shape[1] != k.shape[1]
+        with seeded_default_generator(q.device, self.site.seed()) if probability else nullcontext():
             return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=allowed,
-                dropout_p=probability,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, allowed, probability, mask is None, scale=self.scale, enable_gqa=grouped
             )
-
-        if probability == 0.0:
-            return attend()
-        with seeded_default_generator(q.device, self.site.seed()):
-            return attend()
 
     def _exact(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         heads_per_group = q.shape[1] // k.shape[1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.shards import even_bands
-from megatron.core.tensor_parallel.sink_module import LayerFactory
+from megatron.core.tensor_parallel.sink_module import LayerFactory, even_bands
 from megatron.core.transformer.activations import mlp_activation
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -17,27 +16,17 @@ class MLP(nn.Module):
     Each tensor parallel rank has f/tp of the width: of gate and up alike. Communicates over tp.
     """
 
-    def __init__(self, config: TransformerConfig, *, name: str, factory: LayerFactory) -> None:
+    def __init__(self, config: TransformerConfig, factory: LayerFactory) -> None:
         super().__init__()
         self.activation = mlp_activation(config)
-        width = config.ffn_hidden_size
-        parts = 2 if config.gated_linear_unit else 1
+        hidden, bias, parts = config.hidden_size, config.add_bias_linear, 2 if config.gated_linear_unit else 1
+        width = parts * config.ffn_hidden_size
+        bands = even_bands(width, factory.tp, parts)
         self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size,
-            parts * width,
-            name=f"{name}.linear_fc1",
-            factory=factory,
-            init_std=factory.init_std,
-            bias=config.add_bias_linear,
-            bands=even_bands(parts * width, factory.tp, parts),
+            hidden, width, factory.at("linear_fc1"), bias=bias, bands=bands
         )
         self.linear_fc2 = RowParallelLinear(
-            width,
-            config.hidden_size,
-            name=f"{name}.linear_fc2",
-            factory=factory,
-            init_std=factory.residual_std,
-            bias=config.add_bias_linear,
+            config.ffn_hidden_size, hidden, factory.at("linear_fc2"), bias=bias
         )
 
     def forward(self, x: Tensor) -> Tensor:

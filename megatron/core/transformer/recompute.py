@@ -40,9 +40,8 @@ class _Recompute(torch.autograd.Function):
         ]
         with torch.enable_grad(), ctx.clock.restored():
             output = ctx.segment(*inputs)
-        if (
-            output.requires_grad
-        ):  # not where all of the segment is frozen and only its input's gradient is asked for
+        # It does not where all of the segment is frozen and only its input's gradient is asked for.
+        if output.requires_grad:
             torch.autograd.backward(output, grads[0])
         return None, None, None, *(None if leaf is None else leaf.grad for leaf in inputs)
 

@@ -23,19 +23,14 @@ ORIGINAL_CONTEXT_TOKENS = 8192
 def inverse_frequencies(config: TransformerConfig) -> Tensor:
     """Angle per position of each rotated pair, fp32 [rotated dims / 2]."""
     dims = int(config.kv_channels * config.rotary_percent)
-    frequencies = 1.0 / (
-        config.rotary_base ** (torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims)
-    )
-    return (
-        _llama31_scaled(frequencies, config.rope_scaling_factor) if config.use_rope_scaling else frequencies
-    )
-
-
-def _llama31_scaled(frequencies: Tensor, factor: float) -> Tensor:
+    powers = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
+    frequencies = 1.0 / (config.rotary_base**powers)
+    if not config.use_rope_scaling:
+        return frequencies
     wavelengths = 2.0 * math.pi / frequencies
     periods = ORIGINAL_CONTEXT_TOKENS / wavelengths  # of each wave in the original context
     keep = ((periods - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)).clamp(0.0, 1.0)
-    return frequencies * keep + frequencies / factor * (1.0 - keep)
+    return frequencies * keep + frequencies / config.rope_scaling_factor * (1.0 - keep)
 
 
 class RotaryEmbedding:

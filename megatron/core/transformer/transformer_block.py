@@ -43,26 +43,20 @@ class TransformerBlock(nn.Module):
         config: TransformerConfig,
         context: ModelContext,
         layers: Sequence[int],
-        *,
-        name: str,
         factory: LayerFactory,
+        *,
         final_norm: bool,
     ) -> None:
         super().__init__()
         self.context = context
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): TransformerLayer(
-                    config, context, layer, name=f"{name}.layers.{layer}", factory=factory
-                )
-                for layer in layers
-            }
-        )
+        made = {
+            str(layer): TransformerLayer(config, context, layer, factory.at(f"layers.{layer}"))
+            for layer in layers
+        }
+        self.layers = nn.ModuleDict(made)
         self.final_layernorm = None
         if final_norm:
-            self.final_layernorm = Norm(
-                config, config.hidden_size, name=f"{name}.final_layernorm", factory=factory
-            )
+            self.final_layernorm = Norm(config, config.hidden_size, factory.at("final_layernorm"))
         self.chunks = recompute_chunks(config, len(layers))
 
     def forward(

@@ -18,23 +18,14 @@ class TransformerLayer(nn.Module):
     """[s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]); `layer` is the global number, from 0."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        context: ModelContext,
-        layer: int,
-        *,
-        name: str,
-        factory: LayerFactory,
+        self, config: TransformerConfig, context: ModelContext, layer: int, factory: LayerFactory
     ) -> None:
         super().__init__()
-        self.hidden_dropout = config.hidden_dropout
-        size = config.hidden_size
-        self.input_layernorm = Norm(config, size, name=f"{name}.input_layernorm", factory=factory)
-        self.self_attention = SelfAttention(
-            config, context, layer, name=f"{name}.self_attention", factory=factory
-        )
-        self.pre_mlp_layernorm = Norm(config, size, name=f"{name}.pre_mlp_layernorm", factory=factory)
-        self.mlp = MLP(config, name=f"{name}.mlp", factory=factory)
+        self.hidden_dropout, size = config.hidden_dropout, config.hidden_size
+        self.input_layernorm = Norm(config, size, factory.at("input_layernorm"))
+        self.self_attention = SelfAttention(config, context, layer, factory.at("self_attention"))
+        self.pre_mlp_layernorm = Norm(config, size, factory.at("pre_mlp_layernorm"))
+        self.mlp = MLP(config, factory.at("mlp"))
         tp_rank = factory.tp.sequence_rank
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)

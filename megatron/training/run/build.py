@@ -5,22 +5,18 @@ model_provider, once a chunk -> data parallel engine (flat buffers) -> initial w
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.asked_schedules import describe_schedule
-from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
-from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
+from megatron.core.optimizer.grad_scaler import build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -28,69 +24,15 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     idle_scheduler,
 )
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
-from megatron.core.pipeline_parallel.plan.spec import StageSpec
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transport import host_data
 from megatron.core.transport.initial_weights import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.units import declared_units
-from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config.config import Config
-from megatron.training.run.weight_pieces import weight_pieces
+from megatron.training.engine import Chunk, Engine
 
 ModelProvider = Callable[..., nn.Module]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours."""
-
-    stage: int
-    spec: StageSpec
-    module: nn.Module
-    context: ModelContext
-    sink: WeightGradAccumulator | None
-
-    def set_input(self, hidden: Tensor | None) -> None:
-        """Megatron's way to hand a stage what the one before has computed. Nothing on a stage that embeds."""
-        if not self.spec.embedding:
-            cast(MegatronModule, self.module).set_input_tensor(hidden)
-
-
-@dataclasses.dataclass
-class Engine:
-    """Everything that one training step touches on this rank."""
-
-    chunks: tuple[Chunk, ...]
-    model: DistributedDataParallel
-    param_meta: dict[str, ParamMeta]
-    optimizer: MixedPrecisionOptimizer
-    scheduler: OptimizerParamScheduler
-    scaler: GradScaler
-
-    @property
-    def memory_tracker(self) -> MemoryTracker:
-        """What this rank's engine holds."""
-        return self.model.memory_tracker
-
-    @property
-    def declares_units(self) -> bool:
-        """Whether the model itself names what is gathered together, so that --fsdp-unit-modules has no effect."""
-        return declared_units([chunk.module for chunk in self.chunks]) is not None
-
-    def persistent_bytes(self) -> int:
-        """What this rank holds when a step ends: weights, gradients, optimizer state, slots of the double buffer."""
-        flat = sum(self.model.buffer.persistent_bytes().values())
-        return flat + self.memory_tracker.live("moments") + self.memory_tracker.live("slots")
-
-    def model_pieces(self) -> list[LocalPiece]:
-        """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
-
-        Communicates over data parallel ranks where those of the last step are not gathered yet.
-        """
-        self.model.settle_weights()
-        return weight_pieces(self.model.buffer)
 
 
 def build_gpt_model(
@@ -108,7 +50,7 @@ def build_gpt_model(
     """
     padded_vocab_size = config.model.padded_vocab_size
     assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
-    tp, layers, other_end_here = TensorParallel(), None, False
+    part: dict[str, Any] = {}
     if ps is not None:
         held_here = config.schedule_spec.held_by(ps.pp_rank)
         if len(held_here) > 1 and vp_stage is None:
@@ -122,9 +64,12 @@ def build_gpt_model(
                 f"build_gpt_model: pre_process, post_process {given} for a stage of {held}: pass on what the model "
                 "provider is given"
             )
-        tp, layers = TensorParallel.of(ps, config.parallel.sequence_parallel), spec.layers
-        ends = sum(one.embedding or one.loss for one in held_here)
-        other_end_here = ends == 2 and (spec.embedding or spec.loss)
+        both_ends_here = sum(one.embedding or one.loss for one in held_here) == 2
+        part = {
+            "layers": spec.layers,
+            "other_end_here": both_ends_here and (spec.embedding or spec.loss),
+            "tp": TensorParallel.of(ps, config.parallel.sequence_parallel),
+        }
     return GPTModel(
         config.model,
         padded_vocab_size=padded_vocab_size,
@@ -133,9 +78,7 @@ def build_gpt_model(
         device=torch.get_default_device(),
         pre_process=pre_process,
         post_process=post_process,
-        layers=layers,
-        other_end_here=other_end_here,
-        tp=tp,
+        **part,
     )
 
 
@@ -158,24 +101,36 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
         _refuse_together(chunks, describe_schedule(config.parallel, spec.schedule), ps)
     modules, sinks = [chunk.module for chunk in chunks], [chunk.sink for chunk in chunks]
     _join_uses(modules)
-    meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
+    meta: dict[str, ParamMeta] = {}
+    for module in modules:
+        meta.update(module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module))
     if None in sinks:
         broadcast_weights(modules, ps)
     stages = [chunk.stage for chunk in chunks]
     model = DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
-    if config.model.init_model_with_meta_device:
-        _fill(model.buffer, meta, config.training.seed, params_dtype(config), ps.device.torch_device)
+    if config.model.init_model_with_meta_device:  # built without memory: one whole parameter at a time
+        for name, one in meta.items():
+            whole = torch.empty(one.local_shape, dtype=params_dtype(config), device=ps.device.torch_device)
+            fill(whole, one, config.training.seed)
+            model.buffer.write_weight(name, whole)
         model.weights_changed()
     optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.memory_tracker)
     model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
     model.release_gradients()
-    return Engine(
-        chunks=chunks,
-        model=model,
-        param_meta=meta,
-        optimizer=optimizer,
-        scheduler=_scheduler(config, optimizer),
-        scaler=build_grad_scaler(config.optimizer),
+    scheduler, scaler = _scheduler(config, optimizer), build_grad_scaler(config.optimizer)
+    return Engine(chunks, model, meta, optimizer, scheduler, scaler)
+
+
+def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+    if config.evaluation.skip_train:
+        return idle_scheduler(optimizer.param_groups)
+    training = config.training
+    return build_scheduler(
+        config.optimizer,
+        optimizer.param_groups,
+        train_iters=training.train_iters if training.train_samples is None else None,
+        train_samples=training.train_samples,
+        global_batch_size=training.global_batch_size,
     )
 
 
@@ -229,9 +184,9 @@ def _refuse_together(chunks: Sequence[Chunk], asked: str, ps: ParallelState) -> 
             refuse_unsplittable(chunk.module, asked)
     except UnsplittableError as error:
         problem = str(error)
-    told = [one for one in host_data.all_gather_json(problem, ps.control_group) if one is not None]
-    if told:
-        raise UnsplittableError(told[0])
+    for told in host_data.all_gather_json(problem, ps.control_group):
+        if told is not None:
+            raise UnsplittableError(told)
 
 
 def refuse_unsplittable(module: nn.Module, asked: str) -> None:
@@ -241,20 +196,18 @@ def refuse_unsplittable(module: nn.Module, asked: str) -> None:
     What goes to a sink can wait for W. Gradients of 1-D parameters may be computed in B, whoever does so: they wait for
     W to be added. A matrix that autograd accumulates would make of every B a whole backward.
     """
-    ours = isinstance(module, MegatronModule)
-    facts = module.param_meta if isinstance(module, MegatronModule) else {}
+    facts = module.param_meta if isinstance(module, MegatronModule) else None
     for name, parameter in module.named_parameters():
+        meta = None if facts is None else facts.get(name)
         if not parameter.requires_grad:
             continue
-        meta = facts.get(name)
-        if ours and meta is None:
+        if facts is not None and meta is None:
             why = "is declared in no param_meta"
         elif meta is None or (meta.route is GradRoute.AUTOGRAD and parameter.dim() > 1):
             why = "is accumulated by autograd, whose backward has no part that can wait"
         else:
             continue
-        path, _, _ = name.rpartition(".")
-        what = type(module.get_submodule(path)).__name__
+        what = type(module.get_submodule(name.rpartition(".")[0])).__name__
         raise UnsplittableError(
             f"{asked} computes weight gradients apart from the rest of the backward (W, B), and parameter {name!r} of "
             f"{type(module).__name__} (a {what}) {why}: use --pipeline-schedule 1f1b, 1f1b-v, interleaved or gpipe "
@@ -273,36 +226,7 @@ def _join_uses(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module, MegatronModule):
             continue
-        for name, meta in module.param_meta.items():
-            if len(meta.uses) < 2:
-                continue
+        for name in (name for name, meta in module.param_meta.items() if len(meta.uses) > 1):
             path, _, local = name.rpartition(".")
             owner = module.get_submodule(path)
             setattr(owner, local, first.setdefault(name, cast(nn.Parameter, getattr(owner, local))))
-
-
-def _param_meta(module: nn.Module) -> dict[str, ParamMeta]:
-    return module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)
-
-
-def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
-    if config.evaluation.skip_train:
-        return idle_scheduler(optimizer.param_groups)
-    by_samples = config.training.train_samples is not None
-    return build_scheduler(
-        config.optimizer,
-        optimizer.param_groups,
-        train_iters=None if by_samples else config.training.train_iters,
-        train_samples=config.training.train_samples,
-        global_batch_size=config.training.global_batch_size,
-    )
-
-
-def _fill(
-    buffer: FlatBuffer, param_meta: dict[str, ParamMeta], seed: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Initial weights of a model that was built without memory, one whole parameter at a time."""
-    for name, meta in param_meta.items():
-        whole = torch.empty(meta.local_shape, dtype=dtype, device=device)
-        fill(whole, meta, seed)
-        buffer.write_weight(name, whole)

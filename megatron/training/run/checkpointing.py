@@ -21,17 +21,10 @@ from typing import Any
 
 from torch import __version__ as torch_version
 
+from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
-from megatron.core.dist_checkpointing.catalog import (
-    Choice,
-    Found,
-    candidates,
-    checkpoint_config,
-    config_of,
-    list_entries,
-    nothing_for,
-)
+from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
@@ -59,11 +52,8 @@ MODEL_FIELDS = (
     "add_attention_output_bias", "embedding_multiplier", "padded_vocab_size", "tokenizer_type",
 )  # fmt: skip
 # Those of them that older checkpoints do not name, with what these models were.
-_UNNAMED = {
-    "geglu": False,
-    "geglu_tanh": False,
-    "add_attention_output_bias": False,
-    "embedding_multiplier": None,
+_UNNAMED = dict.fromkeys(("geglu", "geglu_tanh", "add_attention_output_bias"), False) | {
+    "embedding_multiplier": None
 }
 
 
@@ -86,10 +76,6 @@ class Restored:
 CheckState = Callable[[Found, bool], None]
 
 
-def _same_folder(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 class Checkpointer:
     """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
 
@@ -99,19 +85,12 @@ class Checkpointer:
     def __init__(
         self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log, guard: Guard = no_guard
     ) -> None:
-        self._ps = ps
-        self._config = config
-        self._log, self._guard = log, guard
-        self._cache = PlanCache()
+        self._ps, self._config, self._log, self._guard = ps, config, log, guard
+        self._cache, self._async = PlanCache(), AsyncSaver(log, guard)
         self._owned: set[int] | None = (
             None  # iterations in --save that are this run's; None: all, until `load`
         )
-        self._async = AsyncSaver(log, guard)
-
-    @property
-    def place(self) -> metrics.ModelParallelPlace:
-        ps = self._ps
-        return metrics.ModelParallelPlace(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
+        self._place = metrics.model_parallel_place(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
 
     def save(
         self,
@@ -129,33 +108,29 @@ class Checkpointer:
         save of a run). Raises CheckpointError on all ranks together, and NonFiniteWeightsError where a tensor is not
         finite: a checkpoint of it would be the newest, and of no use.
         """
-        root = self._config.save
+        flags, root = self._config, self._config.save
         assert root is not None, "save without --save"
-        pieces = list(model_pieces) + ([] if self._config.no_save_optim else list(optimizer_pieces))
+        pieces = list(model_pieces) + ([] if flags.no_save_optim else list(optimizer_pieces))
         if (wrong := first_nonfinite(pieces, self._ps)) is not None:
             raise NonFiniteWeightsError(
                 f"iteration {iteration}: {wrong}: no checkpoint of it is written to {root}. Lower --lr and start again "
                 "from the last checkpoint; if no step was taken, look at --init-method-std and at --load"
             )
-        per_rank = {} if self._config.no_save_rng else {"rng": rng_state(self._ps.device)}
+        per_rank = {} if flags.no_save_rng else {"rng": rng_state(self._ps.device)}
         self._say(metrics.saving_line(iteration, root, "torch_dist"))
-        retain = self._config.save_retain_interval
-        if self._config.async_save:
-            earlier = self._async.in_flight
-            done = self._async.save(
-                root, iteration, pieces, common, per_rank, self._ps,
-                retain_interval=retain, owned=self._owned, cache=self._cache,
-            )  # fmt: skip
-            if done is not None and earlier is not None:
-                self._saved(earlier)
-            self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
-            return self.maybe_finalize(blocking=True) if wait else None
-        directory = save(
-            root, iteration, pieces, common, per_rank, self._ps,
-            retain_interval=retain, owned=self._owned, cache=self._cache, log=self._log, guard=self._guard,
-        )  # fmt: skip
-        self._saved(iteration)
-        return directory
+        content = root, iteration, pieces, common, per_rank, self._ps
+        retain, owned, cache = flags.save_retain_interval, self._owned, self._cache
+        if not flags.async_save:
+            guarded: dict[str, Any] = {"log": self._log, "guard": self._guard}
+            directory = save(*content, retain_interval=retain, owned=owned, cache=cache, **guarded)
+            self._saved(iteration)
+            return directory
+        earlier = self._async.in_flight
+        done = self._async.save(*content, retain_interval=retain, owned=owned, cache=cache)
+        if done is not None and earlier is not None:
+            self._saved(earlier)
+        self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
+        return self.maybe_finalize(blocking=True) if wait else None
 
     def maybe_finalize(self, blocking: bool = False) -> Path | None:
         """Commit a background save that all ranks have written; its directory if that happened now.
@@ -183,95 +158,85 @@ class Checkpointer:
         CheckpointError on all ranks together, before any tensor is touched, unless what was saved is not finite.
         """
         flags = self._config
-        choice = Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
+        choice = (
+            catalog.Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
+        )
         with step() as claimed:
             if self._ps.rank == 0:  # who commits
                 self._own(choice.found)
         claimed.gather(self._ps)
         if flags.load is None:
             return None
-        if choice.found is None:
+        if (found := choice.found) is None:
             why = "; ".join(choice.notes)
             if (flag := flags.needs_checkpoint) is not None:
-                raise CheckpointError(nothing_for(flag, why))
+                raise CheckpointError(catalog.nothing_for(flag, why))
             self._say(f"{why}; starting from scratch")
             return None
         for note in choice.notes:
             self._say(note)
-        found = choice.found
         with_optimizer = not (flags.finetune or flags.no_load_optim)
-        _check_config(found, config or {})
-        if with_optimizer:
-            _check_optimizer(found)
         with_rng = not (flags.finetune or flags.no_load_rng)
+        _check_config(found, config or {}, with_optimizer)
         if with_rng:
-            self._check_rng(found)
+            self._each_rng(found, check_rng_state)
         if check_state is not None and not flags.finetune:
             check_state(found, with_optimizer)
         self._say(f" loading checkpoint from {flags.load} at iteration {found.iteration}")
         pieces = list(model_pieces) + (list(optimizer_pieces) if with_optimizer else [])
-        load_pieces(
-            found,
-            pieces,
-            self._ps,
-            prefixes=(MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,),
-            convert=not with_optimizer,
-        )
+        prefixes = (MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,)
+        load_pieces(found, pieces, self._ps, prefixes=prefixes, convert=not with_optimizer)
         _refuse_nonfinite(found, pieces, self._ps)
+        manifest, here = found.manifest, self._ps.world_size
         if with_rng:
-            self._load_rng(found)
-        self._note_versions(found)
+            if (there := len(manifest.per_rank)) != here:
+                self._say(
+                    f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without "
+                    "one keep fresh seeds"
+                )
+            self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
+        if manifest.torch_version != torch_version:
+            self._say(
+                f"the checkpoint was written with torch {manifest.torch_version}, this is {torch_version}: numbers "
+                "may differ in the last bits"
+            )
         iteration = 0 if flags.finetune else found.iteration
-        self._say(metrics.loaded_line(iteration, flags.load, self.place))
-        return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
+        self._say(metrics.loaded_line(iteration, flags.load, self._place))
+        return Restored(found.directory, iteration, manifest.common, not flags.finetune, with_optimizer)
 
-    def _check_rng(self, found: Found) -> None:
-        _check_rng(found, self._ps.world_size)
-        with step() as checked:
-            if self._ps.rank < len(found.manifest.per_rank):
-                check_rng_state(*self._saved_rng(found))
-        checked.gather(self._ps)
-
-    def _saved_rng(self, found: Found) -> tuple[Any, Place]:
-        """This rank's, and where it stands."""
-        place = Place(found.directory / MANIFEST_NAME, "per_rank")[self._ps.rank].at("rng")
-        return found.manifest.per_rank[self._ps.rank]["rng"], place
-
-    def _load_rng(self, found: Found) -> None:
-        """Each rank its own state; ranks that the saved run did not have keep their fresh seeds."""
-        num_saved = len(found.manifest.per_rank)
-        if num_saved != self._ps.world_size:
-            self._say(
-                f"random generators: the checkpoint has those of {num_saved} ranks, this has "
-                f"{self._ps.world_size}: ranks without one keep fresh seeds"
-            )
-        with step() as restored:
-            if self._ps.rank < num_saved:
-                state, place = self._saved_rng(found)
-                set_rng_state(state, self._ps.device, place)
-        restored.gather(self._ps)
-
-    def _note_versions(self, found: Found) -> None:
-        if found.manifest.torch_version != torch_version:
-            self._say(
-                f"the checkpoint was written with torch {found.manifest.torch_version}, this is "
-                f"{torch_version}: numbers may differ in the last bits"
-            )
+    def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
+        """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
+        CheckpointError on all ranks together."""
+        saved, rank, place = (
+            found.manifest.per_rank,
+            self._ps.rank,
+            Place(found.directory / MANIFEST_NAME, "per_rank"),
+        )
+        for of, own in enumerate(saved[: self._ps.world_size]):
+            if not isinstance(own, dict) or "rng" not in own:
+                raise CheckpointError(
+                    f"{place.path}: field 'per_rank[{of}]': no random generator state of rank {of} (saved with "
+                    "--no-save-rng?): load with --no-load-rng"
+                )
+        with step() as used:
+            if rank < len(saved):
+                use(saved[rank]["rng"], place[rank].at("rng"))
+        used.gather(self._ps)
 
     def _own(self, loaded: Found | None) -> None:
         """Which checkpoints in --save are this run's: [Note: what a save may replace] in commit."""
         flags = self._config
         if flags.save is None:
             return
-        goes_on = loaded is not None and not flags.finetune and _same_folder(flags.save, flags.load or "")
+        same_folder = os.path.realpath(flags.save) == os.path.realpath(flags.load or "")
+        goes_on = loaded is not None and not flags.finetune and same_folder
         if goes_on and flags.ckpt_step is not None:
             self._owned = None
             return
-        there = sorted(candidates(list_entries(Path(flags.save))))
+        there = sorted(catalog.candidates(catalog.list_entries(Path(flags.save))))
         last = loaded.iteration if loaded is not None and goes_on else -1
         self._owned = {iteration for iteration in there if iteration <= last}
-        others = [iteration for iteration in there if iteration > last]
-        if others:
+        if others := [iteration for iteration in there if iteration > last]:
             shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
             self._say(
                 f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they "
@@ -281,7 +246,7 @@ class Checkpointer:
     def _saved(self, iteration: int) -> None:
         if self._owned is not None:
             self._owned.add(iteration)
-        self._say(metrics.saved_line(iteration, str(self._config.save), self.place))
+        self._say(metrics.saved_line(iteration, str(self._config.save), self._place))
 
     def _say(self, line: str) -> None:
         if self._ps.rank == 0:
@@ -298,10 +263,10 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
         )
 
 
-def _check_config(found: Found, config: Mapping[str, Any]) -> None:
-    if "config" not in found.manifest.common:
-        return
-    saved = {**_UNNAMED, **config_of(found, check_config)}
+def _check_config(found: Found, config: Mapping[str, Any], with_optimizer: bool) -> None:
+    """Raises CheckpointError where the checkpoint is another model's, or lacks the optimizer that is to be loaded."""
+    path, manifest = found.directory / MANIFEST_NAME, found.manifest
+    saved = {**_UNNAMED, **catalog.config_of(found, check_config)} if "config" in manifest.common else {}
     differing = [
         f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
         for name in MODEL_FIELDS
@@ -309,26 +274,14 @@ def _check_config(found: Found, config: Mapping[str, Any]) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: saved from another model: {'; '.join(differing)}. "
+            f"{path}: saved from another model: {'; '.join(differing)}. "
             f"Give the same flags, or --use-checkpoint-args to take them from the checkpoint"
         )
-
-
-def _check_optimizer(found: Found) -> None:
-    if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
+    if with_optimizer and not any(name.startswith(OPTIMIZER_PREFIX) for name in manifest.tensors):
         raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
+            f"{path}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
             f"load with --no-load-optim or --finetune"
         )
-
-
-def _check_rng(found: Found, world_size: int) -> None:
-    for rank, own in enumerate(found.manifest.per_rank[:world_size]):
-        if not isinstance(own, dict) or "rng" not in own:
-            raise CheckpointError(
-                f"{found.directory / MANIFEST_NAME}: field 'per_rank[{rank}]': no random generator state of rank "
-                f"{rank} (saved with --no-save-rng?): load with --no-load-rng"
-            )
 
 
 def load_for_inference(
@@ -344,7 +297,7 @@ def load_for_inference(
         load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
         _refuse_nonfinite(found, pieces)
 
-    config = config_of(found, check_config)
+    config = catalog.config_of(found, check_config)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
         place = Place(found.directory / MANIFEST_NAME, "common.config")
         place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")

@@ -9,22 +9,20 @@ from typing import Any
 
 from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.builder import (
-    Datasets,
-    GPTDatasetSpec,
-    build_train_valid_test_datasets,
-)
+from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
+from megatron.core.datasets.checksums import check_corpus, require_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
 from megatron.core.datasets.requested_sizes import requested_sizes
 from megatron.core.datasets.samplers import build_data_loader
+from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives
 from megatron.training.config.config import Config
 from megatron.training.report import metrics
-from megatron.training.run.session import Session
+from megatron.training.report.session import Session
 from megatron.training.run.step_batches import StepBatches
-from megatron.training.run.verify_data import verify_data
+from megatron.training.state import TrainState
 
 DatasetsProvider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
 
@@ -78,8 +76,7 @@ def build_gpt_datasets(
         multiple_validation_sets=data.multiple_validation_sets,
     )
     train, valid, test = num_samples
-    datasets: Datasets = build_train_valid_test_datasets(spec, (train, valid, test))
-    return datasets
+    return build_train_valid_test_datasets(spec, (train, valid, test))
 
 
 def _corpora(config: Config) -> dict[str, Any]:
@@ -106,22 +103,8 @@ def _corpora(config: Config) -> dict[str, Any]:
     return {"blend": parse_blend(data.data_path), "split": data.split}
 
 
-def _prefixes(config: Config) -> list[str]:
-    """Of all corpora that the flags name. Raises DataError."""
-    named = _corpora(config)
-    blends = named.get("blend_per_split", (named.get("blend"),))
-    return [prefix for blend in blends if blend is not None for prefix in blend.prefixes]
-
-
 def build_data_iterators(
-    session: Session,
-    provider: DatasetsProvider,
-    *,
-    train_samples: int,
-    train_iters: int,
-    consumed_train_samples: int,
-    consumed_valid_samples: int,
-    reads: bool,
+    session: Session, provider: DatasetsProvider, state: TrainState, *, reads: bool
 ) -> DataIterators:
     """Build data sets and loaders, positioned after what the run has consumed.
 
@@ -130,42 +113,64 @@ def build_data_iterators(
     The first rank of each machine builds (and fills the index cache) while the others wait. Communicates over the
     world. Raises DataError.
     """
-    config = session.config
+    config, evaluation = session.config, session.config.evaluation
     if config.data.verify_data:
-        verify_data(session, lambda: _prefixes(config))
+        _verify_data(session)
     sizes = requested_sizes(
-        train_samples=train_samples,
-        train_iters=train_iters,
-        eval_interval=config.evaluation.eval_interval,
-        eval_iters=config.evaluation.eval_iters,
+        train_samples=state.train_samples,
+        train_iters=state.train_iters,
+        eval_interval=evaluation.eval_interval,
+        eval_iters=evaluation.eval_iters,
         global_batch_size=config.training.global_batch_size,
     )
     for line in metrics.dataset_lines("GPT", dict(zip(("train", "validation", "test"), sizes, strict=True))):
         session.print_rank_0(line)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.datasets_done_line("GPT"))
-    trained_on = 0 if config.evaluation.skip_train else sizes.train
+    trained_on = 0 if evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
-    evaluations = "--eval-iters x --global-batch-size, for each evaluation"
-    validation = _Split("validation", sizes.valid, evaluations, whole=config.data.full_validation)
+    asked_by = "--eval-iters x --global-batch-size, for each evaluation"
+    validation = _Split("validation", sizes.valid, asked_by, whole=config.data.full_validation)
+
+    def held_out(datasets: Any, split: _Split, consumed_samples: int) -> list[EvaluationSet]:
+        """One set, or several with `--multiple-validation-sets`; none where no evaluation is asked for."""
+        sets = enumerate(datasets) if isinstance(datasets, list) else [("", datasets)]
+        return [
+            EvaluationSet(str(name), _loader(session, dataset, split, consumed_samples), split.whole)
+            for name, dataset in sets
+            if dataset is not None and evaluation.eval_iters > 0
+        ]
+
+    batches = _loader(session, train, training, state.consumed_train_samples)
     return DataIterators(
-        train=StepBatches(
-            _loader(session, train, training, consumed_train_samples),
-            fetch=functools.partial(_fetch, session),
-            reads=reads,
-        ),
-        valid=_evaluation_sets(session, valid, validation, consumed_valid_samples),
-        test=_evaluation_sets(session, test, _Split("test", sizes.test, evaluations), 0),
+        train=StepBatches(batches, fetch=functools.partial(_fetch, session), reads=reads),
+        valid=held_out(valid, validation, state.consumed_valid_samples),
+        test=held_out(test, _Split("test", sizes.test, asked_by), 0),
         description=train.description() if isinstance(train, GPTDataset | BlendedDataset) else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """What the run asks of one split. whole: it is read to its end instead, whatever its length."""
+
+    name: str
+    num_samples: int
+    asked_by: str
+    whole: bool = False
 
 
 def _loader(session: Session, dataset: Any, split: _Split, consumed_samples: int) -> Any:
     """Microbatches from position `consumed_samples` on. Raises DataError naming the split."""
     data, ps = session.config.data, session.ps
     order = "single" if split.whole else data.dataloader_type or "single"
-    if order == "single" and not split.whole and dataset is not None:
-        _check_length(len(dataset), split)
+    if order == "single" and not split.whole and dataset is not None and len(dataset) < split.num_samples:
+        # Told now, not when the run has come to its end.
+        raise DataError(
+            f"the {split.name} data has {len(dataset)} samples, the run asks for {split.num_samples} "
+            f"({split.asked_by}): ask for fewer, or give a blend weights (--data-path 1 A 1 B repeats its corpora, "
+            "--data-path A B takes each once)"
+        )
     try:
         loader = build_data_loader(
             dataset,
@@ -183,49 +188,20 @@ def _loader(session: Session, dataset: Any, split: _Split, consumed_samples: int
     return loader if split.whole else _guarded(loader, split)
 
 
-def _evaluation_sets(
-    session: Session, datasets: Any, split: _Split, consumed_samples: int
-) -> list[EvaluationSet]:
-    """One set, or several with `--multiple-validation-sets`; none where no evaluation is asked for."""
-    if session.config.evaluation.eval_iters <= 0:
-        return []
-    sets = enumerate(datasets) if isinstance(datasets, list) else [("", datasets)]
-    return [
-        EvaluationSet(str(name), _loader(session, dataset, split, consumed_samples), split.whole)
-        for name, dataset in sets
-        if dataset is not None
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """What the run asks of one split. whole: it is read to its end instead, whatever its length."""
-
-    name: str
-    num_samples: int
-    asked_by: str
-    whole: bool = False
-
-
-def _check_length(num_samples: int, split: _Split) -> None:
-    """Too little data is told now, not when the run has come to its end."""
-    if num_samples < split.num_samples:
-        raise DataError(
-            f"the {split.name} data has {num_samples} samples, the run asks for {split.num_samples} ({split.asked_by}"
-            "): ask for fewer, or give a blend weights (--data-path 1 A 1 B repeats its corpora, --data-path A B takes "
-            "each once)"
-        )
-
-
-def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
-    """Where two JSON values differ first, as `name: saved ..., now ...`; None where they do not."""
-    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == here.keys():
-        pairs = [(f"{name}.{key}".lstrip("."), saved[key], here[key]) for key in saved]
-    elif isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
-        pairs = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(saved, here, strict=True))]
-    else:
-        return None if saved == here else f"{name}: saved {saved!r:.100}, now {here!r:.100}"
-    return next((found for key, a, b in pairs if (found := first_difference(a, b, key)) is not None), None)
+def _guarded(loader: Any, split: _Split) -> Iterator[Any]:
+    """A loader's batches; running out of them is an error that says so."""
+    if loader is None:
+        return
+    try:
+        yield from loader
+    except DataError as error:
+        # From a loader's process torch brings the message wrapped in that process's traceback.
+        _, _, message = str(error).rpartition(f"{DataError.__module__}.{DataError.__qualname__}: ")
+        raise DataError(message.strip()) from None
+    raise DataError(
+        f"the {split.name} data ended before the run, which asks for {split.num_samples} samples ({split.asked_by}): "
+        "a datasets provider must return at least the number of samples it is asked for"
+    )
 
 
 def _fetch(session: Session, source: Iterator[Any]) -> Any:
@@ -252,28 +228,49 @@ def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
         reasons = session.gather(None if failure is None else str(failure))
         if failure is not None:
             raise failure
-        if (
-            rank := next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
-        ) is not None:
-            raise DataError(f"rank {rank} could not build the data sets: {reasons[rank]}")
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise DataError(f"rank {rank} could not build the data sets: {reason}")
     collectives.barrier(session.ps.control_group)
     return built
 
 
-def _guarded(loader: Any, split: _Split) -> Iterator[Any]:
-    """A loader's batches; running out of them is an error that says so."""
-    if loader is None:
-        return
+def _verify_data(session: Session) -> None:
+    """--verify-data: corpora are compared with their checksums before anything is trained on them. The ranks of a
+    machine share the blocks, since machines may have own disks.
+
+    Communicates over the world. Raises DataError on every rank, with all that was found.
+    """
+    rank, size = session.env.local_rank, session.env.local_world_size
+    told = session.gather([rank, size])
+    numbered = [[k, size] for k in range(size) for _ in range(len(told) // size)]
+    # Where the launcher does not number the ranks of each machine, each reads all of it.
+    part, parts = (rank, size) if sorted(told) == numbered else (0, 1)
+    threads = max(1, available_cores() // size)
+    count, failure = 0, None
     try:
-        yield from loader
+        named = _corpora(session.config)
+        blends = named.get("blend_per_split", (named.get("blend"),))
+        for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend.prefixes):
+            check_corpus(prefix, require_checksums(prefix), part=part, parts=parts, threads=threads)
+            count += 1
     except DataError as error:
-        raise DataError(_without_trace(str(error))) from None
-    raise DataError(
-        f"the {split.name} data ended before the run, which asks for {split.num_samples} samples ({split.asked_by}): "
-        "a datasets provider must return at least the number of samples it is asked for"
-    )
+        failure = str(error)
+    seen_by: dict[str, int] = {}
+    for rank, reason in enumerate(session.gather(failure)):
+        if reason is not None:
+            seen_by.setdefault(reason, rank)
+    if seen_by:
+        raise DataError("; ".join(f"{reason} (seen by rank {rank})" for reason, rank in seen_by.items()))
+    session.print_rank_0(f"data: the checksums of {count} {'corpus' if count == 1 else 'corpora'} are right")
 
 
-def _without_trace(text: str) -> str:
-    """The message of an error from a loader's process, which torch wraps in that process's traceback."""
-    return text.rpartition(f"{DataError.__module__}.{DataError.__qualname__}: ")[2].strip()
+def first_difference(saved: Any, here: Any, name: str = "") -> str | None:
+    """Where two JSON values differ first, as `name: saved ..., now ...`; None where they do not."""
+    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == here.keys():
+        pairs = [(f"{name}.{key}".lstrip("."), saved[key], here[key]) for key in saved]
+    elif isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
+        pairs = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(saved, here, strict=True))]
+    else:
+        return None if saved == here else f"{name}: saved {saved!r:.100}, now {here!r:.100}"
+    return next((found for key, a, b in pairs if (found := first_difference(a, b, key)) is not None), None)

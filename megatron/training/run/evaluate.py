@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Mapping
 
@@ -9,100 +10,85 @@ from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import ends_at
 from megatron.training.report.reporter import Evaluated, Reporter
-from megatron.training.report.run_clock import RunClock
+from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import StepMetrics
+from megatron.training.report.timers import RunClock
 from megatron.training.run.data import DataIterators, EvaluationSet
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.session import Session
-from megatron.training.run.state import TrainState
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import TrainState
 
 
+@dataclasses.dataclass
 class Evaluator:
-    """A run's evaluations: between iterations where the flags ask for one, and at the end. All ranks take part."""
+    """A run's evaluations: between iterations where the flags ask for one, and at the end. All ranks take part.
 
-    def __init__(
-        self,
-        session: Session,
-        runner: PipelineRunner,
-        reporter: Reporter,
-        clock: RunClock,
-        state: TrainState,
-        data: DataIterators,
-    ) -> None:
-        self._session = session
-        self._config = session.config
-        self._runner = runner
-        self._reporter = reporter
-        self._clock = clock
-        self._state = state
-        self._data = data
-        self._reads = runner.spec.reads_data(session.ps.pp_rank)
-        self._newest: tuple[int, list[Evaluated]] | None = None  # iteration, of its validation sets
+    newest: the iteration of the last evaluation on the validation sets, and what it found.
+    """
 
-    def if_due(self) -> None:
-        """After an iteration: on the validation sets, every --eval-interval iterations."""
-        iteration = self._state.iteration
-        if not self.is_due(iteration):
-            return
-        with self._clock.paused():
-            self._evaluate_here(iteration)
+    session: Session
+    runner: PipelineRunner
+    reporter: Reporter
+    clock: RunClock
+    state: TrainState
+    data: DataIterators
+    newest: tuple[int, list[Evaluated]] | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether `if_due` evaluates after an iteration."""
-        return ends_at(iteration, self._config.evaluation.eval_interval) and bool(self._data.valid)
+        """Whether `if_due` evaluates after an iteration: every --eval-interval, where there are validation sets."""
+        return ends_at(iteration, self.session.config.evaluation.eval_interval) and bool(self.data.valid)
 
-    def _evaluate_here(self, iteration: int) -> None:
-        collect = self._config.training.manual_gc and self._config.training.manual_gc_eval
-        if collect:
-            gc.collect()
-        self._newest = iteration, self._evaluate(self._data.valid, "validation")
-        self._count_validation_samples()
-        self._report(self._newest[1], f"iteration {iteration}")
-        if collect:
-            gc.collect()
+    def if_due(self) -> None:
+        """After an iteration: on the validation sets."""
+        iteration, training = self.state.iteration, self.session.config.training
+        if not self.is_due(iteration):
+            return
+        collect = gc.collect if training.manual_gc and training.manual_gc_eval else lambda: 0
+        with self.clock.paused():
+            collect()
+            self._report(self._validate(), f"iteration {iteration}")
+            collect()
 
     def at_end(self) -> None:
         """After the last iteration: on the validation sets and on the test sets. What has just been evaluated is not
         evaluated again, on other samples: the weights of one iteration have one validation loss."""
-        iteration = self._state.iteration
-        if self._newest is None or self._newest[0] != iteration:
-            self._newest = iteration, self._evaluate(self._data.valid, "validation")
-            self._count_validation_samples()
-        self._report(self._newest[1], f"iteration {iteration} on validation set")
-        self._report(self._evaluate(self._data.test, "test"), f"iteration {iteration} on test set")
+        iteration = self.state.iteration
+        found = self.newest[1] if self.newest and self.newest[0] == iteration else self._validate()
+        self._report(found, f"iteration {iteration} on validation set")
+        self._report(self._evaluate(self.data.test, "test", 0), f"iteration {iteration} on test set")
 
-    def _evaluate(self, sets: list[EvaluationSet], split: str) -> list[Evaluated]:
-        flags, found = self._config.evaluation, []
-        per_batch = self._config.training.global_batch_size // (
-            self._config.training.micro_batch_size * self._session.ps.dp_size
-        )
-        first = self._state.consumed_valid_samples if split == "validation" else 0
-        last = first + _samples_of_one(self._config) - 1
+    def _validate(self) -> list[Evaluated]:
+        """The next evaluation goes on reading behind this one; with --full-validation each reads the whole sets."""
+        found = self._evaluate(self.data.valid, "validation", self.state.consumed_valid_samples)
+        self.newest = self.state.iteration, found
+        if not self.session.config.data.full_validation:
+            self.state.consumed_valid_samples += _samples_of_one(self.session.config)
+        return found
+
+    def _evaluate(self, sets: list[EvaluationSet], split: str, first: int) -> list[Evaluated]:
+        """first: the sample of the split that this evaluation begins with."""
+        config, ps = self.session.config, self.session.ps
+        per_batch = config.training.global_batch_size // (config.training.micro_batch_size * ps.dp_size)
+        last, reads = first + _samples_of_one(config) - 1, self.runner.spec.reads_data(ps.pp_rank)
+        found = []
         for held_out in sets:
-            count = len(held_out.batches) if held_out.whole else flags.eval_iters * per_batch
-            with self._session.watchdog.phase("evaluate"):
+            count = len(held_out.batches) if held_out.whole else config.evaluation.eval_iters * per_batch
+            with self.session.watchdog.phase("evaluate"):
                 losses = evaluate(
-                    self._runner,
-                    self._session.ps,
-                    StepBatches(iter(held_out.batches if self._reads else ()), reads=self._reads),
-                    iteration=self._state.iteration,
+                    self.runner,
+                    ps,
+                    StepBatches(iter(held_out.batches if reads else ()), reads=reads),
+                    iteration=self.state.iteration,
                     num_microbatches=count,
                     microbatches_at_a_time=per_batch,
                 )
             samples = "all samples" if held_out.whole else f"samples {first} to {last}"
-            samples += f" of the {split} set"
-            found.append(Evaluated(split, held_out.name, losses, samples))
+            found.append(Evaluated(split, held_out.name, losses, f"{samples} of the {split} set"))
         return found
 
     def _report(self, found: list[Evaluated], where: str) -> None:
         for one in found:
-            self._reporter.evaluated(where, one)
-
-    def _count_validation_samples(self) -> None:
-        """Where the next evaluation goes on reading; one that reads the whole set starts at its beginning."""
-        if not self._config.data.full_validation:
-            self._state.consumed_valid_samples += _samples_of_one(self._config)
+            self.reporter.evaluated(where, one)
 
 
 def first_validation_sample(state: TrainState, config: Config) -> int:

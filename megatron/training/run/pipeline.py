@@ -31,7 +31,9 @@ from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
+from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import (
     ForwardStep,
     StepMetrics,
@@ -40,9 +42,7 @@ from megatron.training.report.step_metrics import (
     loss_to_differentiate,
 )
 from megatron.training.report.timers import Timers
-from megatron.training.run.build import Chunk, Engine
 from megatron.training.run.pipeline_memory import check_validated, settled
-from megatron.training.run.session import Session
 from megatron.training.run.step_batches import StepBatches
 
 

@@ -9,8 +9,8 @@ from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_line
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.run.build import Engine
-from megatron.training.run.session import Session
+from megatron.training.engine import Engine
+from megatron.training.report.session import Session
 
 _FLAGS = ("--zero-bubble-max-pending-backward", "--zero-bubble-adaptive-memory-limit-percentile")
 

@@ -15,9 +15,9 @@ from megatron.core.pipeline_parallel.plan.residency_lines import (
     residency_line,
 )
 from megatron.core.pipeline_parallel.plan.spec import Purpose
-from megatron.training.run.build import Engine
+from megatron.training.engine import Engine
+from megatron.training.report.session import Session
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.session import Session
 
 
 class ResidencyReport:

@@ -64,12 +64,9 @@ def rng_state(device: Device) -> dict[str, Any]:
     """Python's, NumPy's, torch's and the device's generators. Long states are base64."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
+    packed = struct.pack(f"<{len(words)}I", *words)
     return {
-        "python": {
-            "version": version,
-            "words": _encode(struct.pack(f"<{len(words)}I", *words)),
-            "gauss": gauss,
-        },
+        "python": {"version": version, "words": _encode(packed), "gauss": gauss},
         "numpy": {
             "bit_generator": legacy["bit_generator"],
             "key": _encode(legacy["state"]["key"].astype("<u4").tobytes()),
@@ -92,23 +89,20 @@ def check_rng_state(state: Any, place: Place) -> None:
 def set_rng_state(state: Mapping[str, Any], device: Device, place: Place = _UNNAMED) -> None:
     """Put `rng_state` back. Raises CheckpointError when it is not one."""
     check_rng_state(state, place)
-    python, numpy_state = state["python"], state["numpy"]
+    python, legacy = state["python"], state["numpy"]
     words = struct.unpack(f"<{_WORDS + 1}I", _decode(python["words"]))
-    torch_states = {
+    key = np.frombuffer(_decode(legacy["key"]), dtype="<u4")
+    of_torch = {
         kind: torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
         for kind, text in state["torch"].items()
     }
-    key = np.frombuffer(_decode(numpy_state["key"]), dtype="<u4")
     try:
         random.setstate((python["version"], words, python["gauss"]))
-        np.random.set_state(
-            ("MT19937", key, numpy_state["pos"], numpy_state["has_gauss"], numpy_state["gauss"])
-        )
-        device.set_rng_states(torch_states)
+        np.random.set_state(("MT19937", key, legacy["pos"], legacy["has_gauss"], legacy["gauss"]))
+        device.set_rng_states(of_torch)
     except (ValueError, RuntimeError) as error:  # words that no generator is ever in
-        raise CheckpointError(
-            f"{place.path}: field {place.where!r}: not usable here ({error}); {_WAY_ON}"
-        ) from error
+        path, where = place.path, place.where
+        raise CheckpointError(f"{path}: field {where!r}: not usable here ({error}); {_WAY_ON}") from error
 
 
 def _encode(data: bytes) -> str:

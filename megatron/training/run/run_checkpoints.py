@@ -16,20 +16,28 @@ from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA
 from megatron.core.pipeline_parallel.plan.planned_residency import kept_groupings
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.training.config.microbatches import ends_at
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
 from megatron.training.report.reporter import Reporter
-from megatron.training.run.build import Engine
+from megatron.training.report.session import Session
 from megatron.training.run.checkpointing import Checkpointer, Restored
 from megatron.training.run.data import DataIterators, first_difference
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.session import Session
-from megatron.training.run.state import TRAIN_STATE_SCHEMA, TrainState
+from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
 
 SECTIONS: Mapping[str, Schema] = {"train_state": TRAIN_STATE_SCHEMA, "nan_policy": NAN_POLICY_SCHEMA}
 OPTIMIZER_SECTIONS: Mapping[str, Schema] = {
     "optimizer": OPTIMIZER_SCHEMA,
     "scheduler": SCHEDULER_SCHEMA,
     "scaler": SCALER_SCHEMA,
+}
+# What no run can have more of than the whole checkpoint says.
+_AT_MOST = {
+    ("train_state", "skipped_train_samples"): "consumed_train_samples",
+    ("nan_policy", "consecutive_skips"): "iteration",
+    ("optimizer", "num_steps"): "iteration",
+    ("scheduler", "samples"): "consumed_train_samples",
+    ("scaler", "clean_steps"): "iteration",
 }
 _MOST_GROUPS = 1 << 22  # of a saved plan: so many groups of microbatches are not made by any run
 
@@ -46,28 +54,23 @@ def _is_residency(value: Any, place: Place) -> None:
 
 
 _GROUPINGS = array({"microbatches": integer(low=1), "plan": _is_residency}, max_items=1 << 10)
-# What no run can have more of than the whole checkpoint says.
-_AT_MOST = {
-    ("train_state", "skipped_train_samples"): "consumed_train_samples",
-    ("nan_policy", "consecutive_skips"): "iteration",
-    ("optimizer", "num_steps"): "iteration",
-    ("scheduler", "samples"): "consumed_train_samples",
-    ("scaler", "clean_steps"): "iteration",
-}
 
 
 def check_state(found: Found, with_optimizer: bool) -> None:
     """Raises CheckpointError naming the field of a manifest's `common` that no run has written."""
-    place, manifest = Place(found.directory / MANIFEST_NAME, "common"), found.manifest
+    place, manifest, common = (
+        Place(found.directory / MANIFEST_NAME, "common"),
+        found.manifest,
+        found.manifest.common,
+    )
     sections = {**SECTIONS, **(OPTIMIZER_SECTIONS if with_optimizer else {})}
     for name, schema in sections.items():
-        check(schema, manifest.common.get(name), place.at(name))
-    check(_GROUPINGS, manifest.common.get("groupings", []), place.at("groupings"))
+        check(schema, common.get(name), place.at(name))
+    check(_GROUPINGS, common.get("groupings", []), place.at("groupings"))
     for name in ("iteration", "consumed_train_samples"):
-        stated = getattr(manifest, name)
-        check(one_of(stated), manifest.common["train_state"][name], place.at(f"train_state.{name}"))
+        check(one_of(getattr(manifest, name)), common["train_state"][name], place.at(f"train_state.{name}"))
     for (section, name), limit in _AT_MOST.items():
-        if section in sections and (value := manifest.common[section].get(name)) is not None:
+        if section in sections and (value := common[section].get(name)) is not None:
             check(integer(high=getattr(manifest, limit)), value, place.at(f"{section}.{name}"))
 
 
@@ -83,12 +86,10 @@ class RunCheckpoints:
         runner: PipelineRunner | None = None,
     ) -> None:
         self.last: str | None = None
-        self._runner = runner
-        self._session, self._engine, self._state, self._nan_policy = session, engine, state, nan_policy
-        self._config = session.config
-        self._checkpointer = Checkpointer(
-            session.ps, session.config.checkpoint, log=session.print_rank_0, guard=session.folder.check
-        )
+        self._session, self._engine, self._state = session, engine, state
+        self._nan_policy, self._runner = nan_policy, runner
+        self._flags, log = session.config.checkpoint, session.print_rank_0
+        self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=session.folder.check)
         self._reporter: Reporter | None = None
         self._saved_data: Any = None
         self._data_description: Any = None
@@ -101,13 +102,10 @@ class RunCheckpoints:
 
     def load(self) -> None:
         """Put back what --load names, if anything. Raises what `Checkpointer.load` does."""
-        engine = self._engine
+        engine, config = self._engine, self._session.config.flat()
         with self._session.watchdog.phase("load"), engine.model.buffer.resting_weights():
             restored = self._checkpointer.load(
-                engine.model_pieces(),
-                engine.optimizer.pieces(),
-                config=self._config.flat(),
-                check_state=check_state,
+                engine.model_pieces(), engine.optimizer.pieces(), config=config, check_state=check_state
             )
             if restored is not None and not restored.optimizer:
                 engine.model.buffer.copy_weights_to_main()
@@ -121,20 +119,14 @@ class RunCheckpoints:
         common, engine = restored.common, self._engine
         self._state.load_state(common["train_state"])
         self._nan_policy.load_state(common["nan_policy"])
-        if restored.optimizer:
-            loads = {
-                "optimizer": engine.optimizer.load_state,
-                "scheduler": engine.scheduler.load_state,
-                "scaler": engine.scaler.load_state,
-            }
-            for name, load_state in loads.items():
-                try:
-                    told = load_state(common[name])
-                except (CheckpointError, OptimizerStateError, GradScalerStateError) as error:
-                    path = restored.directory / MANIFEST_NAME
-                    raise CheckpointError(f"{path}: field 'common.{name}': {error}") from None
-                if told is not None:
-                    self._session.print_rank_0(told)
+        for name in OPTIMIZER_SECTIONS if restored.optimizer else ():
+            try:
+                told = getattr(engine, name).load_state(common[name])
+            except (CheckpointError, OptimizerStateError, GradScalerStateError) as error:
+                path = restored.directory / MANIFEST_NAME
+                raise CheckpointError(f"{path}: field 'common.{name}': {error}") from None
+            if told is not None:
+                self._session.print_rank_0(told)
         if self._runner is not None:
             saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
             taken, lines = kept_groupings(self._runner.spec, saved)
@@ -146,11 +138,13 @@ class RunCheckpoints:
 
     def compare_data(self, data: DataIterators) -> None:
         """Say so when a resumed run would not see the samples that the saved one would have seen."""
-        self._data_description = data.description
-        if self._saved_data is None or data.description is None:
-            return
-        difference = first_difference(self._saved_data, data.description)
-        if difference is not None:
+        saved, here = self._saved_data, data.description
+        self._data_description = here
+        if (
+            saved is not None
+            and here is not None
+            and (difference := first_difference(saved, here)) is not None
+        ):
             self._session.print_rank_0(
                 f"WARNING: the training data is not the checkpoint's ({difference}): from sample "
                 f"{self._state.consumed_train_samples} on this run sees other samples than the saved run would have, "
@@ -161,8 +155,7 @@ class RunCheckpoints:
 
     def is_due(self, iteration: int, *, last: bool = False) -> bool:
         """Whether the run saves after this iteration. last: the run ends there."""
-        flags = self._config.checkpoint
-        return flags.save is not None and (last or ends_at(iteration, flags.save_interval))
+        return self._flags.save is not None and (last or ends_at(iteration, self._flags.save_interval))
 
     def save(self, *, wait: bool = True) -> None:
         """Save everything that an exact resume needs. wait: until it is committed, also with --async-save."""
@@ -171,11 +164,9 @@ class RunCheckpoints:
             "iteration": state.iteration,
             "consumed_train_samples": state.consumed_train_samples,
             "train_state": state.state(),
-            "optimizer": engine.optimizer.state(),
-            "scheduler": engine.scheduler.state(),
-            "scaler": engine.scaler.state(),
+            **{name: getattr(engine, name).state() for name in OPTIMIZER_SECTIONS},
             "nan_policy": self._nan_policy.state(),
-            "config": self._config.flat(),
+            "config": self._session.config.flat(),
             "data": self._data_description,
         }
         if self._runner is not None and (residencies := self._runner.residencies):
@@ -183,18 +174,18 @@ class RunCheckpoints:
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
         with self._session.watchdog.phase("save"), self._session.timers("save-checkpoint", log_level=1):
-            directory = self._checkpointer.save(
-                state.iteration, engine.model_pieces(), engine.optimizer.pieces(), common, wait=wait
-            )
-        if directory is not None:
-            self._committed(directory)
+            pieces = engine.model_pieces(), engine.optimizer.pieces()
+            directory = self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
+        self._committed(directory)
 
     def finish(self, *, blocking: bool = False) -> None:
         """Commit an asynchronous save whose files are written. blocking: wait for that."""
-        if (directory := self._checkpointer.maybe_finalize(blocking=blocking)) is not None:
-            self._committed(directory)
+        self._committed(self._checkpointer.maybe_finalize(blocking=blocking))
 
-    def _committed(self, directory: Path) -> None:
+    def _committed(self, directory: Path | None) -> None:
+        """directory: None where nothing was committed now."""
+        if directory is None:
+            return
         self.last = str(directory)
         assert self._reporter is not None, "a checkpoint of a run that nobody reports"
         self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))

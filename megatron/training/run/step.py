@@ -15,61 +15,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import (
-    Decision,
     NanPolicy,
     NonFiniteError,
     RerunResult,
+    StepAction,
     Verdict,
     compare_rerun,
 )
-from megatron.training.guard.nonfinite_search import digest, find_site
 from megatron.training.guard.watchdog import Watchdog
-from megatron.training.guard.weight_check import WeightCheck
-from megatron.training.report.run_clock import RunClock
+from megatron.training.guard.weight_check import WeightCheck, find_site, step_digest
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.report.timers import Timers
-from megatron.training.run.build import Engine
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTask:
-    """iteration: the one that the step completes. flags: of this rank, summed over all with the step's numbers."""
-
-    iteration: int
-    num_microbatches: int
-    flags: tuple[float, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What the loop hears of a step once it is decided on.
-
-    losses: name -> (sum, count) over the global batch. flags: summed. ended_at: of the run's clock. learning_rate:
-    after the step. rolled_back: it was taken back, and taken again or not.
-    """
-
-    task: StepTask
-    losses: Mapping[str, tuple[float, float]]
-    flags: tuple[float, ...]
-    loss_scale: float
-    learning_rate: float
-    decoupled_learning_rate: float | None
-    grad_norm: float | None
-    num_zeros: int | None
-    skipped: bool
-    note: str
-    ended_at: float
-    rolled_back: bool = False
+from megatron.training.state import StepResult, StepTask
 
 
 class Steps(Protocol):
@@ -99,43 +67,35 @@ class Attempt:
     num_zeros: int | None
 
 
+@dataclasses.dataclass
 class StepRunner:
     """Runs optimizer steps over one engine, each to its end."""
 
+    config: Config
+    ps: ParallelState
+    engine: Engine
+    runner: PipelineRunner
+    nan_policy: NanPolicy
+    timers: Timers
+    watchdog: Watchdog
+    clock: RunClock
     num_undecided = 0
-
-    def __init__(
-        self,
-        config: Config,
-        ps: ParallelState,
-        engine: Engine,
-        runner: PipelineRunner,
-        nan_policy: NanPolicy,
-        timers: Timers,
-        watchdog: Watchdog,
-        clock: RunClock,
-    ) -> None:
-        self._config = config
-        self._ps = ps
-        self._engine = engine
-        self._runner = runner
-        self._nan_policy = nan_policy
-        self._timers = timers
-        self._watchdog = watchdog
-        self._clock = clock
 
     def step(self, batches: StepBatches, task: StepTask) -> Iterable[StepResult]:
         """See `Steps`."""
         batches.begin_step()
         attempt = self._attempt(batches, task)
-        verdict = self._nan_policy.decide(
-            nonfinite=attempt.nonfinite and self.checks, scale_at_minimum=self._engine.scaler.at_minimum
-        )
+        verdict = self.verdict(nonfinite=attempt.nonfinite and self.checks)
         return [self.conclude(attempt, verdict, batches, task)]
 
     def settle(self, batches: StepBatches) -> Iterable[StepResult]:
         """See `Steps`."""
         return ()
+
+    def verdict(self, *, nonfinite: bool, rerun: RerunResult = RerunResult.NOT_RUN) -> Verdict:
+        """What --nan-policy makes of a step, the same on all ranks."""
+        at_minimum = self.engine.scaler.at_minimum
+        return self.nan_policy.decide(nonfinite=nonfinite, rerun=rerun, scale_at_minimum=at_minimum)
 
     def conclude(
         self,
@@ -148,19 +108,19 @@ class StepRunner:
     ) -> StepResult:
         """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
         (rolled_back). Raises NonFiniteError, NonFiniteWeightsError."""
-        loss_scale = self._engine.scaler.scale
-        if verdict.decision is Decision.RERUN:
+        engine, loss_scale = self.engine, self.engine.scaler.scale
+        if verdict.decision is StepAction.RERUN:
             attempt, verdict = self._rerun(attempt, batches, task)
-        if verdict.decision is Decision.ABORT:
+        if verdict.decision is StepAction.ABORT:
             numbers = self._run(batches, task, reduce_gradients=False)
-            site = find_site(numbers, self._engine, self._ps)
+            site = find_site(numbers.first_nonfinite_microbatch, engine, self.ps)
             raise NonFiniteError(site, task.iteration, verdict)
-        if verdict.decision is not Decision.SKIP:
+        if verdict.decision is not StepAction.SKIP:
             with self.phase("optimizer"):
-                coefficient = clip_coefficient(attempt.norm, self._config.optimizer.clip_grad)
-                self._engine.optimizer.step(attempt.divisor, coefficient)
-                check = WeightCheck(self._engine, self._ps)
-                self._engine.model.weights_changed()
+                coefficient = clip_coefficient(attempt.norm, self.config.optimizer.clip_grad)
+                engine.optimizer.step(attempt.divisor, coefficient)
+                check = WeightCheck(engine, self.ps)
+                engine.model.weights_changed()
                 check.passed(task.iteration)
         return self.decided(attempt, verdict, task, loss_scale, rolled_back=rolled_back)
 
@@ -175,10 +135,11 @@ class StepRunner:
         rolled_back: bool = False,
     ) -> StepResult:
         """Move the clocks of a step that is as it will stay: loss scale, learning rate. ended_at: None: now."""
-        engine, skipped = self._engine, verdict.decision is Decision.SKIP
+        engine, skipped = self.engine, verdict.decision is StepAction.SKIP
         engine.scaler.update(skipped)
         if not skipped:
-            engine.scheduler.step(self.batch_size(task))
+            samples = task.num_microbatches * self.config.training.micro_batch_size * self.ps.dp_size
+            engine.scheduler.step(samples)
         return StepResult(
             task,
             losses=attempt.totals.losses,
@@ -190,63 +151,53 @@ class StepRunner:
             num_zeros=None if skipped else attempt.num_zeros,
             skipped=skipped,
             note=verdict.reason,
-            ended_at=self._clock.now() if ended_at is None else ended_at,
+            ended_at=self.clock.now() if ended_at is None else ended_at,
             rolled_back=rolled_back,
         )
 
     @property
     def checks(self) -> bool:
         """Whether what is not finite is not stepped on."""
-        return self._config.reliability.check_for_nan_in_loss_and_grad or self._nan_policy.dynamic_loss_scale
-
-    def batch_size(self, task: StepTask) -> int:
-        """Samples of all ranks."""
-        return task.num_microbatches * self._config.training.micro_batch_size * self._ps.dp_size
+        return self.config.reliability.check_for_nan_in_loss_and_grad or self.nan_policy.dynamic_loss_scale
 
     def divisor(self, num_tokens: float, num_microbatches: int) -> float:
         """What the summed gradients are divided by: see [Note: where gradients are divided]."""
-        scale = self._engine.scaler.scale
-        if self._config.model.calculate_per_token_loss:
+        scale = self.engine.scaler.scale
+        if self.config.model.calculate_per_token_loss:
             return scale * max(num_tokens, 1.0)
-        return scale * num_microbatches * self._ps.dp_size
+        return scale * num_microbatches * self.ps.dp_size
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the step, for the watchdog and the timers of level 1, which start together on all ranks."""
-        log = self._config.logging
+        log = self.config.logging
         if log.barrier_with_L1_time and log.timing_log_level > 0:
-            collectives.barrier(self._ps.control_group)
-        with self._watchdog.phase(name), self._timers(name, log_level=1):
+            collectives.barrier(self.ps.control_group)
+        with self.watchdog.phase(name), self.timers(name, log_level=1):
             yield
 
     def _attempt(self, batches: StepBatches, task: StepTask) -> Attempt:
         with self.phase("forward-backward"):
             numbers = self._run(batches, task, reduce_gradients=True)
         with self.phase("grad-norm"):
-            totals = numbers.reduce(self._ps, task.flags)
+            totals = numbers.reduce(self.ps, task.flags)
             divisor = self.divisor(totals.num_tokens, task.num_microbatches)
-            stats = self._engine.optimizer.prepare(
-                divisor, count_zero_grads=self._config.logging.log_num_zeros_in_grad
-            )
+            counts = self.config.logging.log_num_zeros_in_grad
+            stats = self.engine.optimizer.prepare(divisor, count_zero_grads=counts)
         nonfinite = totals.nonfinite_microbatches > 0 or stats.nonfinite
         return Attempt(totals, divisor, stats.norm, nonfinite, stats.num_zeros)
 
     def _run(self, batches: StepBatches, task: StepTask, *, reduce_gradients: bool) -> StepMetrics:
-        return self._runner.train(
-            batches,
-            iteration=task.iteration,
-            num_microbatches=task.num_microbatches,
-            reduce_gradients=reduce_gradients,
-        )
+        sizes = {"iteration": task.iteration, "num_microbatches": task.num_microbatches}
+        return self.runner.train(batches, **sizes, reduce_gradients=reduce_gradients)
 
     def _rerun(self, first: Attempt, batches: StepBatches, task: StepTask) -> tuple[Attempt, Verdict]:
         """The same step again, from the same weights, batches and dropout masks."""
-        before = digest(first.totals, self._engine)
+        before = step_digest(first.totals.losses, self.engine)
         second = self._attempt(batches, task)
-        result = compare_rerun(before, digest(second.totals, self._engine), second_nonfinite=second.nonfinite)
+        after = step_digest(second.totals.losses, self.engine)
+        result = compare_rerun(before, after, second_nonfinite=second.nonfinite)
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
-        rank_differs = any(host_data.all_gather_json(result is RerunResult.DIFFERENT, self._ps.control_group))
-        result = RerunResult.DIFFERENT if rank_differs else result
-        return second, self._nan_policy.decide(
-            nonfinite=True, rerun=result, scale_at_minimum=self._engine.scaler.at_minimum
-        )
+        if any(host_data.all_gather_json(result is RerunResult.DIFFERENT, self.ps.control_group)):
+            result = RerunResult.DIFFERENT
+        return second, self.verdict(nonfinite=True, rerun=result)

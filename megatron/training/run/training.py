@@ -31,19 +31,19 @@ from megatron.training.guard.exit_status import (
     second_signal_words,
     status_of,
 )
-from megatron.training.guard.orphans import OrphanedError, OrphanGuard
-from megatron.training.guard.replica_check import ReplicaMismatchError
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.startup_check import StartupMismatchError
-from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.guard.watchdog import OrphanedError, OrphanGuard
+from megatron.training.guard.weight_check import NonFiniteWeightsError, ReplicaMismatchError
+from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.build import ModelProvider, UnsplittableError, build_engine
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
-from megatron.training.run.session import Session, initialize
+from megatron.training.run.session import initialize
 
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
     ConfigurationError: ExitStatus.CONFIGURATION,
@@ -140,33 +140,19 @@ class _Run:
     ) -> Ending:
         """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
         session = self.session = initialize(self.config, self.env, self.folder)
-        config = session.config
-        global_vars.set_global_variables(
-            {**config.flat(), **config.extra}, rank=session.ps.rank, world_size=session.ps.world_size
-        )
-        global_vars.provide(
-            config=config,
-            device=session.device,
-            parallel_state=session.ps,
-            tokenizer=session.tokenizer,
-            timers=session.timers,
-        )
+        config, ps = session.config, session.ps
+        args = {**config.flat(), **config.extra}
+        global_vars.set_global_variables(args, rank=ps.rank, world_size=ps.world_size)
+        parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
+        global_vars.provide(config=config, parallel_state=ps, **parts)
         with session.watchdog.phase("build model"):
-            engine = build_engine(config, session.ps, model_provider)
+            engine = build_engine(config, ps, model_provider)
             runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)
         try:
             return self.loop.run(datasets_provider)
         finally:
             runner.close()
-
-    @property
-    def _iteration(self) -> int | None:
-        return self.loop.state.iteration if self.loop is not None else None
-
-    @property
-    def _checkpoint(self) -> str | None:
-        return self.loop.checkpoints.last if self.loop is not None else None
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why, leave exit.json, and end without waiting for anybody."""
@@ -193,26 +179,29 @@ class _Run:
         finally:
             hard_exit(status)
 
+    def _how_far(self) -> dict[str, Any]:
+        """What an exit record says of the run: this rank, its last completed iteration, the newest checkpoint."""
+        loop = self.loop
+        return {
+            "rank": self.env.rank,
+            "iteration": None if loop is None else loop.state.iteration,
+            "checkpoint": None if loop is None else loop.checkpoints.last,
+        }
+
     def _report(
         self, error: BaseException, status: ExitStatus, *, diagnose: Callable[[], str] | None = None
     ) -> None:
-        report_failure(
-            error,
-            STATUS_TABLE,
-            rank=self.env.rank,
-            directory=self.folder.for_exit_record(status),
-            iteration=self._iteration,
-            checkpoint=self._checkpoint,
-            diagnose=diagnose,
-        )
+        directory = self.folder.for_exit_record(status)
+        report_failure(error, STATUS_TABLE, directory=directory, diagnose=diagnose, **self._how_far())
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
+        far, directory = self._how_far(), self.folder.for_exit_record(ExitStatus.STOPPED)
         words = second_signal_words(
-            self.folder.for_exit_record(ExitStatus.STOPPED),
+            directory,
             rank=self.env.rank,
-            iteration=lambda: self._iteration,
-            checkpoint=lambda: self._checkpoint,
+            iteration=lambda: far["iteration"],
+            checkpoint=lambda: far["checkpoint"],
         )
         status = words(signum)
         self.folder.release()
@@ -223,13 +212,7 @@ class _Run:
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
         if self.env.rank == 0:
-            record = ExitRecord.of(
-                ending.status,
-                ending.reason,
-                rank=self.env.rank,
-                iteration=self._iteration,
-                checkpoint=self._checkpoint,
-            )
+            record = ExitRecord.of(ending.status, ending.reason, **self._how_far())
             leave_exit_json(self.folder.for_exit_record(ending.status), record)
         self.session.close()
         global_vars.unset_global_variables()

@@ -16,10 +16,10 @@ import torch
 
 import megatron
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
-from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.report.timers import RunClock, Timers
+from megatron.training.run.step import StepRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 from tests.harness.layouts import Layout, Run
 from tests.harness.ranks import run_ranks
 from tests.harness.validated_steps import NoWatchdog
@@ -30,11 +30,11 @@ LAYOUTS = {
     "PP 1": Layout(dp=4, more=ZERO3),
     "ZBV": Layout(pp=2, dp=2, schedule="zbv", more=ZERO3),
 }
-STEP = "training/step.py"
+STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
 LAYER = "core/transformer/transformer_layer.py"
 LINEAR, SINK = "core/tensor_parallel/linear.py", "core/weight_grad.py"
-REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/collectives.py"
+REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 
 class Chains:

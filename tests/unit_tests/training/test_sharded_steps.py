@@ -13,15 +13,15 @@ from torch import nn
 from megatron.core.transport import shm_transport
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
-from megatron.training.guard.replica_check import check_replicas
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
+from megatron.training.guard.weight_check import check_replicas
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.evaluate import evaluate
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step import StepRunner, StepTask
+from megatron.training.run.step import StepRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
 from tests.harness.ranks import RanksError, run_ranks
 from tests.harness.tiny_models import VOCAB

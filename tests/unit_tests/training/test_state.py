@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.state import TrainState
+from megatron.training.state import TrainState
 from tests.harness.launch import TINY
 
 

@@ -11,7 +11,7 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
 from megatron.core.param_meta import ParamMeta
 from megatron.core.rectangles import Rectangle, fill_error
-from megatron.training.run.weight_pieces import weight_pieces
+from megatron.training.engine import weight_pieces
 from tests.harness.cut_models import MODEL, global_part, region_list
 
 ROWS = {name: sharding_of(name) for name in STRATEGIES} | {

@@ -17,44 +17,37 @@ class LanguageModelEmbedding(nn.Module):
 
     Words are multiplied by `--embedding-multiplier`, positions and a tied output layer are not.
 
-    Under sequence parallel [s/tp, b, h]. words_only: of a stage that ends the model without beginning it, and keeps
-    the matrix as its output layer. two_uses, shared: as in `VocabParallelEmbedding`. Communicates over tp.
+    Under sequence parallel [s/tp, b, h]. begins: of a stage that begins the model; one that only ends it keeps the
+    matrix as its output layer, and no positions. both_ends: a tied matrix is used at both ends of the model as one
+    parameter of this rank; else another stage has a copy of it. Communicates over tp.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         context: ModelContext,
-        *,
         padded_vocab_size: int,
-        two_uses: bool,
-        shared: bool,
-        words_only: bool,
-        name: str,
         factory: LayerFactory,
+        *,
+        begins: bool,
+        both_ends: bool,
     ) -> None:
         super().__init__()
+        hidden, tied = config.hidden_size, not config.untie_embeddings_and_output_weights
         self.hidden_dropout = config.hidden_dropout
         self.site = DropoutSite(context, -1, "embedding", factory.tp.sequence_rank)
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size,
-            config.hidden_size,
-            name=f"{name}.word_embeddings",
-            factory=factory,
-            init_std=factory.init_std,
-            two_uses=two_uses,
-            shared=shared,
+            hidden,
+            factory.at("word_embeddings"),
+            two_uses=tied and both_ends,
+            shared=tied and not both_ends,
         )
         self.factor = _word_factor(config, factory.dtype)
         self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute" and not words_only:
-            self.position_embeddings = PositionEmbedding(
-                config.max_position_embeddings,
-                config.hidden_size,
-                name=f"{name}.position_embeddings",
-                factory=factory,
-                init_std=factory.init_std,
-            )
+        if config.position_embedding_type == "learned_absolute" and begins:
+            positions = factory.at("position_embeddings")
+            self.position_embeddings = PositionEmbedding(config.max_position_embeddings, hidden, positions)
         self.fp32_residual = config.fp32_residual_connection
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:

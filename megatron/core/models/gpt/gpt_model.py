@@ -53,13 +53,11 @@ class GPTModel(MegatronModule):
     ) -> None:
         super().__init__()
         self.tp = ALONE if tp is None else tp
-        _check_positions(config)
-        _check_divisible(config, padded_vocab_size, self.tp)
+        _check_sizes(config, padded_vocab_size, self.tp)
         self.config = config
         self.context = ModelContext(seed=seed)
         self.pre_process, self.post_process = pre_process, post_process
         self.other_end_here = other_end_here
-        self.padded_vocab_size = padded_vocab_size
         self.tied = not config.untie_embeddings_and_output_weights
         factory = LayerFactory(
             sink=self.context.grads,
@@ -70,82 +68,64 @@ class GPTModel(MegatronModule):
             tp=self.tp,
         )
         self._input: Tensor | None = None
-        self._build(factory, range(config.num_layers) if layers is None else layers)
+        self._build(factory, range(config.num_layers) if layers is None else layers, padded_vocab_size)
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         self.param_meta = collect_param_meta(self)
         if factory.device.type != "meta":
             for name, parameter in self.named_parameters():
                 fill(parameter, self.param_meta[name], seed)
 
-    def _build(self, factory: LayerFactory, layers: Sequence[int]) -> None:
-        config = self.config
+    def _build(self, factory: LayerFactory, layers: Sequence[int], padded_vocab_size: int) -> None:
+        config, context, ends = self.config, self.context, self.post_process
         # A stage that ends the model without beginning it keeps its own copy of a tied matrix, under the
         # same name, and both stages have the gradient of their one use of it.
-        both_ends = (self.pre_process and self.post_process) or self.other_end_here
+        both_ends = (self.pre_process and ends) or self.other_end_here
         self.embedding = None
-        if self.pre_process or (self.post_process and self.tied):
+        if self.pre_process or (ends and self.tied):
+            where = {"begins": self.pre_process, "both_ends": both_ends}
             self.embedding = LanguageModelEmbedding(
-                config,
-                self.context,
-                padded_vocab_size=self.padded_vocab_size,
-                two_uses=self.tied and both_ends,
-                shared=self.tied and not both_ends,
-                words_only=not self.pre_process,
-                name="embedding",
-                factory=factory,
+                config, context, padded_vocab_size, factory.at("embedding"), **where
             )
-        self.decoder = TransformerBlock(
-            config, self.context, layers, name="decoder", factory=factory, final_norm=self.post_process
-        )
+        self.decoder = TransformerBlock(config, context, layers, factory.at("decoder"), final_norm=ends)
+        self.tied_output = TiedOutput(self.embedding) if ends and self.tied else None
         self.output_layer = None
-        self.tied_output = TiedOutput(self.embedding) if self.post_process and self.tied else None
-        if self.post_process and not self.tied:
+        if ends and not self.tied:
+            of_head = factory.at("output_layer")
             self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                self.padded_vocab_size,
-                name="output_layer",
-                factory=factory,
-                init_std=factory.init_std,
-                bias=False,
-                embedding_or_output=True,
+                config.hidden_size, padded_vocab_size, of_head, bias=False, embedding_or_output=True
             )
+
+    @property
+    def _one_matrix(self) -> bool:
+        """The matrix of this chunk's embedding is that of its output layer: it is read from first to last."""
+        return self.pre_process and self.post_process and self.tied
 
     def units(self) -> tuple[ModelUnit, ...]:
         """`embedding`, a unit a layer, `head` (final norm and output layer). A matrix that begins and ends the model is
         read from its first module to its last, so both ends are one unit then, `embedding_and_head`."""
-        layers = tuple(
+        layers = [
             ModelUnit(f"decoder.layers.{number}", (layer,)) for number, layer in self.decoder.layers.items()
-        )
-        head: tuple[nn.Module, ...] = ()
-        if self.post_process:
-            # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
-            # another chunk of the rank, the matrix is that one's, which runs first.
-            alone = self.tied and not self.pre_process and not self.other_end_here
-            copy = self.embedding if alone else None
-            parts = (self.decoder.final_layernorm, copy, self.output_layer, self.tied_output)
-            head = tuple(part for part in parts if part is not None)
-        if self.pre_process and self.post_process and self.tied:
-            assert self.embedding is not None
-            both = ModelUnit("embedding_and_head", (self.embedding, *head), begins_with_lookup=True)
-            return both, *layers
-        first: tuple[ModelUnit, ...] = ()
-        if self.pre_process:
-            assert self.embedding is not None
-            first = (ModelUnit("embedding", (self.embedding,), backward_reads=False),)
-        return (*first, *layers, *((ModelUnit("head", head),) if head else ()))
+        ]
+        # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
+        # another chunk of the rank, the matrix is that one's, which runs first.
+        copy = None if self.pre_process or self.other_end_here else self.embedding
+        parts = (self.decoder.final_layernorm, copy, self.output_layer, self.tied_output)
+        head = tuple(part for part in parts if part is not None)
+        first = () if self.embedding is None or not self.pre_process else (self.embedding,)
+        if self._one_matrix:
+            return ModelUnit("embedding_and_head", (*first, *head), begins_with_lookup=True), *layers
+        units = [ModelUnit("embedding", first, backward_reads=False), *layers, ModelUnit("head", head)]
+        return tuple(unit for unit in units if unit.modules)
 
     def unit_accesses(self) -> UnitAccesses:
         """Layers are needed one by one, in the backward those together that are recomputed together. The head reads a
         tied matrix too, which on a V is a part of the other end's `embedding`."""
         layers = [f"decoder.layers.{number}" for number in self.decoder.layers]
-        both_ends = self.pre_process and self.post_process and self.tied
-        first = [("embedding_and_head",) if both_ends else ("embedding",)] if self.pre_process else []
-        last: list[tuple[str, ...]] = []
-        if self.post_process:
-            elsewhere = self.tied and not self.pre_process and self.other_end_here
-            last = [
-                ("embedding_and_head",) if both_ends else ("head", *(("embedding",) if elsewhere else ()))
-            ]
+        elsewhere = self.tied and not self.pre_process and self.other_end_here
+        embeds, ends = ("embedding",), ("head", *(("embedding",) if elsewhere else ()))
+        if self._one_matrix:
+            embeds = ends = ("embedding_and_head",)
+        first, last = [embeds] * self.pre_process, [ends] * self.post_process
         forward = [(layer,) for layer in layers]
         backward: list[tuple[str, ...]] = []
         for start, end, recomputed in reversed(self.decoder.chunks):
@@ -174,7 +154,14 @@ class GPTModel(MegatronModule):
         s, s], True = masked, None = causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss`
         applies it.
         """
-        hidden = self._begin(tokens, position_ids)
+        if self.embedding is not None and self.pre_process:
+            assert tokens is not None, "a stage that embeds needs tokens"
+            hidden = self.embedding(tokens, position_ids)
+        else:
+            hidden, self._input = self._input, None  # used once: the model keeps no activation alive
+            assert hidden is not None, (
+                "a stage without the embedding needs set_input_tensor before each forward"
+            )
         angles = None
         if self.rotary is not None:
             start = 0 if inference_cache is None else inference_cache.length
@@ -183,27 +170,12 @@ class GPTModel(MegatronModule):
         hidden = self.decoder(hidden, attention_mask, angles, inference_cache)
         if not self.post_process:
             return hidden
-        logits = self._logits(hidden)  # [s, b, v/tp]
+        head = self.tied_output if self.output_layer is None else self.output_layer
+        assert head is not None, "a stage that ends the model has an output layer"
+        logits = head(hidden)  # [s, b, v/tp]
         if labels is None:
             return gather_vocabulary(logits, self.tp).transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()
-
-    def _begin(self, tokens: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        if self.pre_process:
-            assert self.embedding is not None
-            assert tokens is not None, "a stage that embeds needs tokens"
-            embedded: Tensor = self.embedding(tokens, position_ids)
-            return embedded
-        hidden, self._input = self._input, None  # used once: the model keeps no activation alive
-        assert hidden is not None, "a stage without the embedding needs set_input_tensor before each forward"
-        return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self.output_layer is not None:
-            return self.output_layer(hidden)
-        assert self.tied_output is not None
-        logits: Tensor = self.tied_output(hidden)
-        return logits
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gradient buffers of the model's own, one a sink key: for use without an engine."""
@@ -215,8 +187,7 @@ class GPTModel(MegatronModule):
     def summed_grads(self) -> dict[str, Tensor]:
         """Gradient of this rank's part of each parameter, the uses of a tied one added up; regions whose gradient is
         `partial` are not summed over ranks."""
-        buffers = self.context.grads.main_grads
-        grads: dict[str, Tensor] = {}
+        buffers, grads = self.context.grads.main_grads, {}
         for name, meta in self.param_meta.items():
             first, *rest = (buffers[key] for key in meta.grad_keys)
             grads[name] = sum(rest, start=first)
@@ -240,23 +211,20 @@ class TiedOutput(nn.Module):
         return column_linear(hidden, words.weight, sink=words.sink, key=words.key("weight"), tp=words.tp)
 
 
-def _check_positions(config: TransformerConfig) -> None:
-    learned = config.position_embedding_type == "learned_absolute"
+def _check_sizes(config: TransformerConfig, padded_vocab_size: int, tp: TensorParallel) -> None:
+    learned, size = config.position_embedding_type == "learned_absolute", tp.size
     if learned and config.seq_length > config.max_position_embeddings:
         raise ValueError(
             f"--seq-length {config.seq_length} exceeds --max-position-embeddings "
             f"{config.max_position_embeddings}: the table of learned positions must cover the sequence"
         )
-
-
-def _check_divisible(config: TransformerConfig, padded_vocab_size: int, tp: TensorParallel) -> None:
-    size = tp.size
+    vocabulary = (
+        f"the padded vocabulary {padded_vocab_size} (--padded-vocab-size, --make-vocab-size-divisible-by)"
+    )
     flags = {
         f"--num-attention-heads {config.num_attention_heads}": config.num_attention_heads,
         f"--ffn-hidden-size {config.ffn_hidden_size}": config.ffn_hidden_size,
-        f"the padded vocabulary {padded_vocab_size} (--padded-vocab-size, --make-vocab-size-divisible-by)": (
-            padded_vocab_size
-        ),
+        vocabulary: padded_vocab_size,
     }
     if tp.sequence_parallel:
         flags[f"--seq-length {config.seq_length} with --sequence-parallel"] = config.seq_length

@@ -86,7 +86,7 @@ def backward_split(model: GPTModel) -> None:
     assert not any(sink.main_grads[key].any() for key in matrices), "computed in B already"
     shards = [x for _, x, _ in sink._filed[0] if isinstance(x, SequenceShard)]
     assert bool(shards) is model.tp.sequence_parallel
-    assert all(shard._whole is None for shard in shards), "gathered in B already"
+    assert all(shard._gather is None for shard in shards), "gathered in B already"
     sink.flush(0)
 
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer.mixed_precision import OptimizerStateError, Rollbac
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.transport.parallel_state import single_process
-from megatron.training.run.weight_pieces import weight_pieces
+from megatron.training.engine import weight_pieces
 from tests.harness.ranks import run_ranks
 
 WHOLE = STRATEGIES["no_shard"]

@@ -11,12 +11,12 @@ from tests.harness.tiny_models import tiny_batch, tiny_model
 
 def factory():
     sink = WeightGradAccumulator()
-    return sink, LayerFactory(sink=sink, dtype=torch.float64, device=torch.device("cpu"))
+    return sink, LayerFactory(sink, torch.float64, torch.device("cpu"), init_std=0.5)
 
 
 def test_column_linear_meta():
     _, make = factory()
-    layer = ColumnParallelLinear(6, 4, name="decoder.layers.3.x", factory=make, init_std=0.5, bias=True)
+    layer = ColumnParallelLinear(6, 4, make.at("decoder.layers.3.x"), bias=True)
     weight, bias = layer.meta["decoder.layers.3.x.weight"], layer.meta["decoder.layers.3.x.bias"]
     assert weight.global_shape == (4, 6)
     assert weight.decay
@@ -27,7 +27,7 @@ def test_column_linear_meta():
 
 def test_embedding_gradient_adds_repeated_ids():
     sink, make = factory()
-    table = VocabParallelEmbedding(5, 3, name="words", factory=make, init_std=1.0)
+    table = VocabParallelEmbedding(5, 3, make.at("words"))
     with torch.no_grad():
         table.weight.normal_()
     sink.bind_new({"words.weight": (5, 3)}, torch.float64, torch.device("cpu"))

@@ -17,8 +17,7 @@ from megatron.core.tensor_parallel.layers import (
     local_ids,
 )
 from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slice
-from megatron.core.tensor_parallel.shards import even_bands
-from megatron.core.tensor_parallel.sink_module import LayerFactory
+from megatron.core.tensor_parallel.sink_module import LayerFactory, even_bands
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import RankContext, run_ranks, share_ranks
@@ -31,8 +30,8 @@ EXACT = {"rtol": 0, "atol": 1e-10}
 def build(make, tp):
     """A layer with initial weights, and the sink that holds its gradients."""
     sink = WeightGradAccumulator()
-    factory = LayerFactory(sink=sink, dtype=torch.float64, device=torch.device("cpu"), tp=tp)
-    layer = make(name="x", factory=factory, init_std=1.0)
+    factory = LayerFactory(sink, torch.float64, torch.device("cpu"), init_std=1.0, residual_std=1.0, tp=tp)
+    layer = make(factory=factory.at("x"))
     for name, parameter in layer.named_parameters():
         fill(parameter, layer.meta[f"x.{name}"], 1)
     if getattr(layer, "bias", None) is not None:

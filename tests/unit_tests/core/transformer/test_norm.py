@@ -19,7 +19,7 @@ SIZE = 24
 def make(dtype=torch.float64, **flags):
     sink = WeightGradAccumulator()
     factory = LayerFactory(sink=sink, dtype=dtype, device=torch.device("cpu"))
-    norm = Norm(tiny_config(**flags), SIZE, name="n", factory=factory)
+    norm = Norm(tiny_config(**flags), SIZE, factory.at("n"))
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in norm.parameters():
@@ -88,6 +88,6 @@ def test_regions_over_tensor_ranks(sp, over_heads, partial):
         device=torch.device("cpu"),
         tp=TensorParallel(group, bool(sp)),
     )
-    norm = Norm(tiny_config(), SIZE, name="n", factory=factory, over_heads=bool(over_heads))
+    norm = Norm(tiny_config(), SIZE, factory.at("n"), over_heads=bool(over_heads))
     for meta in norm.meta.values():
         assert meta.regions == (Region((0,), (0,), (SIZE,), copies=2, partial=partial),)

@@ -1,4 +1,4 @@
-"""How far a run is: the numbers that a checkpoint keeps beside tensors."""
+"""How far a run is (`TrainState`, which a checkpoint keeps beside tensors), and what became of its newest step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.schema import Schema, integer, number
 from megatron.training.config.config import Config
 
-_LENGTHS = ("train_iters", "train_samples")  # flags, and no state
-TRAIN_STATE_SCHEMA: Schema = {  # `TrainState.state`
+TRAIN_STATE_SCHEMA: Mapping[str, Schema] = {  # `TrainState.state`
     "iteration": integer(),
     "consumed_train_samples": integer(),
     "consumed_valid_samples": integer(),
@@ -45,11 +44,41 @@ class TrainState:
         return self.iteration >= self.train_iters
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        kept = dataclasses.asdict(self)
-        return {name: kept[name] for name in kept if name not in _LENGTHS}
+        """What a checkpoint keeps: the counters without the run's length, which is the flags'."""
+        return {name: getattr(self, name) for name in TRAIN_STATE_SCHEMA}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            assert name in self.state(), f"unknown counter {name!r} in the checkpoint"
+            assert name in TRAIN_STATE_SCHEMA, f"unknown counter {name!r} in the checkpoint"
             setattr(self, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTask:
+    """iteration: the one that the step completes. flags: of this rank, summed over all with the step's numbers."""
+
+    iteration: int
+    num_microbatches: int
+    flags: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What the loop hears of a step once it is decided on.
+
+    losses: name -> (sum, count) over the global batch. flags: summed. ended_at: of the run's clock. learning_rate:
+    after the step. rolled_back: it was taken back, and taken again or not.
+    """
+
+    task: StepTask
+    losses: Mapping[str, tuple[float, float]]
+    flags: tuple[float, ...]
+    loss_scale: float
+    learning_rate: float
+    decoupled_learning_rate: float | None
+    grad_norm: float | None
+    num_zeros: int | None
+    skipped: bool
+    note: str
+    ended_at: float
+    rolled_back: bool = False

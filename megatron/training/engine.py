@@ -1,0 +1,91 @@
+"""What one rank trains: its model chunks, the data parallel engine around them, optimizer, learning rate and loss
+scale. `run/build.py` makes it; what guards, reports and runs a step takes it as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import cast
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces, pieces_of
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import Cut
+from megatron.core.memory_tracker import MemoryTracker
+from megatron.core.module import MegatronModule, ModelContext
+from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.plan.spec import StageSpec
+from megatron.core.units import declared_units
+from megatron.core.weight_grad import WeightGradAccumulator
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours."""
+
+    stage: int
+    spec: StageSpec
+    module: nn.Module
+    context: ModelContext
+    sink: WeightGradAccumulator | None
+
+    def set_input(self, hidden: Tensor | None) -> None:
+        """Megatron's way to hand a stage what the one before has computed. Nothing on a stage that embeds."""
+        if not self.spec.embedding:
+            cast(MegatronModule, self.module).set_input_tensor(hidden)
+
+
+@dataclasses.dataclass
+class Engine:
+    """Everything that one training step touches on this rank."""
+
+    chunks: tuple[Chunk, ...]
+    model: DistributedDataParallel
+    param_meta: dict[str, ParamMeta]
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    scaler: GradScaler
+
+    @property
+    def memory_tracker(self) -> MemoryTracker:
+        """What this rank's engine holds."""
+        return self.model.memory_tracker
+
+    @property
+    def declares_units(self) -> bool:
+        """Whether the model itself names what is gathered together, so that --fsdp-unit-modules has no effect."""
+        return declared_units([chunk.module for chunk in self.chunks]) is not None
+
+    def persistent_bytes(self) -> int:
+        """What this rank holds when a step ends: weights, gradients, optimizer state, slots of the double buffer."""
+        flat = sum(self.model.buffer.persistent_bytes().values())
+        return flat + self.memory_tracker.live("moments") + self.memory_tracker.live("slots")
+
+    def model_pieces(self) -> list[LocalPiece]:
+        """The model's weights, under `model.<name>`, as a checkpoint holds them, up to date.
+
+        Communicates over data parallel ranks where those of the last step are not gathered yet.
+        """
+        self.model.settle_weights()
+        return weight_pieces(self.model.buffer)
+
+
+def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> list[LocalPiece]:
+    """What this rank holds at rest of the model's weights, under `model.<name>`: their regions where weights are whole,
+    rectangles of its parts where they are cut. Frozen ones too. Loading writes them in place; what others hold is
+    gathered afterwards. names: all by default, in this order."""
+    whole = buffer.sharding.weights is Cut.WHOLE
+    pieces: list[LocalPiece] = []
+    for name in buffer.param_meta if names is None else names:
+        meta = buffer.param_meta[name]
+        if whole or buffer.bucket_of(name) is None:
+            pieces += pieces_of("model", meta, buffer.weight(name))
+        else:
+            start, end = buffer.part(name, buffer.sharding.weights)
+            pieces += part_pieces("model", meta, buffer.weight_part(name), start, end)
+    return pieces

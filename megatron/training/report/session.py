@@ -1,0 +1,51 @@
+"""What everything of a run shares from its first collective to its last: ranks, device, clocks, watchers, and the ranks
+that speak. `run/session.py` makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.device import Device
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.transport import host_data, parallel_state
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard.console import say
+from megatron.training.guard.run_folder import RunFolder
+from megatron.training.guard.watchdog import Watchdog
+from megatron.training.report.timers import Timers
+
+
+@dataclasses.dataclass
+class Session:
+    """The surroundings of a run. `config` is complete: the padded vocabulary is known."""
+
+    config: Config
+    env: LaunchEnv
+    device: Device
+    ps: ParallelState
+    timers: Timers
+    watchdog: Watchdog
+    tokenizer: Tokenizer
+    folder: RunFolder
+    started_at: float
+
+    def print_rank_0(self, text: str) -> None:
+        if self.ps.is_first_rank:
+            say(text)
+
+    def print_rank_last(self, text: str) -> None:
+        if self.ps.is_last_rank:
+            say(text)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's plain value. Communicates over the world."""
+        return host_data.all_gather_json(value, self.ps.control_group)
+
+    def close(self) -> None:
+        """Leave the world together with all other ranks."""
+        self.watchdog.close()
+        parallel_state.destroy_process_group(self.ps)
+        self.folder.release()
