@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
-from megatron.core.pipeline_parallel.plan.passes.fit_limit import Reserve
-from megatron.core.pipeline_parallel.plan.passes.hold_back import hold_back
+from megatron.core.pipeline_parallel.plan.passes.keep import Reserve
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.move_w import (
+from megatron.core.pipeline_parallel.plan.passes.orders import (
     PARTS,
     delay_w,
     fuse_bw,
+    hold_back,
     one_w_moved,
     split_trailing,
     w_behind_b,
