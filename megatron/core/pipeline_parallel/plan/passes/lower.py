@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import (
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    F,
-    Plan,
-    PlanError,
-    RawOp,
-    W,
-    op_text,
-    partner_of,
-)
+from megatron.core.pipeline_parallel.plan.ir import F, Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
 
@@ -52,7 +41,7 @@ def add_comm(plan: Plan, costs: CostModel) -> Plan:
     timeline = execute(plan, costs)
     if timeline.stopped:
         rank, (place, what) = next(iter(timeline.stopped.items()))
-        raise PlanError(f"rank {rank} stops at {op_text(plan.rows[rank][place])}, waiting for {what}")
+        raise PlanError(f"rank {rank} stops at {ir.op_text(plan.rows[rank][place])}, waiting for {what}")
     ends = [timeline.ends[rank][place] for rank, place in timeline.done]
     # Stable: computations that end together keep an order that respects dependencies.
     order = sorted(range(len(ends)), key=ends.__getitem__)
@@ -63,16 +52,16 @@ def add_comm(plan: Plan, costs: CostModel) -> Plan:
         rank, place = timeline.done[index]
         row = plan.rows[rank]
         op = row[place]
-        last = partner_of(row, place) if op[7] >= 0 else -1
+        last = ir.partner_of(row, place) if op[7] >= 0 else -1
         ops = (op, row[last]) if last >= 0 else (op,)
         rows[rank] += ops
         for op in ops:
             kind, stage, microbatch, part = op[:4]
             target = stage + 1 if kind == F else stage - 1
-            if kind == W or not 0 <= target < len(ranks) or ranks[target] == rank:
+            if kind == ir.W or not 0 <= target < len(ranks) or ranks[target] == rank:
                 continue
             peer = ranks[target]
-            send, receive = (SEND_F, RECV_F) if kind == F else (SEND_B, RECV_B)
+            send, receive = (ir.SEND_F, ir.RECV_F) if kind == F else (ir.SEND_B, ir.RECV_B)
             rows[rank].append((send, stage, microbatch, part, -1, -1, peer, messages))
             rows[peer].append((receive, target, microbatch, part, -1, -1, rank, messages))
             messages += 1
