@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
     from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.sizes import mib_text
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.units import RankUnits, Use
-from megatron.core.transport.traffic_counter import NOTHING, Moved
+from megatron.core.transport.traffic import NOTHING, Moved
 
 
 class Held(NamedTuple):
