@@ -19,14 +19,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.passes import lane_rows
 from megatron.core.pipeline_parallel.plan.passes.keep import Reserve, bytes_kept, fit_limit, kept_gaps
-from megatron.core.pipeline_parallel.plan.passes.lane_rows import (
-    Stay,
-    gather_moments,
-    reductions,
-    stays,
-    written,
-)
 from megatron.core.pipeline_parallel.plan.passes.orders import PARTS, split_trailing
 from megatron.core.pipeline_parallel.plan.passes.within_limit import RESERVES, Orders, WithinLimit
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
@@ -160,24 +154,26 @@ class _Maker:
             )
         else:
             kept, bound = self._kept(uses, reserve)
-        gathered = stays(uses.reads, kept, weights=True)
-        gathers: defaultdict[int, list[tuple[int, Stay]]] = defaultdict(list)
-        frees: defaultdict[int, list[tuple[int, Stay]]] = defaultdict(list)
+        gathered = lane_rows.stays(uses.reads, kept, weights=True)
+        gathers: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
+        frees: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
         moments = [0] * len(gathered)
         if asked.weights_cut:
-            moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather)
+            moments = lane_rows.gather_moments(
+                gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather
+            )
         if asked.weights_cut or (asked.gathers_once and not forward_only):
             for stay, moment in zip(gathered, moments, strict=True):
                 gathers[moment].append((UNSHARD, stay))
         for stay in gathered if asked.weights_cut else ():
             frees[stay.last + 1].append((RESHARD, stay))
-        reduced = reductions(uses, asked, kept)
+        reduced = lane_rows.reductions(uses, asked, kept)
         groups: Groups = [[] for _ in uses.adds]
         for kind, stay in (one for moment in sorted(reduced) for one in reduced[moment]):
             if kind == REDUCE:
                 groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
         behind = (reduced, gathers) if reserve.reduced_first else (gathers, reduced)
-        return written(uses, (frees, *behind)), groups
+        return lane_rows.written(uses, (frees, *behind)), groups
 
     def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
         """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""

@@ -22,7 +22,8 @@ class Stay(NamedTuple):
     last: int
 
 
-Issued = Mapping[int, Sequence[tuple[int, Stay]]]  # by moment, kinds of operations
+Issue = tuple[int, Stay]  # the kind of an operation, and what it begins or ends
+Issued = Mapping[int, Sequence[Issue]]  # by moment
 
 
 def stays(spans: Sequence[Sequence[Span]], kept: Iterable[Gap], *, weights: bool) -> list[Stay]:
@@ -70,8 +71,8 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> Issu
     groups = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
     last = {stay.unit: stay for stay in groups}
     firsts = [first for _, first in uses.computations]
-    issued: defaultdict[int, list[tuple[int, Stay]]] = defaultdict(list)
-    waiting: list[tuple[int, Stay]] = []
+    issued: defaultdict[int, list[Issue]] = defaultdict(list)
+    waiting: list[Issue] = []
     for stay in groups:
         moment = stay.last + 1
         if not residency.overlap_reduce:  # behind the computation, or the row
