@@ -97,8 +97,7 @@ class TrainingLoop:
         num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
         report_model(session, self._runner.spec, self.engine, num_microbatches)
         self._residency = ResidencyReport(session, self._runner, self.engine)
-        for line in self._residency.lines(num_microbatches):
-            session.print_rank_last(line)
+        session.print_rank_last(*self._residency.lines(num_microbatches))
         self.checkpoints.load()
         self._begun_at = state.consumed_train_samples
         state.consumed_valid_samples = first_validation_sample(state, config)
@@ -125,8 +124,7 @@ class TrainingLoop:
                 f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
             )
             return None
-        for line in metrics.training_start_lines(datetime.datetime.now()):
-            session.print_rank_0(line)
+        session.print_rank_0(*metrics.training_start_lines(datetime.datetime.now()))
         if self._config.training.manual_gc:
             gc.disable()
             gc.collect()

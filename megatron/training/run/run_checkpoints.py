@@ -131,8 +131,7 @@ class RunCheckpoints:
             saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
             taken, lines = kept_groupings(self._runner.spec, saved)
             self._runner.keep_groupings(taken)
-            for line in lines:
-                self._session.print_rank_0(line)
+            self._session.print_rank_0(*lines)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)
 

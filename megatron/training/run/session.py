@@ -82,12 +82,12 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     claimed = folder.claim(env, say) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
-    if raised is not None:
-        session.print_rank_0(raised)
     said = said_by if asked is not None else None  # None: ranks share the cores
-    line = metrics.threads_line(threads, device.available_cores(), env.local_world_size, said_by=said)
-    session.print_rank_0(line)
-    session.print_rank_0(metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0))
+    session.print_rank_0(
+        *([] if raised is None else [raised]),
+        metrics.threads_line(threads, device.available_cores(), env.local_world_size, said_by=said),
+        metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0),
+    )
     return session
 
 
