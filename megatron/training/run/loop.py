@@ -106,8 +106,7 @@ class TrainingLoop:
             data = build_data_iterators(session, datasets_provider, state, reads=reads)
         if not config.evaluation.skip_train:
             self.checkpoints.compare_data(data)
-        self._reporter = Reporter(session, self.engine, state, self._clock)
-        self.checkpoints.report_to(self._reporter)
+        self._reporter = self.checkpoints.reporter = Reporter(session, self.engine, state, self._clock)
         first = state.iteration + 1
         self._replanner = Replanner(session, self._runner, self.engine, self._reporter, self._clock, first)
         writers = self._reporter.writers
