@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from types import TracebackType
 
 from megatron.core.device import Device, heap_bytes
 
@@ -26,27 +25,22 @@ class LivePeak:
 
     def __init__(self, device: Device, *, interval_s: float = 0.001) -> None:
         assert interval_s > 0, f"interval_s {interval_s}"
-        self.baseline = 0
-        self.peak_bytes = 0
-        self.num_looks = 0
-        self._device = device
-        self._interval_s = interval_s
-        self._lock = threading.Lock()
-        self._over = threading.Event()
+        self.baseline = self.peak_bytes = self.num_looks = 0
+        self._device, self._interval_s = device, interval_s
+        self._lock, self._over = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._switch_s = 0.0
+        self._switch_s = sys.getswitchinterval()
 
     @property
     def above_baseline(self) -> int:
         return self.peak_bytes - self.baseline
 
     def __enter__(self) -> LivePeak:
-        assert self._thread is None and not self._over.is_set(), "a LivePeak is used once"  # noqa: PT018
+        assert not self.num_looks, "a LivePeak is used once"
         gc.collect()  # what is garbage already belongs to neither
         self._device.synchronize()
         self._device.reset_peak()
-        self.baseline = self.peak_bytes = self._in_use()
-        self.num_looks = 1
+        self.baseline = self.look()
         if self._device.kind == "cpu":
             self._switch_s = sys.getswitchinterval()
             sys.setswitchinterval(_SWITCH_S)
@@ -54,9 +48,7 @@ class LivePeak:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._over.set()
         self._device.synchronize()
         if self._thread is not None:
@@ -66,7 +58,8 @@ class LivePeak:
 
     def look(self) -> int:
         """Bytes in use now; the peak knows of them from here on."""
-        now = self._in_use()
+        heap = heap_bytes() if self._device.kind == "cpu" else None
+        now = self._device.memory().allocated_bytes if heap is None else heap
         peak = self._device.memory().max_allocated_bytes if self._device.kind == "cuda" else now
         with self._lock:
             self.peak_bytes = max(self.peak_bytes, peak)
@@ -76,7 +69,3 @@ class LivePeak:
     def _look_again_and_again(self) -> None:
         while not self._over.wait(self._interval_s):
             self.look()
-
-    def _in_use(self) -> int:
-        heap = heap_bytes() if self._device.kind == "cpu" else None
-        return self._device.memory().allocated_bytes if heap is None else heap

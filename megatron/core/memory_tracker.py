@@ -15,8 +15,8 @@ Memory that torch itself holds (activations, the temporaries of kernels) is not 
 
 from __future__ import annotations
 
-import collections
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
@@ -27,34 +27,28 @@ class MemoryTracker:
     """Live and peak bytes. Categories are those above; a unit is any name, "" for what belongs to none."""
 
     def __init__(self) -> None:
-        self._live: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._by_category: collections.Counter[str] = collections.Counter()
-        self._peaks: collections.Counter[str] = collections.Counter()
-        self._transient_bytes = 0
-        self.peak_transient_bytes = 0
+        self._live: Counter[tuple[str, str]] = Counter()
+        self._by_category: Counter[str] = Counter()
+        self._peaks: Counter[str] = Counter()
+        self.transient_bytes = self.peak_transient_bytes = 0
         self.overflows = 0  # acquisitions of the double buffer that took memory beside its slots, as planned
 
     def hold(self, category: str, unit: str, num_bytes: int) -> None:
-        """Memory was taken."""
+        """Memory was taken (given back, where negative)."""
         self._live[category, unit] += num_bytes
         self._by_category[category] += num_bytes
         self._peaks[category] = max(self._peaks[category], self._by_category[category])
         if category in TRANSIENT:
-            self._transient_bytes += num_bytes
-            self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
+            self.transient_bytes += num_bytes
+            self.peak_transient_bytes = max(self.peak_transient_bytes, self.transient_bytes)
         else:
-            known = PERSISTENT + TRANSIENT
-            assert category in known, f"category {category!r}; known: {known}"
+            assert category in PERSISTENT, f"category {category!r}; known: {PERSISTENT + TRANSIENT}"
 
     def free(self, category: str, unit: str, num_bytes: int) -> None:
         """Memory was given back."""
-        assert self._live[category, unit] >= num_bytes, (
-            f"{category} of {unit!r}: {num_bytes} bytes given back of {self._live[category, unit]}"
-        )
-        self._live[category, unit] -= num_bytes
-        self._by_category[category] -= num_bytes
-        if category in TRANSIENT:
-            self._transient_bytes -= num_bytes
+        live = self._live[category, unit]
+        assert live >= num_bytes, f"{category} of {unit!r}: {num_bytes} bytes given back of {live}"
+        self.hold(category, unit, -num_bytes)
 
     @contextlib.contextmanager
     def holding(self, category: str, num_bytes: int, unit: str = "") -> Iterator[None]:
@@ -82,26 +76,19 @@ class MemoryTracker:
     def persistent_bytes(self) -> int:
         return sum(self._by_category[category] for category in PERSISTENT)
 
-    @property
-    def transient_bytes(self) -> int:
-        return self._transient_bytes
-
     def reset_peaks(self) -> None:
         """Peaks count from now on."""
-        self._peaks = collections.Counter(self._by_category)
-        self.peak_transient_bytes = self._transient_bytes
+        self._peaks = Counter(self._by_category)
+        self.peak_transient_bytes = self.transient_bytes
 
     def lines(self) -> list[str]:
         """A table for the log: a row a category, then the units that hold something now."""
-        out = [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}"]
-        for category in (*PERSISTENT, *TRANSIENT):
-            if self._peaks[category]:
-                out.append(f"{category:<14}{self._by_category[category]:>16,}{self._peaks[category]:>16,}")
-        out.append(f"{'persistent':<14}{self.persistent_bytes:>16,}")
-        out.append(f"{'transient':<14}{self._transient_bytes:>16,}{self.peak_transient_bytes:>16,}")
-        for (category, unit), num_bytes in sorted(self._live.items()):
-            if unit and num_bytes:
-                out.append(f"  {category} {unit}: {num_bytes:,}")
+        rows = [(c, self._by_category[c], self._peaks[c]) for c in PERSISTENT + TRANSIENT if self._peaks[c]]
+        rows.append(("transient", self.transient_bytes, self.peak_transient_bytes))
+        out = [f"{name:<14}{live:>16,}{peak:>16,}" for name, live, peak in rows]
+        out.insert(-1, f"{'persistent':<14}{self.persistent_bytes:>16,}")
+        units = sorted((key, num_bytes) for key, num_bytes in self._live.items() if key[1] and num_bytes)
+        out += [f"  {category} {unit}: {num_bytes:,}" for (category, unit), num_bytes in units]
         if self.overflows:
             out.append(f"double buffer: {self.overflows} times memory beside the slots")
-        return out
+        return [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}", *out]

@@ -1,11 +1,5 @@
 """Files in folders where others may write: opened without following or waiting, published whole (floor 0).
 
-    with open_regular(path) as fd: ...                    no link, pipe or device: UnsafeFileError, an OSError
-    with opened(path) as file: file.readline(...)         the same, buffered
-    text = read_text(path, max_bytes=1 << 20)             its size is known before a byte is read
-    with published(path) as file: file.write(...)         appears under its name when complete and durable
-    with locked(path): ...                                one process at a time
-
 [Note: planted files] Who may write into a folder can put a link, a pipe or a device where we look for a file. So: what
 is read has to be a regular file of a size that we accept, and opening never waits for a writer; what is written gets a
 temporary name that nobody can guess, has to be new (O_EXCL) and is readable by its owner alone until it is complete.
@@ -34,6 +28,17 @@ SHARED_MODE = 0o666  # corpora, indices of them, reports: the umask alone says w
 DEVICES = "/dev"
 StrPath = str | os.PathLike[str]
 
+_UMASK = os.umask(0o077)  # asked once, before there are threads: asking sets it for a moment
+os.umask(_UMASK)
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
 
 class UnsafeFileError(OSError):
     """Something that is not to be read or written as a file of ours; `strerror` says why, `filename` which."""
@@ -43,6 +48,36 @@ class UnsafeFileError(OSError):
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
+
+
+def kind_of(mode: int) -> str:
+    """What something that is no regular file is. mode: st_mode."""
+    return _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def _check_regular(path: StrPath, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise UnsafeFileError(path, f"is {kind_of(mode)}, not a regular file")
+
+
+def _open_checked(path: StrPath, flags: int, *, mode: int = FILE_MODE, follow: bool = False) -> int:
+    """Open a regular file without waiting: a device is refused before it is opened, a pipe is not waited for."""
+    try:
+        _check_regular(path, (os.stat if follow else os.lstat)(path).st_mode)
+    except FileNotFoundError:
+        pass  # the flags say what becomes of that
+    except ValueError as error:  # a NUL, or half a surrogate pair
+        raise UnsafeFileError(path, f"is no file name: {error}") from None
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), mode)
+    try:
+        _check_regular(path, os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# --- reading
 
 
 @contextlib.contextmanager
@@ -92,6 +127,9 @@ def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
         raise ValueError(f"{path}: not JSON of ours: nested too deeply") from None
 
 
+# --- writing
+
+
 @contextlib.contextmanager
 def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> Iterator[IO[bytes]]:
     """A file that appears under its name only when completely written and durable; after an error it does not.
@@ -112,13 +150,24 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
             file.flush()
             os.fchmod(fd, mode & ~_UMASK)
             os.fsync(fd)
+        if not replace:
+            try:
+                os.link(temporary, target, follow_symlinks=False)
+            except FileExistsError:
+                return
+            except OSError:  # a file system without hard links
+                replace = not os.path.lexists(target)
         if replace:
             os.replace(temporary, target)
-        else:
-            _link_if_absent(temporary, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def publish_text(path: StrPath, text: str, *, mode: int = FILE_MODE, replace: bool = True) -> None:
+    """`published` for a text that is there already."""
+    with published(path, mode=mode, replace=replace) as file:
+        file.write(text.encode())
 
 
 def remove_leftovers(path: StrPath) -> None:
@@ -129,16 +178,9 @@ def remove_leftovers(path: StrPath) -> None:
     target = Path(path)
     # Also as they were named before: with a number, no dot.
     ours = re.compile(rf"\.?{re.escape(target.name)}\.[0-9a-f]+\.tmp")
-    for name in os.listdir(target.parent):
-        if ours.fullmatch(name):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(target.with_name(name))
-
-
-def publish_text(path: StrPath, text: str, *, mode: int = FILE_MODE, replace: bool = True) -> None:
-    """`published` for a text that is there already."""
-    with published(path, mode=mode, replace=replace) as file:
-        file.write(text.encode())
+    for name in filter(ours.fullmatch, os.listdir(target.parent)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(target.with_name(name))
 
 
 def open_for_append(path: StrPath, *, mode: int = FILE_MODE) -> int:
@@ -176,60 +218,3 @@ def sync_directory(path: StrPath) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _open_checked(path: StrPath, flags: int, *, mode: int = FILE_MODE, follow: bool = False) -> int:
-    """Open a regular file without waiting: a device is refused before it is opened, a pipe is not waited for."""
-    try:
-        _check_regular(path, (os.stat if follow else os.lstat)(path).st_mode)
-    except FileNotFoundError:
-        pass  # the flags say what becomes of that
-    except ValueError as error:  # a NUL, or half a surrogate pair
-        raise UnsafeFileError(path, f"is no file name: {error}") from None
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    fd = os.open(path, flags, mode)
-    try:
-        _check_regular(path, os.fstat(fd).st_mode)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def _check_regular(path: StrPath, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise UnsafeFileError(path, f"is {kind_of(mode)}, not a regular file")
-
-
-def kind_of(mode: int) -> str:
-    """What something that is no regular file is. mode: st_mode."""
-    return _KINDS.get(stat.S_IFMT(mode), "no file")
-
-
-def _link_if_absent(temporary: Path, target: Path) -> None:
-    try:
-        os.link(temporary, target, follow_symlinks=False)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without hard links
-        if not os.path.lexists(target):
-            os.replace(temporary, target)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-_UMASK = _umask()  # asked once, before there are threads: asking sets it for a moment

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.step import StepRunner
 from megatron.training.run.step_batches import StepBatches
 from megatron.training.run.validated_step import ValidatedStepRunner

@@ -60,7 +60,7 @@ def test_only_collectives_calls_collectives_and_only_parallel_state_makes_groups
 
 def test_only_gloo_pairs_sends_over_a_process_group_by_itself():
     """`ProcessGroup.send(tensors, peer, tag)` takes three arguments; sockets, pipes and our own channels take fewer.
-    `point_to_point.Line` keeps the method itself."""
+    `point_to_point.P2PRoute` keeps the method itself."""
 
     def sends(node):
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
@@ -112,8 +112,7 @@ OPENERS = {
     "megatron/core/device.py": "figures of this process in /proc",
     "megatron/core/transport/shm_transport.py": "the machine's number and its ranks' memory in /proc",
     "megatron/training/guard/console.py": "a descriptor that leads nowhere",
-    "megatron/training/guard/lease.py": "a file without a name, for the file system's time",
-    "megatron/training/guard/lease_holder.py": "processes in /proc",
+    "megatron/training/guard/lease.py": "a file without a name, for the file system's time; processes in /proc",
     "megatron/training/guard/rendezvous.py": "a descriptor that leads nowhere",
     "megatron/training/guard/startup_check.py": "the sources of this very program",
     "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",

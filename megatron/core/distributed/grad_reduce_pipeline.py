@@ -38,7 +38,7 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 from megatron.core.transport.peer_loss import PeerLostError

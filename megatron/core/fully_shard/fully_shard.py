@@ -36,7 +36,7 @@ from megatron.core.fully_shard.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.module import ModelError
 from megatron.core.squared_sums import squared_sums
 from megatron.core.transport import collectives
-from megatron.core.transport.initial_weights import broadcast_weights
+from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.dist_checkpointing.state_pieces import (
-    Place,
+    FlatSpan,
     StatePiece,
     optimizer_parts,
     optimizer_pieces,
@@ -57,7 +57,7 @@ class ShardParameters:
         # `.data` has a version of its own: what the engine writes to the same memory is no change.
         self.registered = {n: nn.Parameter(p.data, requires_grad=n in self.names) for n, p in parts.items()}
         self.places = {
-            name: Place(
+            name: FlatSpan(
                 buffer.param_meta[name],
                 *buffer.part(
                     name, buffer.sharding.optimizer if name in self.names else buffer.sharding.weights
@@ -167,7 +167,7 @@ class ShardParameters:
         for name, parameter in own.plain().items():
             yield name, None if parameter is None else self._first[id(parameter)]
 
-    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, Place]]:
+    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, FlatSpan]]:
         """Names of a module, their shards and what they are of."""
         for name, first in self._names_in(own):
             if first is not None:
@@ -227,7 +227,7 @@ def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             state[prefix + name] = taken(state[prefix + name], place)
 
 
-def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, FlatSpan]]:
     own = module.__dict__["_parameters"]
     assert isinstance(own.view, ShardParameters), f"{type(module).__name__}: {type(own.view).__name__}"
     return own.view.pieces(own)
@@ -241,7 +241,7 @@ def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, A
     return optimizer_parts(optimizer, packed, _places())
 
 
-def _places() -> dict[int, Place]:
+def _places() -> dict[int, FlatSpan]:
     """Id of a shard -> what it is of."""
     return {id(shard): shards.places[name] for shards in _LIVE for name, shard in shards.registered.items()}
 

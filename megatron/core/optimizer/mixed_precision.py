@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.schema import Schema, integer, text
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -36,6 +35,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.param_parts import region_slices
 from megatron.core.protocols import Stepper
+from megatron.core.schema import Schema, integer, text
 from megatron.core.squared_sums import squared_sums_of_parts
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState

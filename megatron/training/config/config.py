@@ -17,7 +17,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.core.config_base import value_type
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.schema import (
+from megatron.core.schema import (
     MAX_INT,
     Check,
     Place,
@@ -63,7 +62,7 @@ def check_config(found: Found, config: dict[str, Any]) -> None:
 
     Sizes that decide how much memory a model takes have to agree with the tensors that are there.
     """
-    place = Place(found.directory / MANIFEST_NAME, "common.config")
+    place = found.place("common.config")
     for name, schema in SCHEMAS.items():
         if name in config:
             check(schema, config[name], place.at(name))

@@ -19,7 +19,7 @@ from megatron.core.distributed.sharding import (
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
-from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.units import StateBytes
 
 _MOMENTS = 2

@@ -1,8 +1,5 @@
 """What is printed, whatever becomes of the terminal, the pipe or the disk behind it (floor 0).
 
-    guard_console()   once, before anything is printed
-    lost_output()     ["stdout: Broken pipe"]: where a word was lost, and why
-
 [Note: a dead console] A run outlives whoever listens to it: `| head` has seen enough, a terminal hangs up, a disk fills
 up, stdout was closed from the start. Python would raise from whatever prints next, a user's `print` and the
 interpreter's own flush at the end included, which makes a status of 120 out of success. So the bytes below
@@ -30,7 +27,7 @@ class ConsoleFile(io.RawIOBase):
     """Descriptor `fd` as a file that takes everything. lost: why the first write failed, None so far."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd, self.name = fd, f"<{STREAMS[fd]}>"
         self.lost: str | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -53,10 +50,8 @@ class ConsoleFile(io.RawIOBase):
         self.lost = error.strerror
         if error.errno != errno.EPIPE:  # who has closed a pipe has seen enough
             other = next(fd for fd in STREAMS if fd != self.fd)
-            text = (
-                f"WARNING: {STREAMS[self.fd]} cannot be written: {self.lost}; what is printed there is lost\n"
-            )
             with contextlib.suppress(OSError):
+                text = f"WARNING: {self.name[1:-1]} cannot be written: {self.lost}; what is printed there is lost\n"
                 os.write(other, text.encode())
 
     def writable(self) -> bool:
@@ -70,10 +65,6 @@ class ConsoleFile(io.RawIOBase):
 
     def close(self) -> None:
         """The process ends with its console open."""
-
-    @property
-    def name(self) -> str:
-        return f"<{STREAMS[self.fd]}>"
 
 
 _FILES = {fd: ConsoleFile(fd) for fd in STREAMS}  # of this process, like the descriptors

@@ -1,7 +1,7 @@
 """How a run ends: the one table of exit statuses, `exit.json`, and the way from an exception to a status.
 
-torchrun turns every failure into status 1, so the status is also written to `exit.json`, which a batch
-script reads to decide whether to requeue (docs/exit_statuses.md is checked against the table here).
+torchrun turns every failure into status 1, so the status is also written to `exit.json`, which a batch script reads to
+decide whether to requeue.
 """
 
 from __future__ import annotations
@@ -25,44 +25,50 @@ MAX_BYTES = 1 << 20  # of exit.json; a reason may list many problems
 
 
 class ExitStatus(enum.IntEnum):
-    """Exit status of every rank; DESCRIPTIONS says what each means."""
+    """Exit status of every rank, what it means (docs/exit_statuses.md has the same text), and whether the same command,
+    started again, goes on with the run."""
 
-    DONE = 0
-    BUG = 1
-    CONFIGURATION = 2
-    CHECKPOINT = 3
-    DATA = 4
-    NON_FINITE = 5
-    PEER_LOST = 6
-    RERUN_PERSISTENT = 16
-    RERUN_INVALID = 17
-    STOPPED = 75
-    STOPPED_UNSAVED = 143
+    description: str
+    requeue: bool
 
+    def __new__(cls, value: int, description: str, requeue: bool = False) -> ExitStatus:
+        member = int.__new__(cls, value)
+        member._value_, member.description, member.requeue = value, description, requeue
+        return member
 
-DESCRIPTIONS: Mapping[ExitStatus, str] = {
-    ExitStatus.DONE: "done; also when left by `--exit-interval` or `--exit-duration-in-mins`",
-    ExitStatus.BUG: "an error nobody foresaw: the traceback is printed, please report it",
-    ExitStatus.CONFIGURATION: "configuration: flags, or ranks started with different configuration, code"
-    " or torch",
-    ExitStatus.CHECKPOINT: "checkpoint: missing, damaged or of another model; or one could not be written; or another"
-    " run holds the folder of `--save`",
-    ExitStatus.DATA: "data: a corpus, tokenizer or index file is missing or damaged",
-    ExitStatus.NON_FINITE: "a loss or gradient was NaN or infinite and `--nan-policy` says to stop; or weights were"
-    " after an update or before a save, which no policy can go on from: they are never saved",
-    ExitStatus.PEER_LOST: "another rank was lost or hangs; the message names it, and in a pipeline the stage, iteration"
-    " and operation in which it was missed; or the launcher or the store is gone",
-    ExitStatus.RERUN_PERSISTENT: "`--nan-policy rerun-once`: the step gives the same non-finite bits twice;"
-    " checkpoint kept, resume on other machines to tell a bad device from a bad model",
-    ExitStatus.RERUN_INVALID: "a machine is not to be trusted: two different non-finite results under"
-    " `--nan-policy rerun-once`, or different weights on replicas, found by"
-    " `--check-weight-hash-across-dp-replicas-interval`",
-    ExitStatus.STOPPED: "stopped by a signal with a valid checkpoint: start again with the same command",
-    ExitStatus.STOPPED_UNSAVED: "stopped by a signal without `--save`: nothing to go on from",
-}
-
-# Statuses after which the same command, started again, goes on with the run.
-REQUEUE = frozenset({ExitStatus.STOPPED, ExitStatus.PEER_LOST, ExitStatus.RERUN_PERSISTENT})
+    DONE = 0, "done; also when left by `--exit-interval` or `--exit-duration-in-mins`"
+    BUG = 1, "an error nobody foresaw: the traceback is printed, please report it"
+    CONFIGURATION = 2, "configuration: flags, or ranks started with different configuration, code or torch"
+    CHECKPOINT = (
+        3,
+        "checkpoint: missing, damaged or of another model; or one could not be written; or another run holds the "
+        "folder of `--save`",
+    )
+    DATA = 4, "data: a corpus, tokenizer or index file is missing or damaged"
+    NON_FINITE = (
+        5,
+        "a loss or gradient was NaN or infinite and `--nan-policy` says to stop; or weights were after an update or "
+        "before a save, which no policy can go on from: they are never saved",
+    )
+    PEER_LOST = (
+        6,
+        "another rank was lost or hangs; the message names it, and in a pipeline the stage, iteration and operation in "
+        "which it was missed; or the launcher or the store is gone",
+        True,
+    )
+    RERUN_PERSISTENT = (
+        16,
+        "`--nan-policy rerun-once`: the step gives the same non-finite bits twice; checkpoint kept, resume on other "
+        "machines to tell a bad device from a bad model",
+        True,
+    )
+    RERUN_INVALID = (
+        17,
+        "a machine is not to be trusted: two different non-finite results under `--nan-policy rerun-once`, or "
+        "different weights on replicas, found by `--check-weight-hash-across-dp-replicas-interval`",
+    )
+    STOPPED = 75, "stopped by a signal with a valid checkpoint: start again with the same command", True
+    STOPPED_UNSAVED = 143, "stopped by a signal without `--save`: nothing to go on from"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,7 @@ class ExitRecord:
         checkpoint: str | None = None,
     ) -> ExitRecord:
         """The record with the table's answer for `requeue`."""
-        return cls(status, reason, iteration, checkpoint, rank, status in REQUEUE)
+        return cls(status, reason, iteration, checkpoint, rank, status.requeue)
 
 
 class TrainingExit(Exception):  # noqa: N818 - an end, not an error
@@ -102,10 +108,8 @@ class TrainingExit(Exception):  # noqa: N818 - an end, not an error
         self, status: ExitStatus, reason: str, *, iteration: int | None = None, checkpoint: str | None = None
     ) -> None:
         super().__init__(reason)
-        self.status = status
-        self.reason = reason
-        self.iteration = iteration
-        self.checkpoint = checkpoint
+        self.status, self.reason = status, reason
+        self.iteration, self.checkpoint = iteration, checkpoint
 
 
 def clear_exit_json(directory: str | Path) -> None:
@@ -119,9 +123,8 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     When a rank fails, its peers soon lose it. So a PEER_LOST record never replaces one that is there
     already: the file keeps the cause, whichever rank writes last.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / EXIT_FILE
+    target = Path(directory) / EXIT_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**dataclasses.asdict(record), "status": int(record.status)}, indent=2)
     publish_text(target, text + "\n", mode=SHARED_MODE, replace=record.status != ExitStatus.PEER_LOST)
     return target
@@ -167,19 +170,7 @@ def status_of(error: BaseException, table: StatusTable) -> ExitStatus:
     """
     if isinstance(error, TrainingExit):
         return error.status
-    for cls in type(error).__mro__:
-        if cls in table:
-            return table[cls]
-    return ExitStatus.BUG
-
-
-def failure_message(error: BaseException, status: ExitStatus, rank: int) -> str:
-    """What to print: one clear message for the user's errors, the traceback for bugs."""
-    if status is ExitStatus.BUG:
-        trace = "".join(traceback.format_exception(error)).rstrip("\n")
-        return f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
-    kind = status.name.lower().replace("_", " ")
-    return f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}"
+    return next((table[cls] for cls in type(error).__mro__ if cls in table), ExitStatus.BUG)
 
 
 def report_failure(
@@ -193,14 +184,20 @@ def report_failure(
     diagnose: Callable[[], str] | None = None,
     stream: TextIO | None = None,
 ) -> ExitStatus:
-    """Print the message of an exception, write `exit.json` into `directory`, and return the status to exit with.
+    """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, and return the
+    status to exit with.
 
     diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
     """
     out = stream or sys.stderr
     status = status_of(error, table)
     reason = str(error) or type(error).__name__
-    _tell(failure_message(error, status, rank), out)
+    if status is ExitStatus.BUG:
+        trace = "".join(traceback.format_exception(error)).rstrip("\n")
+        _tell(f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}", out)
+    else:
+        kind = status.name.lower().replace("_", " ")
+        _tell(f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}", out)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
         _tell(f"[rank {rank}] {found}", out)
@@ -233,13 +230,13 @@ def second_signal_words(
 
     def words(signum: int) -> int:
         kept = checkpoint()
-        name = signal.Signals(signum).name
-        reason = f"second {name}: stopped at once, without saving"
+        reason = f"second {signal.Signals(signum).name}: stopped at once, without saving"
         status = int(ExitStatus.STOPPED) if kept else 128 + signum
-        record = ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
-        leave_exit_json(directory, record)
+        leave_exit_json(
+            directory, ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
+        )
         return status
 
     return words
@@ -248,8 +245,6 @@ def second_signal_words(
 def hard_exit(status: int) -> NoReturn:
     """Leave now: no destructors, which could wait for a lost peer. Standard streams are flushed."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe; nothing is left to say it on
             stream.flush()
-        except (OSError, ValueError):
-            continue  # a closed pipe; nothing is left to say it on
     os._exit(int(status))

@@ -1,12 +1,12 @@
 """Who is to blame when a peer is lost: decided from the ranks' progress records. Pure: no store, no clock.
 
-[Note: what the records can tell] Three kinds of culprits: a rank that *ended* by an error of its own (it
-says so in its last record), a *silent* rank (its record does not change any more: killed, stopped, or
-holding the GIL), and a *late* rank (its record changes, but it keeps others waiting). Whom does a waiting rank
+[Note: what the records can tell] Three kinds of ranks are to blame: one that *ended* by an error of its own (it
+says so in its last record), a *silent* one (its record does not change any more: killed, stopped, or
+holding the GIL), and a *late* one (its record changes, but it keeps others waiting). Whom does a waiting rank
 wait for? A member of its last group that has begun fewer of that group's collectives; that rank may itself wait
 in another group, so the chain is followed to its end. Collectives are also begun ahead, gathers among them: where
 all have begun as many, it is the member that stands in no wait. Ranks that lost a peer say "failing" and are never
-culprits.
+to blame.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class ProgressRecord:
     progressed_at: float = 0.0
 
     def to_json(self) -> str:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps({**fields, "members": _pack(self.members)})
+        return json.dumps({**vars(self), "members": _pack(self.members)})
 
     @classmethod
     def from_json(cls, text: bytes | str) -> ProgressRecord:
@@ -64,6 +63,15 @@ class ProgressRecord:
     def name(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
+    @property
+    def place(self) -> str:
+        return f"step {self.step}, phase {self.phase}"
+
+    @property
+    def collective(self) -> str:
+        """The newest one, for a message; empty before the first."""
+        return f"{self.op} #{self.sequence} of group '{self.group}'" if self.op else ""
+
 
 def group_instance(group: str, ranks: Sequence[int]) -> str:
     """Groups of one name do not overlap, so the first rank tells them apart."""
@@ -72,9 +80,8 @@ def group_instance(group: str, ranks: Sequence[int]) -> str:
 
 def _pack(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Ranks of a group are nearly always evenly spaced: three numbers instead of thousands."""
-    if len(ranks) > 3:
-        stride = ranks[1] - ranks[0]
-        if stride and list(ranks) == list(range(ranks[0], ranks[-1] + (1 if stride > 0 else -1), stride)):
+    if len(ranks) > 3 and (stride := ranks[1] - ranks[0]):
+        if list(ranks) == list(range(ranks[0], ranks[-1] + (1 if stride > 0 else -1), stride)):
             return {"range": [ranks[0], len(ranks), stride]}
     return list(ranks)
 
@@ -86,39 +93,39 @@ def _unpack(packed: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
     return tuple(packed)
 
 
-def find_culprit(
-    mine: ProgressRecord,
-    records: Mapping[int, ProgressRecord],
-    alive: set[int],
-    world_size: int,
-    now: float,
+def diagnose(
+    mine: ProgressRecord, records: Mapping[int, ProgressRecord], alive: set[int], world_size: int, now: float
 ) -> str:
-    """The line that names who is to blame. Pure; see [Note: what the records can tell]."""
+    """The line that names who is to blame; see [Note: what the records can tell].
+
+    alive: ranks whose record still changes, or is a last word. now: wall time, s.
+    """
     unseen = [rank for rank in range(world_size) if rank not in records and rank != mine.rank]
     if unseen:
-        return f"rank {_list(unseen)} never reported: not started, or lost before the first record"
-    for record in records.values():
-        if record.state == ENDED and record.rank != mine.rank and record.reason:
-            return f"{record.name} ended at step {record.step}, phase {record.phase}: {record.reason}"
-    silent = [record for rank, record in sorted(records.items()) if rank not in alive and rank != mine.rank]
-    if silent:
-        return "; ".join(_blame(record, mine, now, silent=True) for record in silent)
-    others = {**records, mine.rank: mine}
-    late, waiter = _follow(mine, others)
-    if late is not None:
-        return _blame(late, waiter, now, silent=False)
+        more = f" and {len(unseen) - 8} more" if len(unseen) > 8 else ""
+        named = ", ".join(map(str, unseen[:8])) + more
+        return f"rank {named} never reported: not started, or lost before the first record"
+    others = [record for _, record in sorted(records.items()) if record.rank != mine.rank]
     ended = [record for record in records.values() if record.state == ENDED and record.rank != mine.rank]
+    for record in ended:
+        if record.reason:
+            return f"{record.name} ended at {record.place}: {record.reason}"
+    if silent := [record for record in others if record.rank not in alive]:
+        return "; ".join(_blame(record, mine, now, silent=True) for record in silent)
+    everyone = {**records, mine.rank: mine}
+    late, waiter = _follow(mine, everyone)
+    if late is not None:
+        return _blame(late, waiter, now)
     if ended:
-        return "; ".join(_blame(record, mine, now, silent=False) for record in ended)
-    return _mismatch(mine, others) or _slowest(mine, others, now)
+        return "; ".join(_blame(record, mine, now) for record in ended)
+    return _mismatch(mine, everyone) or _slowest(mine, everyone, now)
 
 
 def _follow(
     start: ProgressRecord, records: Mapping[int, ProgressRecord]
 ) -> tuple[ProgressRecord | None, ProgressRecord]:
     """(the rank at the end of the chain of waiting, the one that waits for it); None when nobody is late."""
-    late, waiter = None, start
-    seen = {start.rank}
+    late, waiter, seen = None, start, {start.rank}
     while found := _late_for(late or start, records, seen):
         waiter, late = late or start, found
         seen.add(found.rank)
@@ -130,6 +137,10 @@ def _late_for(
 ) -> ProgressRecord | None:
     """The running member of the waiter's group with the fewest of its collectives, if fewer than the waiter has; else
     the one without a wait, where the waiter stands in one."""
+
+    def begun(record: ProgressRecord) -> int:
+        return record.sequences.get(waiter.instance, 0)
+
     if not waiter.op:
         return None
     members = [
@@ -137,50 +148,37 @@ def _late_for(
         for rank, record in records.items()
         if rank not in seen and record.state == RUNNING and (rank in waiter.members or not waiter.members)
     ]
-    behind = [
-        record
-        for record in members
-        # A rank without a wait has begun this one ahead: members that wait do not hold it up.
-        if record.sequences.get(waiter.instance, 0) < waiter.sequence and record.waits <= waiter.waits
-    ]
+    # A rank without a wait has begun this one ahead: members that wait do not hold it up.
+    behind = [one for one in members if begun(one) < waiter.sequence and one.waits <= waiter.waits]
     if not behind and waiter.waits:
-        behind = [record for record in members if not record.waits]
-    return min(behind, key=lambda r: (r.sequences.get(waiter.instance, 0), r.progressed_at), default=None)
+        behind = [one for one in members if not one.waits]
+    return min(behind, key=lambda one: (begun(one), one.progressed_at), default=None)
 
 
-def _blame(culprit: ProgressRecord, waiter: ProgressRecord, now: float, *, silent: bool) -> str:
-    text = culprit.name
-    shared = not waiter.members or culprit.rank in waiter.members
-    begun = culprit.sequences.get(waiter.instance, 0)
-    if waiter.op and shared and begun < waiter.sequence:
-        text += f" missed {waiter.op} #{waiter.sequence} of group '{waiter.group}'"
-    elif waiter.op and shared:
-        text += f" was lost during {waiter.op} #{waiter.sequence} of group '{waiter.group}'"
+def _blame(late: ProgressRecord, waiter: ProgressRecord, now: float, *, silent: bool = False) -> str:
+    if not waiter.op or (waiter.members and late.rank not in waiter.members):
+        text = f"{late.name} was lost at {waiter.place}"
+    elif late.sequences.get(waiter.instance, 0) < waiter.sequence:
+        text = f"{late.name} missed {waiter.collective} at {waiter.place}"
     else:
-        text += " was lost"
-    text += f" at step {waiter.step}, phase {waiter.phase}"
-    if culprit.state == ENDED:
-        return f"{text}; it had ended after step {culprit.step}"
+        text = f"{late.name} was lost during {waiter.collective} at {waiter.place}"
+    if late.state == ENDED:
+        return f"{text}; it had ended after step {late.step}"
+    age_s = max(0.0, now - (late.published_at if silent else late.progressed_at))
+    kind = "alive, but it makes no progress"
     if silent:
-        age_s = max(0.0, now - culprit.published_at)
-        return (
-            f"{text}; last heard of {age_s:.1f} s ago, then in step {culprit.step}, phase {culprit.phase}"
-            " (killed, stopped, or busy without giving the interpreter free)"
-        )
-    age_s = max(0.0, now - culprit.progressed_at)
-    where = f"in step {culprit.step}, phase {culprit.phase}"
-    return f"{text}; last heard of {age_s:.1f} s ago, then {where} (alive, but it makes no progress)"
+        kind = "killed, stopped, or busy without giving the interpreter free"
+    return f"{text}; last heard of {age_s:.1f} s ago, then in {late.place} ({kind})"
 
 
 def _mismatch(mine: ProgressRecord, records: Mapping[int, ProgressRecord]) -> str | None:
     """Ranks that called different collectives as the same number of one group."""
     for record in records.values():
-        same_place = (record.instance, record.sequence) == (mine.instance, mine.sequence)
-        if mine.op and same_place and record.op != mine.op:
+        is_same_number = (record.instance, record.sequence) == (mine.instance, mine.sequence)
+        if mine.op and is_same_number and record.op != mine.op:
             return (
                 f"the ranks disagree on collective #{mine.sequence} of group '{mine.group}': {mine.name} "
-                f"calls {mine.op} (step {mine.step}, phase {mine.phase}), {record.name} calls {record.op} "
-                f"(step {record.step}, phase {record.phase})"
+                f"calls {mine.op} ({mine.place}), {record.name} calls {record.op} ({record.place})"
             )
     return None
 
@@ -192,21 +190,8 @@ def _slowest(mine: ProgressRecord, records: Mapping[int, ProgressRecord], now: f
     if not behind and mine.waits:
         behind = [record for record in running if not record.waits]
     if behind:
-        return _blame(min(behind, key=lambda r: (r.step, r.progressed_at)), mine, now, silent=False)
+        return _blame(min(behind, key=lambda one: (one.step, one.progressed_at)), mine, now)
     return (
-        f"no rank is behind: all have begun{newest_collective(mine) or ' the same step'} "
-        f"(step {mine.step}, phase {mine.phase}); "
-        "the connection between them broke, or their tensors differ in shape"
+        f"no rank is behind: all have begun {mine.collective or 'the same step'} ({mine.place}); the connection "
+        "between them broke, or their tensors differ in shape"
     )
-
-
-def newest_collective(record: ProgressRecord) -> str:
-    return f" {record.op} #{record.sequence} of group '{record.group}'" if record.op else ""
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -16,16 +16,18 @@ it to one process only; who finds that it has moved a lease other than the one i
 without locks, which network file systems may lack; where there are locks, one process at a time looks and takes. A
 holder that was stopped for longer than a minute finds another's lease, or none, and stops: every save asks, before it
 cleans up and before it commits.
-
-The thread needs the interpreter for an instant every 10 s; only native code that keeps it for a minute could make a
-working run look dead, and that run would then stop at its next save rather than write over the other's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
+import enum
+import json
 import os
 import secrets
+import socket
 import tempfile
 import threading
 import time
@@ -36,17 +38,9 @@ from typing import NamedTuple
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.safe_files import locked, open_regular, publish_text
-from megatron.training.guard.lease_holder import (
-    STALE_S,
-    Holder,
-    State,
-    from_json,
-    judge,
-    this_machine,
-    to_json,
-)
 
 LOCK_FILE = ".lease.lock"
+STALE_S = 60.0
 HEARTBEAT_S = 10.0
 PATIENCE_S = STALE_S + 2 * HEARTBEAT_S  # with a former attempt of this job, whose host may have died
 _POLL_S = 0.25
@@ -57,34 +51,137 @@ class LeaseError(CheckpointError):
     """Another run holds the folder, or has taken it over (exit status 3)."""
 
 
-class Found(NamedTuple):
+class LeaseState(enum.Enum):
+    """The verdict on a lease."""
+
+    FREE = "free"
+    HELD = "held"
+    STALE = "stale"
+
+
+# --- who holds a folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """The content of `lease.json`.
+
+    token: names the run. machine: boot and pid namespace, within which pids mean the same process; empty where they are
+    not known. process_start: when the process began, in the machine's own ticks. run_id, attempt: the launcher's.
+    """
+
+    token: str
+    host: str
+    pid: int
+    machine: str
+    process_start: str
+    started: str
+    run_id: str | None = None
+    attempt: int = 0
+
+    @classmethod
+    def this_process(cls, run_id: str | None = None, attempt: int = 0) -> Holder:
+        pid, now = os.getpid(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+        run_id = None if run_id == "none" else run_id  # what torchrun says where no id was given
+        token, host, started = secrets.token_hex(16), socket.gethostname(), process_start(pid) or ""
+        return cls(token, host, pid, this_machine(), started, now, run_id, attempt)
+
+    @property
+    def name(self) -> str:
+        return f"host {self.host}, pid {self.pid}, started {self.started}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process of this machine is the holder still."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # another user's
+        return process_start(self.pid) in (self.process_start, None)
+
+    def to_json(self) -> str:
+        """The text of `lease.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Holder:
+        """The holder that a file names, UNREADABLE where it names none."""
+        try:
+            found = cls(**json.loads(data))
+            texts = (found.token, found.host, found.machine, found.process_start, found.started)
+            is_whole = all(text.isprintable() for text in texts) and 0 < found.pid < 1 << 31
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return UNREADABLE
+        return found if is_whole else UNREADABLE
+
+
+UNREADABLE = Holder("", "unknown", 0, "", "", "unknown (the file cannot be read as a lease)")
+
+
+def this_machine() -> str:
+    """Boot and pid namespace: where these are alike, a pid is the same process; empty where they are not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began; empty for one that has ended and is still listed, None where it is not shown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def judge(holder: Holder | None, age_s: float, *, machine: str, is_alive: bool) -> LeaseState:
+    """The verdict on a lease (pure). age_s: since the newest heartbeat. machine: this one. is_alive: what this machine
+    says of the holder's process, which counts only where it is the holder's machine."""
+    if holder is None:
+        return LeaseState.FREE
+    is_gone = holder.machine and holder.machine == machine and not is_alive
+    # The clock itself may have been set back.
+    return LeaseState.STALE if is_gone or abs(age_s) > STALE_S else LeaseState.HELD
+
+
+class FoundLease(NamedTuple):
     """A folder's lease. age_s: since the newest heartbeat, which was at beat_s by the file system's clock."""
 
-    state: State
+    state: LeaseState
     holder: Holder | None = None
     age_s: float = 0.0
     beat_s: float = 0.0
 
 
-def look(folder: Path) -> Found:
+def look(folder: Path) -> FoundLease:
     """What holds a folder. Raises OSError."""
     try:
         holder, beat_s = _read(folder / LEASE_FILE)
     except FileNotFoundError:
-        return Found(State.FREE)
-    age_s = _file_system_time(folder) - beat_s
-    is_here = holder.machine == (machine := this_machine())
-    state = judge(holder, age_s, machine=machine, is_alive=is_here and holder.is_alive)
-    return Found(state, holder, age_s, beat_s)
+        return FoundLease(LeaseState.FREE)
+    with tempfile.TemporaryFile(dir=folder) as probe:  # dated by the clock that dates the folder's files
+        probe.write(b"\n")
+        probe.flush()
+        os.fsync(probe.fileno())
+        age_s = os.fstat(probe.fileno()).st_mtime - beat_s
+    state = judge(holder, age_s, machine=this_machine(), is_alive=holder.is_alive)
+    return FoundLease(state, holder, age_s, beat_s)
 
 
 def _read(path: Path, renewed_by: str = "") -> tuple[Holder, float]:
     """The holder and its newest heartbeat. renewed_by: a token, whose lease gets a heartbeat. Raises OSError."""
     with open_regular(path) as fd:
-        holder, beat_s = from_json(os.read(fd, _MAX_BYTES)), os.fstat(fd).st_mtime
+        holder, beat_s = Holder.from_json(os.read(fd, _MAX_BYTES)), os.fstat(fd).st_mtime
         if renewed_by and holder.token == renewed_by:
             os.utime(fd)
     return holder, beat_s
+
+
+# --- taking and holding it
 
 
 def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
@@ -107,29 +204,29 @@ def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
         time.sleep(_POLL_S)
 
 
-def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> Found | None:
+def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> FoundLease | None:
     """Take the lease, None, or find the one that is held."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks
             stack.enter_context(locked(folder / LOCK_FILE))
         while True:
-            publish_text(folder / LEASE_FILE, to_json(me), replace=False)
+            publish_text(folder / LEASE_FILE, me.to_json(), replace=False)
             found = look(folder)
             if found.holder is not None and found.holder.token == me.token:
                 return None
-            if found.state is State.HELD:
+            if found.state is LeaseState.HELD:
                 return found
             if found.holder is not None and _remove(folder, found.holder, found.beat_s):
-                silent = "that process is gone"
-                if abs(found.age_s) > STALE_S:
-                    silent = f"no heartbeat for {found.age_s:.0f} s"
-                say(f" > --save {folder}: took over the lease of another run ({found.holder.name}): {silent}")
+                is_silent = abs(found.age_s) > STALE_S
+                why = f"no heartbeat for {found.age_s:.0f} s" if is_silent else "that process is gone"
+                say(f" > --save {folder}: took over the lease of another run ({found.holder.name}): {why}")
 
 
 class Lease:
     """A lease that `take` has got, renewed until it is released.
 
-    on_lost: called in the renewing thread once another run has taken it.
+    on_lost: called in the renewing thread once another run has taken it. The thread needs the interpreter for an
+    instant every 10 s: a run whose native code keeps it for a minute may look dead, and stops at its next save.
     """
 
     def __init__(
@@ -153,9 +250,10 @@ class Lease:
             if self._released.is_set():
                 return
             holder = self._touch()
-            may_be_taken = _uptime_s() - self._beat_at_s > STALE_S
-            if holder is None and not may_be_taken:  # somebody removed it
-                publish_text(self._folder / LEASE_FILE, to_json(self._me), replace=False)
+            if (
+                holder is None and _uptime_s() - self._beat_at_s <= STALE_S
+            ):  # somebody removed it, and no run took it
+                publish_text(self._folder / LEASE_FILE, self._me.to_json(), replace=False)
                 holder = self._touch()
             if holder is None or holder.token != self._me.token:
                 taker = "another run" + (", which has ended since" if holder is None else f" ({holder.name})")
@@ -215,15 +313,6 @@ def _remove(folder: Path, judged: Holder, beat_s: float | None = None) -> bool:
         return is_judged
     finally:
         os.unlink(aside)
-
-
-def _file_system_time(folder: Path) -> float:
-    """Now, by the clock that dates the folder's files."""
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.write(b"\n")
-        probe.flush()
-        os.fsync(probe.fileno())
-        return os.fstat(probe.fileno()).st_mtime
 
 
 def _uptime_s() -> float:

@@ -22,14 +22,14 @@ import dataclasses
 import enum
 from collections.abc import Iterable
 
-from megatron.core.dist_checkpointing.schema import Schema, integer
+from megatron.core.schema import Schema, integer
 from megatron.training.guard.exit_status import ExitStatus
 
 NAN_POLICIES = ("abort", "skip", "rerun-once")
 NAN_POLICY_SCHEMA: Schema = {"consecutive_skips": integer()}  # `NanPolicy.state`
 
 
-class Decision(enum.Enum):
+class StepAction(enum.Enum):
     """What the step does now."""
 
     APPLY = "apply"
@@ -51,28 +51,29 @@ class RerunResult(enum.Enum):
 class Verdict:
     """A decision with its reason. status: set for ABORT. save_first: keep the state before the step first."""
 
-    decision: Decision
+    decision: StepAction
     reason: str = ""
     status: ExitStatus | None = None
     save_first: bool = False
 
 
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient is NaN or infinite and the policy says to stop."""
-
-    def __init__(self, where: NonFiniteSite, iteration: int, verdict: Verdict) -> None:
-        self.where = where
-        self.iteration = iteration
-        self.verdict = verdict
-        self.status = verdict.status or ExitStatus.NON_FINITE
-        advice = (
-            "Lower --lr, look at the batch (tools/inspect_data.py), or go on past it with --nan-policy skip."
-        )
-        if where.bad_weight:
-            advice = "The weights were so before it: look at --init-method-std and at what --load names."
-        super().__init__(
-            f"iteration {iteration}: {where}. {verdict.reason}. No weight was changed by this iteration. {advice}"
-        )
+_RERUN_VERDICTS = {
+    RerunResult.NOT_RUN: Verdict(StepAction.RERUN, "running the step a second time"),
+    RerunResult.FINITE: Verdict(
+        StepAction.APPLY, "transient fault: the second run of the step is finite and is used"
+    ),
+    RerunResult.SAME: Verdict(
+        StepAction.ABORT,
+        "the same bits came out twice: the model, its data, or a device that always fails alike",
+        ExitStatus.RERUN_PERSISTENT,
+        save_first=True,
+    ),
+    RerunResult.DIFFERENT: Verdict(
+        StepAction.ABORT,
+        "two runs of the step gave two different non-finite results: a faulty device or memory",
+        ExitStatus.RERUN_INVALID,
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +93,29 @@ class NonFiniteSite:
     pp_rank: int = 0
 
     def __str__(self) -> str:
-        things = []
-        if self.microbatch is not None:
-            things.append(f"loss of microbatch {self.microbatch}")
+        things = [] if self.microbatch is None else [f"loss of microbatch {self.microbatch}"]
         if self.parameter is not None:
             things.append(f"{'weight' if self.bad_weight else 'gradient'} of {self.parameter}")
         if not things:
             return f"the gradient is {self.value}"
-        return f"the {' and the '.join(things)} {'is' if len(things) == 1 else 'are'} {self.value} on rank {self.rank}"
+        verb = "is" if len(things) == 1 else "are"
+        return f"the {' and the '.join(things)} {verb} {self.value} on rank {self.rank}"
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient is NaN or infinite and the policy says to stop."""
+
+    def __init__(self, where: NonFiniteSite, iteration: int, verdict: Verdict) -> None:
+        self.iteration, self.verdict = iteration, verdict
+        self.status = verdict.status or ExitStatus.NON_FINITE
+        advice = (
+            "Lower --lr, look at the batch (tools/inspect_data.py), or go on past it with --nan-policy skip."
+        )
+        if where.bad_weight:
+            advice = "The weights were so before it: look at --init-method-std and at what --load names."
+        super().__init__(
+            f"iteration {iteration}: {where}. {verdict.reason}. No weight was changed by this iteration. {advice}"
+        )
 
 
 def first_site(sites: Iterable[NonFiniteSite | None]) -> NonFiniteSite | None:
@@ -148,35 +164,34 @@ class NanPolicy:
         nonfinite: of the first run, agreed by all ranks. rerun: set when `decide` has answered RERUN before.
         scale_at_minimum: the dynamic loss scale cannot go lower.
         """
-        assert rerun is RerunResult.NOT_RUN or self.policy == "rerun-once", (
-            f"rerun under --nan-policy {self.policy}"
-        )
-        verdict = self._verdict(nonfinite, rerun, scale_at_minimum)
-        if verdict.decision is Decision.APPLY:
+        can_rerun = self.policy == "rerun-once"
+        assert rerun is RerunResult.NOT_RUN or can_rerun, f"rerun under --nan-policy {self.policy}"
+        if not nonfinite:
+            verdict = Verdict(StepAction.APPLY)
+        elif self.dynamic_loss_scale and not scale_at_minimum:
+            return Verdict(StepAction.SKIP, "overflow at this loss scale: step skipped, scale lowered")
+        elif self.dynamic_loss_scale:
+            verdict = self._bounded_skip("the loss scale is at its minimum")
+        elif self.policy == "skip":
+            verdict = self._bounded_skip("--nan-policy skip")
+        elif can_rerun:
+            verdict = _RERUN_VERDICTS[rerun]
+        else:
+            verdict = Verdict(StepAction.ABORT, "--nan-policy abort", ExitStatus.NON_FINITE)
+        if verdict.decision is StepAction.APPLY:
             self.consecutive_skips = 0
-        elif verdict.decision is Decision.SKIP and (not self.dynamic_loss_scale or scale_at_minimum):
+        elif verdict.decision is StepAction.SKIP:
             self.consecutive_skips += 1
         return verdict
-
-    def _verdict(self, nonfinite: bool, rerun: RerunResult, scale_at_minimum: bool) -> Verdict:
-        if not nonfinite:
-            return Verdict(Decision.APPLY)
-        if self.dynamic_loss_scale:
-            if not scale_at_minimum:
-                return Verdict(Decision.SKIP, "overflow at this loss scale: step skipped, scale lowered")
-            return self._bounded_skip("the loss scale is at its minimum")
-        if self.policy == "skip":
-            return self._bounded_skip("--nan-policy skip")
-        if self.policy == "abort":
-            return Verdict(Decision.ABORT, "--nan-policy abort", ExitStatus.NON_FINITE)
-        return _rerun_verdict(rerun)
 
     def _bounded_skip(self, why: str) -> Verdict:
         count = self.consecutive_skips + 1
         if count <= self.max_skips:
-            return Verdict(Decision.SKIP, f"{why}: step skipped ({count} in a row, at most {self.max_skips})")
+            return Verdict(
+                StepAction.SKIP, f"{why}: step skipped ({count} in a row, at most {self.max_skips})"
+            )
         reason = f"{why}: {count} non-finite steps in a row, --nan-max-skips is {self.max_skips}"
-        return Verdict(Decision.ABORT, reason, ExitStatus.NON_FINITE)
+        return Verdict(StepAction.ABORT, reason, ExitStatus.NON_FINITE)
 
     def state(self) -> dict[str, int]:
         """For the checkpoint: a resumed run must stop where the undisturbed one would."""
@@ -185,15 +200,3 @@ class NanPolicy:
     def load_state(self, state: dict[str, int]) -> None:
         """The inverse of `state`."""
         self.consecutive_skips = int(state["consecutive_skips"])
-
-
-def _rerun_verdict(rerun: RerunResult) -> Verdict:
-    if rerun is RerunResult.NOT_RUN:
-        return Verdict(Decision.RERUN, "running the step a second time")
-    if rerun is RerunResult.FINITE:
-        return Verdict(Decision.APPLY, "transient fault: the second run of the step is finite and is used")
-    if rerun is RerunResult.SAME:
-        reason = "the same bits came out twice: the model, its data, or a device that always fails alike"
-        return Verdict(Decision.ABORT, reason, ExitStatus.RERUN_PERSISTENT, save_first=True)
-    reason = "two runs of the step gave two different non-finite results: a faulty device or memory"
-    return Verdict(Decision.ABORT, reason, ExitStatus.RERUN_INVALID)

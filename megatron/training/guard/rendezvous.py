@@ -22,9 +22,7 @@ from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 
 RESOLVE_S = 10.0  # names of containers that have just been started come late
 ANSWER_S = 10.0  # a store answers in milliseconds
-LAUNCHER_S = (
-    60.0  # a launcher hosts its store before it starts ranks; with thousands, attempts may be refused
-)
+LAUNCHER_S = 60.0  # a launcher hosts its store before it starts ranks; of thousands, attempts may be refused
 PAUSES_S = (0.002, 1.0)  # between two attempts: the first pause, and the longest
 
 
@@ -82,24 +80,21 @@ def _resolve(env: LaunchEnv) -> None:
 def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
     """Wait until somebody listens; torch's own wait is loud. A launcher's store was there before this rank, so it is
     not waited for as rank 0 is."""
-    began, patience_s = time.monotonic(), timeout.total_seconds()
+    began, patience_s, host = time.monotonic(), timeout.total_seconds(), "rank 0 has not come"
     if env.agent_store:
         patience_s = min(patience_s, LAUNCHER_S)
+        host = "the launcher, which hosts the store, is gone"
     for pause in pauses():
         try:
             socket.create_connection((env.master_addr, env.master_port or 0), timeout=ANSWER_S).close()
             return
         except OSError as error:
-            waited_s = time.monotonic() - began
-            if waited_s > patience_s:
-                host = (
-                    "the launcher, which hosts the store, is gone"
-                    if env.agent_store
-                    else "rank 0 has not come"
+            if (waited_s := time.monotonic() - began) > patience_s:
+                why, ranks = (
+                    f"{host}: nobody listens at {_place(env)} ({error})",
+                    tuple(range(env.world_size)),
                 )
-                why = f"{host}: nobody listens at {_place(env)} ({error})"
-                everyone = tuple(range(env.world_size))
-                raise PeerLostError("rendezvous", "default", everyone, env.rank, waited_s, why) from None
+                raise PeerLostError("rendezvous", "default", ranks, env.rank, waited_s, why) from None
         time.sleep(pause)
 
 
@@ -109,17 +104,18 @@ def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
 
     def make() -> None:
         try:
-            store = dist.TCPStore(
-                env.master_addr,
-                env.master_port or 0,
-                env.world_size,
-                hosts,
-                datetime.timedelta(seconds=ANSWER_S),
-                wait_for_workers=False,
-                multi_tenant=not env.agent_store,
-                use_libuv=env.use_libuv,
+            made.append(
+                dist.TCPStore(
+                    env.master_addr,
+                    env.master_port or 0,
+                    env.world_size,
+                    hosts,
+                    datetime.timedelta(seconds=ANSWER_S),
+                    wait_for_workers=False,
+                    multi_tenant=not env.agent_store,
+                    use_libuv=env.use_libuv,
+                )
             )
-            made.append(store)
         except Exception as error:
             made.append(error)
 
@@ -149,8 +145,7 @@ def _unusable(env: LaunchEnv, hosts: bool, why: str) -> str:
 @contextlib.contextmanager
 def _torch_quiet() -> Iterator[None]:
     """What torch's C++ says on descriptor 2 meanwhile is dropped: pages of frames, for what the error says too."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(nowhere, 2)
     os.close(nowhere)
     try:

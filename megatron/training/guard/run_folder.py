@@ -15,8 +15,7 @@ from typing import Any
 
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus, clear_exit_json
-from megatron.training.guard.lease import Lease, LeaseError, look, take
-from megatron.training.guard.lease_holder import Holder, State
+from megatron.training.guard.lease import Holder, Lease, LeaseError, LeaseState, look, take
 
 RUNS = "runs"
 DIRECTORY_MODE = 0o750  # outputs on shared clusters are not for everybody
@@ -59,9 +58,8 @@ class RunFolder:
         except LeaseError as error:
             return {"held": str(error)}
         except OSError as error:
-            return {
-                "unwritable": f"--save {folder}: {error.filename or folder}: {error.strerror}: name another folder"
-            }
+            why = f"{error.filename or folder}: {error.strerror}"
+            return {"unwritable": f"--save {folder}: {why}: name another folder"}
         return {"path": str(folder), "token": me.token}
 
     def adopt(self, claimed: Mapping[str, Any]) -> None:
@@ -94,10 +92,10 @@ class RunFolder:
         """Where exit.json of this end goes. None: a refused launch without --save writes nothing, and nobody writes
         into a folder that another run holds."""
         if self._save is None:
-            is_refusal = (
+            is_refused = (
                 status is ExitStatus.CONFIGURATION and self.path is not None and not self.path.exists()
             )
-            return None if is_refusal else self.path
+            return None if is_refused else self.path
         folder = Path(self._save)
         return None if self._is_lost or is_held(folder, but_for=self._token) else folder
 
@@ -110,5 +108,5 @@ def is_held(folder: Path, but_for: str = "") -> bool:
     """Whether a run holds a folder, other than the one of this token."""
     with contextlib.suppress(OSError):  # who writes there meets it
         found = look(folder)
-        return found.state is State.HELD and found.holder is not None and found.holder.token != but_for
+        return found.state is LeaseState.HELD and found.holder is not None and found.holder.token != but_for
     return False

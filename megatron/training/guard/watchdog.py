@@ -1,14 +1,13 @@
-"""Who is stuck: every rank publishes how far it is, and a survivor reads all records and names the culprit.
+"""Who is stuck: every rank publishes how far it is, and a survivor reads all records and names the rank to blame.
 
 gloo's and NCCL's errors do not say which rank is to blame. So each rank keeps step, phase and, per group,
-how many collectives it has begun, and a side thread publishes that to the store every half second. A rank
+how many collectives it has begun, and a side thread publishes that to the store every 0.4 s. A rank
 that loses a peer calls `diagnose`, which takes less than 2 s and says, for example,
 
     rank 1 (host node7, pid 4242) missed all_reduce #3 of group 'dp' at step 17, phase grad-sync; last heard of
     5.2 s ago, then in step 17, phase data
 
-Torch-free: the store (set, get, check, clone) is passed in. Who is to blame is decided in
-`culprit.py`, which is pure.
+Torch-free: the store (set, get, check, clone) is passed in. `OrphanGuard` ends a rank whose launcher or store is gone.
 """
 
 from __future__ import annotations
@@ -18,31 +17,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.core.transport.traffic_counter import TrafficCounter
-from megatron.training.guard.hang_diagnosis import (
-    ENDED,
-    FAILING,
-    RUNNING,
-    ProgressRecord,
-    find_culprit,
-    first_line,
-    group_instance,
-    newest_collective,
-)
+from megatron.core.transport.traffic import TrafficCounter
+from megatron.training.guard import hang_diagnosis
+from megatron.training.guard.hang_diagnosis import ENDED, FAILING, RUNNING, ProgressRecord
 
 INTERVAL_S = 0.4
 ECHO_EVERY = 10  # publications; `set` does not wait for an answer, so now and then one is asked for
 STORE_SILENT_S = 60.0  # without an answer: a store that thousands of ranks write to may be slow
-# A live rank publishes within one interval; four leave room for a loaded machine, and keep within the
-# promised 2 s.
+# A live rank publishes within one interval; four leave room for a loaded machine, and keep within 2 s.
 BUDGET_INTERVALS = 4.0
 
 
 class Watchdog:
-    """Publishes this rank's progress and names the culprit when a peer is lost.
+    """Publishes this rank's progress and names the rank to blame when a peer is lost.
 
     store: a torch.distributed store that all ranks share (torch's stubs do not declare `clone`); it is
     cloned, so that nobody's blocking `get` holds the records up.
@@ -59,17 +49,13 @@ class Watchdog:
         prefix: str = "watchdog",
         store_host: str = "rank 0 or its launcher",
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._interval_s = interval_s
-        self._prefix = prefix
-        self._store_host = store_host
-        self._publishing = store.clone()
-        self._reading = store.clone()
+        self.rank, self.world_size = rank, world_size
+        self._interval_s, self._prefix, self._store_host = interval_s, prefix, store_host
+        self._publishing, self._reading = store.clone(), store.clone()
         self._host = socket.gethostname()
         self._sequences: dict[str, int] = {}
         self._step, self._phase = 0, "start"
-        self._last: tuple[str, str, int, tuple[int, ...]] = ("", "", 0, ())
+        self._last: tuple[str, str, int, tuple[int, ...]] = ("", "", 0, ())  # op, group, sequence, members
         self._progressed_at = time.time()
         self._traffic: tuple[TrafficCounter, ...] = ()
         self._state, self._reason, self._beat = RUNNING, "", 0
@@ -101,9 +87,8 @@ class Watchdog:
 
         group: the purpose ("dp"). ranks: the group's members.
         """
-        key = group_instance(group, ranks)
-        sequence = self._sequences.get(key, 0) + 1
-        self._sequences[key] = sequence
+        key = hang_diagnosis.group_instance(group, ranks)
+        sequence = self._sequences[key] = self._sequences.get(key, 0) + 1
         self._last = (op, group, sequence, tuple(ranks))
         self._progressed_at = time.time()
 
@@ -115,25 +100,10 @@ class Watchdog:
 
     def record(self) -> ProgressRecord:
         """This rank's progress now."""
-        op, group, sequence, members = self._last
-        return ProgressRecord(
-            rank=self.rank,
-            host=self._host,
-            pid=os.getpid(),
-            beat=self._beat,
-            state=self._state,
-            reason=self._reason,
-            step=self._step,
-            phase=self._phase,
-            op=op,
-            group=group,
-            sequence=sequence,
-            members=members,
-            sequences=self._sequences.copy(),
-            waits=any(counter.waits for counter in self._traffic),
-            published_at=time.time(),
-            progressed_at=self._progressed_at,
-        )
+        process = self.rank, self._host, os.getpid(), self._beat, self._state, self._reason
+        waits, sequences = any(counter.waits for counter in self._traffic), self._sequences.copy()
+        times = time.time(), self._progressed_at
+        return ProgressRecord(*process, self._step, self._phase, *self._last, sequences, waits, *times)
 
     def _publish_loop(self) -> None:
         while True:
@@ -145,7 +115,7 @@ class Watchdog:
                     self._publishing.check([self._key(self.rank)])
                     self._unanswered_s = 0.0
             except (RuntimeError, OSError) as error:
-                self.store_error = first_line(error)
+                self.store_error = _first_line(error)
                 return
             if last:
                 return
@@ -172,7 +142,7 @@ class Watchdog:
 
     def close(self, reason: str = "") -> None:
         """Stop publishing. reason: why this rank leaves early, for the others to read; empty at a regular end."""
-        if self._state == RUNNING:  # a rank that lost a peer stays "failing": it is nobody's culprit
+        if self._state == RUNNING:  # a rank that lost a peer stays "failing": it is not to blame
             self._reason, self._state = reason, ENDED
         self._closing = True
         self._wake.set()
@@ -194,38 +164,93 @@ class Watchdog:
         try:
             records, alive = self._observe()
         except (RuntimeError, OSError) as error:
-            return self._store_gone(first_line(error))
-        return find_culprit(self.record(), records, alive, self.world_size, time.time())
+            return self._store_gone(_first_line(error))
+        return hang_diagnosis.diagnose(self.record(), records, alive, self.world_size, time.time())
 
     def _store_gone(self, why: str) -> str:
-        mine = self.record()
+        collective = self.record().collective
         return (
             f"the store is gone ({why}): its host, {self._store_host}, is lost, so who else is stuck "
-            "cannot be told. "
-            f"This rank was {self.place}{newest_collective(mine)}"
+            f"cannot be told. This rank was {self.place}{' ' + collective if collective else ''}"
         )
 
     def _observe(self) -> tuple[dict[int, ProgressRecord], set[int]]:
         """All records, and the ranks whose record is fresh: published after we began to look, or a last word."""
         deadline = time.monotonic() + self._interval_s * BUDGET_INTERVALS
-        first = self._read_all()
+        first = {rank: record.beat for rank, record in self._read_all().items()}
         while True:
             time.sleep(self._interval_s / 4)
             records = self._read_all()
             alive = {
                 rank
                 for rank, record in records.items()
-                if rank == self.rank
-                or record.state != RUNNING
-                or record.beat > (first[rank].beat if rank in first else 0)
+                if rank == self.rank or record.state != RUNNING or record.beat > first.get(rank, 0)
             }
             if len(alive) == self.world_size or time.monotonic() > deadline:
                 return records, alive
 
     def _read_all(self) -> dict[int, ProgressRecord]:
-        records = {}
-        for rank in range(self.world_size):
-            key = self._key(rank)
-            if self._reading.check([key]):  # `get` would wait for a key that is missing
-                records[rank] = ProgressRecord.from_json(self._reading.get(key))
-        return records
+        return {
+            rank: ProgressRecord.from_json(self._reading.get(self._key(rank)))
+            for rank in range(self.world_size)
+            if self._reading.check([self._key(rank)])  # `get` would wait for a key that is missing
+        }
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# --- orphans
+
+POLL_S = 0.4
+GRACE_S = 2.0  # in which the main thread may meet the loss itself and name who is to blame
+
+
+class OrphanedError(RuntimeError):
+    """The launcher or the store of this rank is gone (exit status 6)."""
+
+
+class OrphanGuard:
+    """Ends a rank whose launcher or store is gone, from a thread, whatever the main thread waits for: nobody stops the
+    ranks of a torchrun that was killed with -9, and the same command, started again, would be a second run. Looks until
+    `close`, and calls `end` once, in its thread, with an OrphanedError.
+
+    launcher: pid of the parent where that lives as long as its ranks (torchrun), None where it may end before them
+    (srun, mpirun, a shell). store_trouble(s): what is wrong with the store, None while nothing is; called every s
+    seconds. where: what this rank is doing, for the message.
+    """
+
+    def __init__(
+        self,
+        launcher: int | None,
+        store_trouble: Callable[[float], str | None],
+        where: Callable[[], str],
+        end: Callable[[OrphanedError], None],
+        *,
+        poll_s: float = POLL_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._launcher, self._store_trouble, self._where, self._end = launcher, store_trouble, where, end
+        self._poll_s, self._grace_s = poll_s, grace_s
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="orphans", daemon=True).start()
+
+    def close(self) -> None:
+        """This rank ends by itself from here on: others may be gone before it."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._poll_s):
+            if self._launcher is not None and os.getppid() != self._launcher:
+                gone = f"the launcher (pid {self._launcher}) is gone"
+            elif (trouble := self._store_trouble(self._poll_s)) is not None:
+                gone = trouble
+                if self._closed.wait(self._grace_s):
+                    return
+            else:
+                continue
+            self._end(
+                OrphanedError(f"{gone}; this rank was {self._where()}: it ends rather than train on alone")
+            )
+            return

@@ -1,4 +1,4 @@
-"""Whether the weights that a step has made are finite on all ranks: asked of every step, before it counts.
+"""What a step has made: whether weights are finite, where it went wrong, whether replicas hold the same bits.
 
 Finite gradients may make weights that are not: 0 / 0 in the update, a learning rate too large, an fp32 weight that fp16
 cannot hold. The weights before are gone then, so the run ends, whatever `--nan-policy` says.
@@ -6,16 +6,23 @@ cannot hold. The weights before are gone then, so the run ends, whatever `--nan-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.distributed.sharding import Cut
 from megatron.core.finite import all_finite
-from megatron.core.transport import collectives
+from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Engine
+from megatron.training.guard.nan_policy import NonFiniteSite, first_site
 
 
 class NonFiniteWeightsError(ArithmeticError):
@@ -23,8 +30,8 @@ class NonFiniteWeightsError(ArithmeticError):
 
 
 class WeightCheck:
-    """The question about weights as they are now; its answer is on its way while ranks go on. All ranks ask alike.
-    Communicates over world."""
+    """Whether the weights that a step has made are finite on all ranks; the answer is on its way while ranks go on. All
+    ranks ask alike. Communicates over world."""
 
     def __init__(self, engine: Engine, ps: ParallelState) -> None:
         self._engine, self._ps = engine, ps
@@ -38,7 +45,7 @@ class WeightCheck:
         self._pending.wait()
         if self._finite.item():  # sync: whether the step counts
             return
-        where = _find_weight(self._engine, self._ps)
+        where = _first_told(_nonfinite_weight(self._engine), self._ps) or "some weight was not finite"
         raise NonFiniteWeightsError(
             f"iteration {iteration}: {where} after the optimizer's update. The weights before it are overwritten, so "
             "no --nan-policy can go on from here; the iteration does not count, and nothing of it is saved. Lower "
@@ -47,15 +54,14 @@ class WeightCheck:
         )
 
 
-def _find_weight(engine: Engine, ps: ParallelState) -> str:
-    """The first parameter of the first rank that has one that is not finite. Communicates over control."""
-    buffer, mine = engine.model.buffer, None
+def _nonfinite_weight(engine: Engine) -> str | None:
+    """This rank's first parameter that is not finite."""
+    buffer = engine.model.buffer
     for name in buffer.names:
         main, dtype = buffer.main_weight_part(name), buffer.weight(name).dtype
         if not all_finite([main.to(dtype)]):  # sync: a failed step
-            mine = f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
-            break
-    return _first_told(mine, ps) or "some weight was not finite"
+            return f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
+    return None
 
 
 def first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> str | None:
@@ -77,3 +83,125 @@ def _what_is_wrong(tensor: Tensor) -> str | None:
     if all_finite([tensor]):  # sync: before a save, after a load, or a failed step
         return None
     return "NaN" if bool(tensor.isnan().any()) else "infinite"  # sync: as above
+
+
+def _bits(tensor: Tensor) -> memoryview:
+    data = (
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    )  # sync: a failed step, or an interval
+    return data.numpy().data
+
+
+# --- where a failed step went wrong
+
+
+def step_digest(losses: Mapping[str, tuple[float, float]], engine: Engine) -> bytes:
+    """Bits of the losses (sums and counts) and of this rank's part of every reduced gradient."""
+    found = hashlib.blake2b(repr(sorted(losses.items())).encode())
+    buffer = engine.model.buffer
+    for grad in map(buffer.main_grad_part, buffer.names):  # not the buckets: their padding means nothing
+        # A copy: numpy pins what it is given, and memory of sharded gradients comes and goes.
+        found.update(_bits(grad.detach().clone()))
+    return found.digest()
+
+
+def find_site(microbatch: int | None, engine: Engine, ps: ParallelState) -> NonFiniteSite:
+    """On which rank and in which parameter a step went wrong that has just been run without reducing its gradients.
+
+    microbatch: this rank's first with a non-finite loss. The same on all ranks. Communicates over control.
+    """
+    mine = _local_site(microbatch, engine, ps)
+    sites = host_data.all_gather_json(None if mine is None else dataclasses.asdict(mine), ps.control_group)
+    found = first_site(None if site is None else NonFiniteSite(**site) for site in sites)
+    # Finite on every rank and yet not in the sum: the sum itself overflowed.
+    return found or NonFiniteSite(ps.rank, value="finite on every rank, but the sum over ranks is not")
+
+
+def _local_site(microbatch: int | None, engine: Engine, ps: ParallelState) -> NonFiniteSite | None:
+    """This rank's own, from gradients that were not reduced; None where all is finite."""
+    buffer = engine.model.buffer
+    for name in buffer.names:
+        if not torch.isfinite(buffer.main_weight_part(name)).all():  # sync: a failed step
+            return NonFiniteSite(ps.rank, microbatch, name, bad_weight=True, pp_rank=ps.pp_rank)
+    bad = frozenset(engine.model.nonfinite_keys())
+    names = (name for name in buffer.names if not bad.isdisjoint(buffer.param_meta[name].grad_keys))
+    gradient = next(names, None)
+    if gradient is None and microbatch is None:
+        return None
+    return NonFiniteSite(ps.rank, microbatch, gradient, pp_rank=ps.pp_rank)
+
+
+# --- --check-weight-hash-across-dp-replicas-interval
+
+
+class ReplicaMismatchError(ArithmeticError):
+    """Replicas of the model hold different weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """ranks: the fewer ones, in global numbers; others: those they are compared with. what: the first parameter (shard
+    of a unit) that differs."""
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return f"ranks {list(self.ranks)} and {list(self.others)} hold different bits of {self.what}"
+
+
+def check_replicas(engine: Engine, ps: ParallelState, iteration: int) -> None:
+    """Compare the weights as the next forward will use them, bit for bit, between ranks that should hold the same: the
+    data parallel ranks of one place in the model; where weights are sharded, one an instance of the optimizer. A step's
+    sums hide a difference: all replicas then get the gradients of several models, and the run goes on.
+
+    Communicates over world, and over data parallel ranks where updated weights have not been gathered yet. Raises
+    ReplicaMismatchError, on every rank alike.
+    """
+    engine.model.settle_weights()
+    buffer = engine.model.buffer
+    digests = {name: tensor_digest(tensor) for name, tensor in _weights(engine)}
+    place = [ps.tp_rank, ps.pp_rank, buffer.place.index(buffer.sharding.weights)]
+    mine = [*place, hashlib.blake2b("".join(digests.values()).encode()).hexdigest()]
+    everyone = host_data.all_gather_json(mine, ps.control_group)
+    if all_alike(everyone):
+        return
+    # Only now what differs: names and digests of every parameter are much to tell.
+    difference = first_difference(everyone, host_data.all_gather_json(digests, ps.control_group))
+    raise ReplicaMismatchError(
+        f"iteration {iteration}: {difference}. These replicas started alike and are updated alike, so a device, its "
+        "memory or a link has failed, or code of the user's own writes weights. Start again from the last checkpoint, "
+        "on other machines."
+    )
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Of its bits."""
+    return hashlib.blake2b(_bits(tensor), digest_size=16).hexdigest()
+
+
+def all_alike(everyone: list[list[Any]]) -> bool:
+    """everyone: [*place, digest] a rank. Whether ranks of one place have one digest."""
+    return len({tuple(told) for told in everyone}) == len({tuple(told[:-1]) for told in everyone})
+
+
+def first_difference(everyone: list[list[Any]], digests: list[dict[str, str]]) -> Difference:
+    """The first place in which ranks differ, and who holds what few others hold (ties: not the lowest rank)."""
+    for place in dict.fromkeys(tuple(told[:-1]) for told in everyone):
+        ranks = [rank for rank, told in enumerate(everyone) if tuple(told[:-1]) == place]
+        for name in digests[ranks[0]]:
+            most = Counter(digests[rank][name] for rank in ranks).most_common(1)[0][0]
+            few = tuple(rank for rank in ranks if digests[rank][name] != most)
+            if few:
+                return Difference(few, tuple(rank for rank in ranks if rank not in few), name)
+    raise AssertionError("digests of all weights differ, and of none of them")
+
+
+def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Unsharded weights by parameter; where they are sharded, this rank's part of each bucket by its units."""
+    buffer = engine.model.buffer
+    if buffer.sharding.weights is Cut.WHOLE:
+        yield from ((name, buffer.weight(name)) for name in (*buffer.names, *buffer.frozen))
+    else:
+        yield from ((f"the shard of unit {memory.name}", memory.resting) for memory in buffer.buckets)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 MAX_POINTS = 500  # per line: more than there are pixels; keeps a page of a million iterations under 2 MB
 MAX_HOVER = 120  # hover targets per line
 MAX_MARKS = 100
 MAX_GAPS = 100  # with more interruptions by NaN the line is drawn through; the caption counts them
-MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 62, 14, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40  # margins
 COLOURS = 6
 
 LARGEST, SMALLEST = 1e200, 1e-200  # beyond these differences and powers of ten leave a float's range
 
-Point = tuple[float, float]
+Points = Sequence[tuple[int, float]]  # (iteration, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Series:
     """One named curve. points: drawn as dots on a line (few, as evaluations are)."""
 
     name: str
-    values: Sequence[tuple[int, float]]
+    values: Points
     points: bool = False
 
 
@@ -37,7 +37,7 @@ class Mark:
     text: str
 
 
-def thin(values: Sequence[tuple[int, float]], limit: int = MAX_POINTS) -> list[tuple[int, float]]:
+def thin(values: Points, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
     """At most `limit` points in order: of each stretch its lowest and highest, so that no spike is lost.
 
     The first and the last point always stay.
@@ -48,8 +48,7 @@ def thin(values: Sequence[tuple[int, float]], limit: int = MAX_POINTS) -> list[t
     kept = {0, len(values) - 1}
     for k in range(stretches):
         indices = range(k * len(values) // stretches, (k + 1) * len(values) // stretches)
-        kept.add(min(indices, key=lambda i: values[i][1]))
-        kept.add(max(indices, key=lambda i: values[i][1]))
+        kept |= {min(indices, key=lambda i: values[i][1]), max(indices, key=lambda i: values[i][1])}
     return [values[i] for i in sorted(kept)]
 
 
@@ -73,14 +72,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def tick_text(value: float) -> str:
     """Short and exact: 0, 0.002, 1.5e-05, 12.5k, 3M."""
-    if value == 0:
-        return "0"
     size = abs(value)
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if 1e15 > size >= limit:
-            unit = 1e3 if suffix == "k" else limit
             return f"{value / unit:.6g}{suffix}"
-    if size < 1e-3 or size >= 1e15:
+    if 0 < size < 1e-3 or size >= 1e15:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.6g}"
@@ -100,155 +96,108 @@ def line_chart(
     Values that are not finite, above 1e200 (with log_y: not positive) interrupt their line and are counted in the
     caption.
     """
-    width, height = (1080, 340) if wide else (520, 260)
-    drawable = [[(float(x), y) for x, y in s.values if _is_drawable(y, log_y)] for s in series]
-    missing = sum(len(s.values) - len(points) for s, points in zip(series, drawable, strict=True))
-    name = html.escape(title)
+    everything = [(x, y) for s in series for x, y in s.values if _is_drawable(y, log_y)]
+    keys = ""
+    for i, s in enumerate(series):
+        dot = ' class="dot"' if s.points else ""
+        keys += f'<span class="key s{i % COLOURS}"><i{dot}></i>{html.escape(s.name)}</span>'
+    missing = sum(len(s.values) for s in series) - len(everything)
+    if missing:
+        keys += f'<span class="key">{missing} values are not drawable (NaN or infinite)</span>'
     kind = ' class="wide"' if wide else ""
-    caption = f"<figcaption>{name}{_legend(series)}{_missing(missing)}</figcaption>"
-    everything = [point for points in drawable for point in points]
+    head = f"<figure{kind}><figcaption>{html.escape(title)}{keys}</figcaption>"
     if not everything:
-        return f'<figure{kind}>{caption}<div class="empty">no values</div></figure>'
-    scale = _Scale.of(everything, width, height, log_y=log_y, from_zero=from_zero)
-    parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(title, quote=True)}">',
-        *_axes(scale, log_y),
-        *_marks(marks, scale),
-    ]
-    for index, s in enumerate(series):
-        parts += _series(s, index % COLOURS, scale, log_y)
-    return f"<figure{kind}>{caption}{''.join(parts)}</svg></figure>"
+        return f'{head}<div class="empty">no values</div></figure>'
+    axes = _Axes(everything, 1080 if wide else 520, 340 if wide else 260, log_y=log_y, from_zero=from_zero)
+    label = html.escape(title, quote=True)
+    svg = f'<svg viewBox="0 0 {axes.width} {axes.height}" role="img" aria-label="{label}">'
+    lines = "".join(axes.curve(s, i % COLOURS) for i, s in enumerate(series))
+    return f"{head}{svg}{axes.grid()}{axes.marks(marks)}{lines}</svg></figure>"
 
 
 def _is_drawable(value: float, log_y: bool) -> bool:
     return abs(value) <= LARGEST and (value >= SMALLEST or not log_y)  # NaN is not
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scale:
-    """Data to pixels."""
+class _Axes:
+    """Data to pixels, and the parts of the drawing."""
 
-    x_ticks: Sequence[float]
-    y_ticks: Sequence[float]
-    x_low: float
-    x_high: float
-    width: int
-    height: int
-    map_y: Callable[[float], float]
-
-    @classmethod
-    def of(cls, points: Sequence[Point], width: int, height: int, *, log_y: bool, from_zero: bool) -> _Scale:
+    def __init__(self, points: Points, width: int, height: int, *, log_y: bool, from_zero: bool) -> None:
+        self.width, self.height, self._log_y = width, height, log_y
+        self._right, self._bottom = width - RIGHT, height - BOTTOM
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        x_low, x_high = min(xs), max(xs)
-        x_high = x_high if x_high > x_low else x_low + 1
+        self._x_low, self._x_high = min(xs), max(max(xs), min(xs) + 1)
         low, high = min(ys), max(ys)
         if from_zero:
             low, high = min(0.0, low), max(0.0, high)
-        if log_y:
-            y_ticks = log_ticks(low, high)
-            map_y: Callable[[float], float] = math.log10
-        else:
-            if high - low <= max(1e-12 * max(abs(high), abs(low)), SMALLEST):
-                pad = abs(high) * 0.1 or 1.0
-                low, high = low - pad, high + pad
-            y_ticks = nice_ticks(low, high)
-            map_y = float
-        count = 10 if width > 800 else 6
-        x_ticks = [t for t in nice_ticks(x_low, x_high, count) if x_low <= t <= x_high and t == int(t)]
-        return cls(x_ticks, y_ticks, x_low, x_high, width, height, map_y)
+        if not log_y and high - low <= max(1e-12 * max(abs(high), abs(low)), SMALLEST):
+            pad = abs(high) * 0.1 or 1.0
+            low, high = low - pad, high + pad
+        self._y_ticks = log_ticks(low, high) if log_y else nice_ticks(low, high)
+        ticks = nice_ticks(self._x_low, self._x_high, 10 if width > 800 else 6)
+        self._x_ticks = [t for t in ticks if self._x_low <= t <= self._x_high and t == int(t)]
 
     def x(self, value: float) -> float:
-        share = (value - self.x_low) / (self.x_high - self.x_low)
-        return round(MARGIN_LEFT + share * (self.width - MARGIN_LEFT - MARGIN_RIGHT), 1)
+        share = (value - self._x_low) / (self._x_high - self._x_low)
+        return round(LEFT + share * (self.width - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        low, high = self.map_y(self.y_ticks[0]), self.map_y(self.y_ticks[-1])
-        share = (self.map_y(value) - low) / (high - low)
-        return round(self.bottom - share * (self.bottom - MARGIN_TOP), 1)
+        values = self._y_ticks[0], self._y_ticks[-1], value
+        low, high, at = map(math.log10, values) if self._log_y else values
+        return round(self._bottom - (at - low) / (high - low) * (self._bottom - TOP), 1)
 
-    @property
-    def bottom(self) -> int:
-        return self.height - MARGIN_BOTTOM
+    def grid(self) -> str:
+        bottom, right, parts = self._bottom, self._right, []
+        for tick in self._y_ticks:
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" y1="{y}" x2="{right}" y2="{y}"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{tick_text(tick)}</text>')
+        for tick in self._x_ticks:
+            x = self.x(tick)
+            parts.append(f'<line class="axis" x1="{x}" y1="{bottom}" x2="{x}" y2="{bottom + 5}"/>')
+            parts.append(f'<text x="{x}" y="{bottom + 19}" text-anchor="middle">{tick_text(tick)}</text>')
+        parts.append(f'<line class="axis" x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+        label = "iteration (logarithmic vertical axis)" if self._log_y else "iteration"
+        middle = (LEFT + right) / 2
+        parts.append(f'<text x="{middle}" y="{self.height - 4}" text-anchor="middle">{label}</text>')
+        return "".join(parts)
 
-    @property
-    def right(self) -> int:
-        return self.width - MARGIN_RIGHT
+    def marks(self, marks: Sequence[Mark]) -> str:
+        shown = [mark for mark in marks if self._x_low <= mark.at <= self._x_high]
+        parts = []
+        for mark in shown[:: max(1, math.ceil(len(shown) / MAX_MARKS))]:
+            x, bottom, title = self.x(mark.at), self._bottom, f"<title>{html.escape(mark.text)}</title>"
+            if mark.kind == "resume":
+                line = f'<line class="resume" x1="{x}" y1="{TOP}" x2="{x}" y2="{bottom}">'
+                parts.append(f"{line}{title}</line>")
+            else:
+                path = f"M{x - 4} {bottom - 1}L{x + 4} {bottom - 1}L{x} {bottom - 9}Z"
+                parts.append(f'<path class="checkpoint" d="{path}">{title}</path>')
+        return "".join(parts)
 
-
-def _axes(scale: _Scale, log_y: bool) -> list[str]:
-    parts = []
-    for tick in scale.y_ticks:
-        y = scale.y(tick)
-        parts.append(f'<line class="grid" x1="{MARGIN_LEFT}" y1="{y}" x2="{scale.right}" y2="{y}"/>')
-        parts.append(f'<text x="{MARGIN_LEFT - 8}" y="{y + 4}" text-anchor="end">{tick_text(tick)}</text>')
-    for tick in scale.x_ticks:
-        x = scale.x(tick)
-        parts.append(f'<line class="axis" x1="{x}" y1="{scale.bottom}" x2="{x}" y2="{scale.bottom + 5}"/>')
-        parts.append(f'<text x="{x}" y="{scale.bottom + 19}" text-anchor="middle">{tick_text(tick)}</text>')
-    bottom = scale.bottom
-    parts.append(f'<line class="axis" x1="{MARGIN_LEFT}" y1="{bottom}" x2="{scale.right}" y2="{bottom}"/>')
-    middle = (MARGIN_LEFT + scale.right) / 2
-    label = "iteration (logarithmic vertical axis)" if log_y else "iteration"
-    parts.append(f'<text x="{middle}" y="{scale.height - 4}" text-anchor="middle">{label}</text>')
-    return parts
-
-
-def _marks(marks: Sequence[Mark], scale: _Scale) -> list[str]:
-    shown = [mark for mark in marks if scale.x_low <= mark.at <= scale.x_high]
-    stride = max(1, math.ceil(len(shown) / MAX_MARKS))
-    parts = []
-    for mark in shown[::stride]:
-        x, text = scale.x(mark.at), html.escape(mark.text)
-        if mark.kind == "resume":
-            line = f'<line class="resume" x1="{x}" y1="{MARGIN_TOP}" x2="{x}" y2="{scale.bottom}">'
-            parts.append(f"{line}<title>{text}</title></line>")
-        else:
-            low, high = scale.bottom - 1, scale.bottom - 9
-            path = f"M{x - 4} {low}L{x + 4} {low}L{x} {high}Z"
-            parts.append(f'<path class="checkpoint" d="{path}"><title>{text}</title></path>')
-    return parts
-
-
-def _series(series: Series, colour: int, scale: _Scale, log_y: bool) -> list[str]:
-    runs: list[list[tuple[int, float]]] = [[]]
-    for x, y in series.values:
-        if _is_drawable(y, log_y):
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
-    runs = [run for run in runs if run]
-    if len(runs) > MAX_GAPS:
-        runs = [[point for run in runs for point in run]]
-    total = sum(map(len, runs))
-    if not total:
-        return []
-    parts, kept = [], []
-    for run in runs:
-        points = thin(run, max(4, MAX_POINTS * len(run) // total))
-        kept += points
-        line = "L".join(f"{scale.x(x)} {scale.y(y)}" for x, y in points)
-        parts.append(f'<path class="line" d="M{line}"/>')
-    lonely = [run[0] for run in runs if len(run) == 1]
-    for x, y in kept if series.points else lonely:
-        parts.append(f'<circle class="dot" cx="{scale.x(x)}" cy="{scale.y(y)}" r="3"/>')
-    stride = max(1, math.ceil(len(kept) / MAX_HOVER))
-    name = html.escape(series.name)
-    for x, y in [*kept[:-1:stride], kept[-1]]:
-        title = f"<title>iteration {x}: {name} {y:.6g}</title>"
-        parts.append(f'<circle class="hit" cx="{scale.x(x)}" cy="{scale.y(y)}" r="5">{title}</circle>')
-    return [f'<g class="s{colour}">', *parts, "</g>"]
-
-
-def _legend(series: Sequence[Series]) -> str:
-    return "".join(
-        f'<span class="key s{index % COLOURS}"><i{_dot(s)}></i>{html.escape(s.name)}</span>'
-        for index, s in enumerate(series)
-    )
-
-
-def _dot(series: Series) -> str:
-    return ' class="dot"' if series.points else ""
-
-
-def _missing(count: int) -> str:
-    return f'<span class="key">{count} values are not drawable (NaN or infinite)</span>' if count else ""
+    def curve(self, series: Series, colour: int) -> str:
+        """A line for each run of drawable values; dots; hover targets."""
+        runs: list[list[tuple[int, float]]] = [[]]
+        for x, y in series.values:
+            if _is_drawable(y, self._log_y):
+                runs[-1].append((x, y))
+            elif runs[-1]:
+                runs.append([])
+        runs = [run for run in runs if run]
+        if not runs:
+            return ""
+        if len(runs) > MAX_GAPS:
+            runs = [[point for run in runs for point in run]]
+        total, kept, parts = sum(map(len, runs)), [], []
+        for run in runs:
+            points = thin(run, max(4, MAX_POINTS * len(run) // total))
+            kept += points
+            line = "L".join(f"{self.x(x)} {self.y(y)}" for x, y in points)
+            parts.append(f'<path class="line" d="M{line}"/>')
+        for x, y in kept if series.points else [run[0] for run in runs if len(run) == 1]:
+            parts.append(f'<circle class="dot" cx="{self.x(x)}" cy="{self.y(y)}" r="3"/>')
+        name = html.escape(series.name)
+        for x, y in [*kept[: -1 : max(1, math.ceil(len(kept) / MAX_HOVER))], kept[-1]]:
+            title = f"<title>iteration {x}: {name} {y:.6g}</title>"
+            parts.append(f'<circle class="hit" cx="{self.x(x)}" cy="{self.y(y)}" r="5">{title}</circle>')
+        return f'<g class="s{colour}">{"".join(parts)}</g>'

@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
 
-PERPLEXITY_EXPONENT_LIMIT = (
-    20.0  # as Megatron: exp(min(20, loss)), so that an untrained model prints a number
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class IterationRecord:
-    """What one iteration line says. A field that is None is left out of the line.
+    """What is said of one iteration; FIELDS says how. What is None is left out.
 
     losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration. rollbacks:
-    optimizer steps of the interval that post-validation has taken back.
-    throughput_tflops: model TFLOP/s per device. energy_j, power_w: per device, where the device can tell.
+    optimizer steps of the interval that post-validation has taken back. throughput_tflops: model TFLOP/s per device.
+    energy_j, power_w: per device, where the device can tell. tokens_per_s: of all ranks together.
     """
 
     iteration: int
@@ -42,7 +38,7 @@ class IterationRecord:
     skipped_iterations: int
     nan_iterations: int
     when: datetime
-    skipped_samples: int = 0
+    skipped_samples: int | None = None
     throughput_tflops: float | None = None
     energy_j: float | None = None
     power_w: float | None = None
@@ -51,72 +47,63 @@ class IterationRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     rollbacks: int | None = None
+    tokens_per_s: float | None = None
+
+    @property
+    def elapsed_ms(self) -> float:
+        return self.elapsed_s * 1000.0
 
 
-def is_printable_loss(value: float) -> bool:
-    """Megatron leaves a loss out of the line when it is NaN or negative: parsers count on it."""
-    return value >= 0.0  # False for NaN
+# In the order of the line: the record's attribute, its text in the iteration line, its tag in TensorBoard, wandb,
+# MLflow and metrics.jsonl (Megatron's, but for `tokens-per-second` and `skipped-iterations`).
+FIELDS: tuple[tuple[str, str | None, str | None], ...] = (
+    ("consumed_samples", "consumed samples: {:12d}", None),
+    ("skipped_samples", "skipped samples: {:12d}", None),
+    ("elapsed_ms", "elapsed time per iteration (ms): {:.1f}", None),
+    ("throughput_tflops", "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput"),
+    ("energy_j", "energy per GPU (J/iter/GPU): {:.1f}", None),
+    ("power_w", "power per GPU (W/GPU): {:.1f}", None),
+    ("learning_rate", "learning rate: {:.6E}", "learning-rate"),
+    ("decoupled_learning_rate", "decoupled learning rate: {:.6E}", "decoupled-learning-rate"),
+    ("global_batch_size", "global batch size: {:5d}", "batch-size"),
+    ("losses", None, None),
+    ("loss_scale", "loss scale: {:.1f}", "loss-scale"),
+    ("elapsed_s", None, "iteration-time"),
+    ("grad_norm", "grad norm: {:.6E}", "grad-norm"),
+    ("num_zeros", "num zeros: {:d}", "num-zeros"),
+    ("params_norm", "params norm: {:.6E}", "params-norm"),
+    ("rollbacks", "rollbacks: {:d}", "rollbacks"),
+    ("skipped_iterations", "number of skipped iterations: {:3d}", "skipped-iterations"),
+    ("nan_iterations", "number of nan iterations: {:3d}", "nan-iterations"),
+    ("tokens_per_s", None, "tokens-per-second"),
+)
+MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes")
+_OPTIONAL = {field.name for field in dataclasses.fields(IterationRecord) if field.default is None}
 
 
 def iteration_line(record: IterationRecord) -> str:
-    """The iteration line of the last rank."""
-    r = record
-    fields = [
-        f" [{r.when.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {r.iteration:8d}/{r.train_iters:8d}",
-        f"consumed samples: {r.consumed_samples:12d}",
-    ]
-    if r.skipped_samples > 0:
-        fields.append(f"skipped samples: {r.skipped_samples:12d}")
-    fields.append(f"elapsed time per iteration (ms): {r.elapsed_s * 1000.0:.1f}")
-    if r.throughput_tflops is not None:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {r.throughput_tflops:.1f}")
-    if r.energy_j is not None:
-        fields.append(f"energy per GPU (J/iter/GPU): {r.energy_j:.1f}")
-    if r.power_w is not None:
-        fields.append(f"power per GPU (W/GPU): {r.power_w:.1f}")
-    fields.append(f"learning rate: {r.learning_rate:.6E}")
-    if r.decoupled_learning_rate is not None:
-        fields.append(f"decoupled learning rate: {r.decoupled_learning_rate:.6E}")
-    fields.append(f"global batch size: {r.global_batch_size:5d}")
-    fields += [f"{name}: {value:.6E}" for name, value in r.losses.items() if is_printable_loss(value)]
-    fields.append(f"loss scale: {r.loss_scale:.1f}")
-    if r.grad_norm is not None:
-        fields.append(f"grad norm: {r.grad_norm:.6E}")
-    if r.num_zeros is not None:
-        fields.append(f"num zeros: {r.num_zeros:d}")
-    if r.params_norm is not None:
-        fields.append(f"params norm: {r.params_norm:.6E}")
-    if r.rollbacks is not None:
-        fields.append(f"rollbacks: {r.rollbacks:d}")
-    fields.append(f"number of skipped iterations: {r.skipped_iterations:3d}")
-    fields.append(f"number of nan iterations: {r.nan_iterations:3d}")
-    return " | ".join(fields) + " |"
+    """The iteration line of the last rank. A loss that is NaN or negative is left out, as Megatron does: parsers count
+    on it."""
+    when = record.when.strftime("%Y-%m-%d %H:%M:%S.%f")
+    parts = [f" [{when}] iteration {record.iteration:8d}/{record.train_iters:8d}"]
+    for name, text, _ in FIELDS:
+        value = getattr(record, name)
+        if name == "losses":
+            parts += [f"{loss}: {mean:.6E}" for loss, mean in value.items() if mean >= 0.0]
+        elif text is not None and value is not None:
+            parts.append(text.format(value))
+    return " | ".join(parts) + " |"
 
 
-def iteration_scalars(record: IterationRecord, *, tokens_per_s: float | None = None) -> dict[str, float]:
-    """The same numbers under Megatron's TensorBoard tags (`tokens-per-second` and `skipped-iterations` are ours).
+def iteration_scalars(record: IterationRecord) -> dict[str, float]:
+    """The same numbers by tag: losses, what is always there, the rest.
 
     Losses are given as they are, NaN included: a curve with a hole must be explained by its data.
     """
-    optional: dict[str, float | None] = {
-        "throughput": record.throughput_tflops,
-        "decoupled-learning-rate": record.decoupled_learning_rate,
-        "grad-norm": record.grad_norm,
-        "num-zeros": record.num_zeros,
-        "params-norm": record.params_norm,
-        "rollbacks": record.rollbacks,
-        "tokens-per-second": tokens_per_s,
-    }
-    return {
-        **record.losses,
-        "learning-rate": record.learning_rate,
-        "batch-size": record.global_batch_size,
-        "loss-scale": record.loss_scale,
-        "iteration-time": record.elapsed_s,
-        "skipped-iterations": record.skipped_iterations,
-        "nan-iterations": record.nan_iterations,
-        **{tag: value for tag, value in optional.items() if value is not None},
-    }
+    tagged = [(name, tag) for name, _, tag in FIELDS if tag is not None]
+    tagged.sort(key=lambda field: field[0] in _OPTIONAL)
+    values = {tag: getattr(record, name) for name, tag in tagged}
+    return {**record.losses, **{tag: value for tag, value in values.items() if value is not None}}
 
 
 class IntervalTotals:
@@ -131,13 +118,8 @@ class IntervalTotals:
 
     def reset(self) -> None:
         """Start the next interval."""
-        self.iterations = 0
-        self.skipped_iterations = 0
-        self.nan_iterations = 0
-        self.rollbacks = 0
-        self.tokens = 0
-        self._means: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self.iterations = self.skipped_iterations = self.nan_iterations = self.rollbacks = self.tokens = 0
+        self._means: dict[str, list[float]] = {}  # name -> [sum of means, number of them]
 
     def add_iteration(
         self,
@@ -147,35 +129,32 @@ class IntervalTotals:
         tokens: int = 0,
         rolled_back: bool = False,
     ) -> None:
-        """Count one iteration. losses: name -> (sum over loss tokens of the global batch, number of them).
+        """Count one iteration. losses: name -> (sum over loss tokens of the global batch, number of them); NaN where
+        every token was masked.
 
         tokens: tokens processed, for tokens/s. A skipped iteration with a non-finite loss counts as a NaN iteration.
         """
         self.iterations += 1
         self.rollbacks += rolled_back
         self.tokens += tokens
-        means = {name: token_mean(total, count) for name, (total, count) in losses.items()}
+        means = {name: total / count if count else math.nan for name, (total, count) in losses.items()}
         if skipped:
             self.skipped_iterations += 1
-            self.nan_iterations += any(not math.isfinite(mean) for mean in means.values())
+            self.nan_iterations += not all(map(math.isfinite, means.values()))
             return
         for name, mean in means.items():
-            self._means[name] = self._means.get(name, 0.0) + mean
-            self._counts[name] = self._counts.get(name, 0) + 1
+            entry = self._means.setdefault(name, [0.0, 0])
+            entry[0] += mean
+            entry[1] += 1
 
     def losses(self) -> dict[str, float]:
         """Mean per name over the non-skipped iterations, in the order in which names first came."""
-        return {name: total / self._counts[name] for name, total in self._means.items()}
-
-
-def token_mean(total: float, count: float) -> float:
-    """total / count; NaN where every token was masked, as there is no loss to speak of."""
-    return total / count if count else math.nan
+        return {name: total / count for name, (total, count) in self._means.items()}
 
 
 def perplexity(loss: float) -> float:
-    """exp(min(20, loss))."""
-    return math.exp(min(PERPLEXITY_EXPONENT_LIMIT, loss))
+    """exp(min(20, loss)), as Megatron, so that an untrained model prints a number."""
+    return math.exp(min(20.0, loss))
 
 
 def validation_lines(
@@ -187,8 +166,7 @@ def validation_lines(
     set_name: "0", "1", "name" when there are several validation sets; becomes the suffix `-name`. samples: as
     "samples 0 to 79 of the validation set".
     """
-    suffix = f"-{set_name}" if set_name else ""
-    text = f" validation{suffix} loss at {where} | "
+    text = f" validation{_suffix(set_name)} loss at {where} | "
     for name, loss in losses.items():
         text += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(text) + 1)
@@ -199,33 +177,31 @@ def validation_scalars(
     losses: Mapping[str, float], *, set_name: str = "", split: str = "validation"
 ) -> dict[str, float]:
     """`lm loss validation`, `lm loss validation ppl`; `validation-name` when there are several sets; `test`."""
-    suffix = f"-{set_name}" if set_name else ""
     scalars: dict[str, float] = {}
     for name, loss in losses.items():
-        scalars[f"{name} {split}{suffix}"] = loss
-        scalars[f"{name} {split}{suffix} ppl"] = perplexity(loss)
+        tag = f"{name} {split}{_suffix(set_name)}"
+        scalars |= {tag: loss, f"{tag} ppl": perplexity(loss)}
     return scalars
+
+
+def _suffix(set_name: str) -> str:
+    return f"-{set_name}" if set_name else ""
 
 
 def memory_line(rank: int, iterations: int, memory: MemoryFigures) -> str:
     """Memory of one rank, in units of 2^20 bytes."""
-    mib = 1 << 20
-    return (
-        f"[Rank {rank}] (after {iterations} iterations) memory (MB)"
-        f" | allocated: {memory.allocated_bytes / mib:.2f}"
-        f" | max allocated: {memory.max_allocated_bytes / mib:.2f}"
-        f" | reserved: {memory.reserved_bytes / mib:.2f}"
-        f" | max reserved: {memory.max_reserved_bytes / mib:.2f}"
-    )
+    names = ("allocated", "max allocated", "reserved", "max reserved")
+    figures = (getattr(memory, f"{name.replace(' ', '_')}_bytes") / 2**20 for name in names)
+    fields = (f" | {name}: {figure:.2f}" for name, figure in zip(names, figures, strict=True))
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB)" + "".join(fields)
 
 
 def memory_scalars(memory: MemoryFigures) -> dict[str, float]:
     """Megatron's TensorBoard tags for memory."""
-    return {
-        "mem-reserved-bytes": memory.reserved_bytes,
-        "mem-allocated-bytes": memory.allocated_bytes,
-        "mem-max-allocated-bytes": memory.max_allocated_bytes,
-    }
+    return {tag: getattr(memory, tag.removeprefix("mem-").replace("-", "_")) for tag in MEMORY_TAGS}
+
+
+# --- lines of start, end, checkpoints
 
 
 def parameter_count_line(tp_rank: int, pp_rank: int, count: int) -> str:
@@ -248,9 +224,11 @@ def threads_line(threads: int, cores: int, local_world_size: int, *, said_by: st
 
 def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:
     """Before the data sets are built. sizes: split -> samples asked for."""
-    lines = [f"> building train, validation, and test datasets for {dataset_name} ..."]
-    lines.append(" > datasets target sizes (minimum size):")
-    return lines + [f"    {split + ':':<12}{size}" for split, size in sizes.items()]
+    return [
+        f"> building train, validation, and test datasets for {dataset_name} ...",
+        " > datasets target sizes (minimum size):",
+        *(f"    {split + ':':<12}{size}" for split, size in sizes.items()),
+    ]
 
 
 def datasets_done_line(dataset_name: str) -> str:
@@ -268,32 +246,14 @@ def training_start_lines(when: datetime) -> list[str]:
     return ["training ...", datetime_line("before the start of training step", when)]
 
 
-def exit_interval_line(iteration: int, when: datetime) -> str:
-    """Left by --exit-interval."""
-    return datetime_line(f"exiting program at iteration {iteration}", when)
+def exit_line(why: str, when: datetime) -> str:
+    """why: "at iteration 9", "after 2.5 minutes", "after receiving SIGTERM."."""
+    return datetime_line(f"exiting program {why}", when)
 
 
-def exit_duration_line(minutes: float, when: datetime) -> str:
-    """Left by --exit-duration-in-mins."""
-    return datetime_line(f"exiting program after {minutes} minutes", when)
-
-
-def exit_signal_line(signal_name: str, when: datetime) -> str:
-    """Left by a signal, after saving."""
-    return datetime_line(f"exiting program after receiving {signal_name}.", when)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelParallelPlace:
-    """This rank's place in the model: `[ t 1/T, p 1/P ]`, counted from 1."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-
-    def __str__(self) -> str:
-        return f"[ t {self.tp_rank + 1}/{self.tp_size}, p {self.pp_rank + 1}/{self.pp_size} ]"
+def model_parallel_place(tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> str:
+    """A rank's place in the model, counted from 1."""
+    return f"[ t {tp_rank + 1}/{tp_size}, p {pp_rank + 1}/{pp_size} ]"
 
 
 def saving_line(iteration: int, directory: str, checkpoint_format: str) -> str:
@@ -301,13 +261,13 @@ def saving_line(iteration: int, directory: str, checkpoint_format: str) -> str:
     return f"saving checkpoint at iteration {iteration:7d} to {directory} in {checkpoint_format} format"
 
 
-def saved_line(iteration: int, directory: str, place: ModelParallelPlace) -> str:
-    """After a checkpoint is committed."""
+def saved_line(iteration: int, directory: str, place: str) -> str:
+    """After a checkpoint is committed. place: `model_parallel_place`."""
     return f"  successfully saved checkpoint from iteration {iteration:7d} to {directory} {place}"
 
 
-def loaded_line(iteration: int, directory: str, place: ModelParallelPlace) -> str:
-    """After a checkpoint is loaded."""
+def loaded_line(iteration: int, directory: str, place: str) -> str:
+    """After a checkpoint is loaded. place: `model_parallel_place`."""
     return f"  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
 
 
@@ -317,9 +277,9 @@ class PlanRecord:
 
     ops_per_rank: per pipeline rank, how often each of F, B, W, BW is run in one step.
     persistent_bytes_per_rank: weights, gradients and optimizer state kept between steps, per global rank.
-    units_per_rank: units of the model whose weights are gathered on their own, per global rank; () where all are whole,
-    and then not in the line. post_validation: "off", or how steps are taken back that are validated afterwards;
-    snapshot_bytes_per_rank: what is kept for that, per global rank, () without.
+    post_validation: "off", or how steps are taken back that are validated afterwards. units_per_rank: units of the
+    model whose weights are gathered on their own, per global rank; snapshot_bytes_per_rank: what is kept for
+    post-validation; both () and not in the line where there is no such thing.
     """
 
     schedule: str
@@ -331,24 +291,9 @@ class PlanRecord:
     units_per_rank: tuple[int, ...] = ()
     snapshot_bytes_per_rank: tuple[int, ...] = ()
 
-
-def plan_line(plan: PlanRecord) -> str:
-    """` > plan: {json}` on one line, keys in the record's order."""
-    record = {
-        "schedule": plan.schedule,
-        "hash": plan.hash,
-        "ops_per_rank": [dict(ops) for ops in plan.ops_per_rank],
-        "sharding": plan.sharding,
-        "persistent_bytes_per_rank": list(plan.persistent_bytes_per_rank),
-        "post_validation": plan.post_validation,
-        **({"units_per_rank": list(plan.units_per_rank)} if plan.units_per_rank else {}),
-        **(
-            {"snapshot_bytes_per_rank": list(plan.snapshot_bytes_per_rank)}
-            if plan.snapshot_bytes_per_rank
-            else {}
-        ),
-    }
-    return " > plan: " + json.dumps(record, allow_nan=False)
+    def line(self) -> str:
+        """` > plan: {json}` on one line, keys in the record's order."""
+        return " > plan: " + json.dumps({key: value for key, value in vars(self).items() if value != ()})
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

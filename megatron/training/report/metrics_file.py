@@ -9,6 +9,7 @@ once, so a killed run loses at most the line it was in.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -47,23 +48,24 @@ class MetricsFile:
             with safe_files.open_regular(self.path) as fd:
                 size = os.fstat(fd).st_size
         except FileNotFoundError:
-            return ""
+            size = 0
         if size == 0:
             return ""
         if resumed_iteration == 0:
-            kept = _free_name(self.path)
-            self.path.rename(kept)
-            return f" (an earlier run's is kept as {kept.name})"
-        kept_lines, dropped = 0, 0
+            names = (f"{self.path.stem}.old-{n}{self.path.suffix}" for n in itertools.count(1))
+            kept = next(name for name in names if not os.path.lexists(self.path.with_name(name)))
+            self.path.rename(self.path.with_name(kept))
+            return f" (an earlier run's is kept as {kept})"
+        num_kept = num_dropped = 0
         with safe_files.published(self.path, mode=safe_files.SHARED_MODE) as out:
             for line, record in _lines(self.path, follow=False):
                 if record is not None and record["iteration"] <= resumed_iteration:
                     out.write(line.encode())
-                    kept_lines += 1
+                    num_kept += 1
                 else:
-                    dropped += 1
-        dropped_note = f", {dropped} after iteration {resumed_iteration} dropped" if dropped else ""
-        return f" ({kept_lines} lines kept{dropped_note})"
+                    num_dropped += 1
+        dropped = f", {num_dropped} after iteration {resumed_iteration} dropped" if num_dropped else ""
+        return f" ({num_kept} lines kept{dropped})"
 
     def record(self, scalars: Mapping[str, float], step: int, samples: int | None = None) -> None:
         """Write one line."""
@@ -79,7 +81,11 @@ class MetricsFile:
             self._pending = {"iteration": step, "time": round(time.time(), 3)}
         if samples is not None:
             self._pending["consumed_samples"] = samples
-        self._pending[tag] = _as_json(value)
+        number = float(value)
+        if not math.isfinite(number):
+            self._pending[tag] = str(number)  # a key of NOT_FINITE
+        else:
+            self._pending[tag] = value if isinstance(value, int) else number
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Write an event's line."""
@@ -109,7 +115,7 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     Numbers of an iteration are floats, but for "iteration" and "consumed_samples"; "time" is finite. Raises OSError for
     what is no file, and ValueError naming file and line for anything else that is no record.
     """
-    number, broken = 0, 0
+    broken = 0
     for number, (_, record) in enumerate(_lines(Path(path)), start=1):
         if broken:
             raise ValueError(f"{path}, line {broken}: not a JSON object with an integer 'iteration'")
@@ -124,25 +130,22 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError, or OverflowError, for a field that does not hold what its name says."""
-    seconds = record.get("time", 0)
+    seconds, samples = record.get("time", 0), record.get("consumed_samples", 0)
     if not _is_number(seconds) or not 0 <= seconds <= LATEST_TIME:
         raise ValueError(f"'time' is {seconds!r:.80}, not seconds since 1970")
-    samples = record.get("consumed_samples", 0)
     if type(samples) is not int or not 0 <= samples <= LARGEST_COUNT:
         raise ValueError(f"'consumed_samples' is {samples!r:.80}, not a number of samples")
     if "event" in record:
         if not isinstance(record["event"], str) or not isinstance(record.get("config", {}), dict):
             raise ValueError("an event has a name, and perhaps a configuration by names")
         return record
-    out = {
-        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
-        for key, value in record.items()
-    }
-    for key in out.keys() - {"iteration", "consumed_samples"}:
-        if not _is_number(out[key]):
-            raise ValueError(f"{key!r:.80} is {out[key]!r:.80}, not a number")
-        out[key] = float(out[key])
-    return out
+    for key in record.keys() - {"iteration", "consumed_samples"}:
+        value = record[key]
+        value = NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        if not _is_number(value):
+            raise ValueError(f"{key!r:.80} is {value!r:.80}, not a number")
+        record[key] = float(value)
+    return record
 
 
 def _is_number(value: Any) -> bool:
@@ -161,17 +164,3 @@ def _lines(path: Path, *, follow: bool = True) -> Iterator[tuple[str, dict[str, 
             iteration = record.get("iteration") if isinstance(record, dict) else None
             known = type(iteration) is int and 0 <= iteration <= LARGEST_COUNT
             yield line, record if known and line.endswith("\n") else None
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")):
-        number += 1
-    return candidate
-
-
-def _as_json(value: float) -> float | str:
-    number = float(value)
-    if math.isfinite(number):
-        return value if isinstance(value, int) else number
-    return "nan" if math.isnan(number) else ("inf" if number > 0 else "-inf")

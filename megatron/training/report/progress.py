@@ -1,7 +1,6 @@
 """How far the run is and when it will be done: a live line on a terminal, a plain line every 10 s elsewhere.
 
-    progress:  12.5% | step 125/1000 | loss 3.2101 | tokens/s 12,345 | MFU n/a | ETA 0:01:10 |
-    last checkpoint 12 s ago
+    progress:  12.5% | step 125/1000 | loss 3.2101 | tokens/s 12,345 | MFU n/a | ETA 0:01:10 | last checkpoint 12 s ago
 
 The plain line has no control codes and no field that Megatron's log lines have, so parsers pass over it.
 """
@@ -31,19 +30,19 @@ class EtaEstimator:
 
     def __init__(self, total: float) -> None:
         self._total = total
-        self._samples: deque[tuple[float, float]] = deque()
-        self._first: tuple[float, float] | None = None
+        self._samples: deque[tuple[float, float]] = deque()  # (done, at)
+        self._first_done: float | None = None
 
     def update(self, done: float, now: float) -> None:
         """`done` of the total is done at time `now` (s). The first update is where the clock starts."""
-        self._first = self._first or (done, now)
+        if self._first_done is None:
+            self._first_done = done
         self._samples.append((done, now))
-        half = self._first[0] + (done - self._first[0]) / 2
+        half = self._first_done + (done - self._first_done) / 2
         while len(self._samples) > MIN_WINDOW and self._samples[1][0] <= half:
             self._samples.popleft()
         if len(self._samples) > MAX_SAMPLES:
-            newest = self._samples[-1]
-            self._samples = deque([*list(self._samples)[:-1:2], newest])
+            self._samples = deque([*list(self._samples)[:-1:2], self._samples[-1]])
 
     def rate(self) -> float | None:
         """Units per second, or None before two updates."""
@@ -79,11 +78,7 @@ def format_age(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min ago" if seconds < 6000 else f"{seconds / 3600:.1f} h ago"
 
 
-def _or_na(value: float | None, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)
-
-
-class Progress:
+class ProgressLine:
     """The display of the rank that prints losses.
 
     interactive: a live line (needs rich); None: when the stream is a terminal and rich is installed.
@@ -98,57 +93,45 @@ class Progress:
         interactive: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total = total_iterations
-        self._stream = stream or sys.stdout
-        self._clock = clock
+        self._total, self._stream, self._clock = total_iterations, stream or sys.stdout, clock
         self._eta = EtaEstimator(total_iterations)
         self._checkpoint_at: float | None = None
         self._shown_at: float | None = None
-        self._loss: float | None = None
-        self._tokens_per_s: float | None = None
-        self._mfu: float | None = None
-        self._live: _LiveLine | None = None
+        self.figures(loss=None, tokens_per_s=None)
         if interactive is None:
             interactive = self._stream.isatty() and optional.available("rich")
-        if interactive:
-            self._live = _LiveLine(self._stream, total_iterations, first_iteration - 1)
+        self._live = _LiveLine(self._stream, total_iterations, first_iteration - 1) if interactive else None
 
     def checkpoint_saved(self) -> None:
         """A checkpoint was committed now."""
         self._checkpoint_at = self._clock()
 
-    def figures(self, *, loss: float | None, tokens_per_s: float, mfu: float | None = None) -> None:
+    def figures(self, *, loss: float | None, tokens_per_s: float | None, mfu: float | None = None) -> None:
         """The newest interval's figures, shown from now on. mfu: share of the device's peak, if known."""
-        self._loss, self._tokens_per_s, self._mfu = loss, tokens_per_s, mfu
+        values = (("loss", loss, ".4f"), ("tokens/s", tokens_per_s, ",.0f"), ("MFU", mfu, ".1%"))
+        self._figures = [
+            f"{name} {'n/a' if value is None else format(value, spec)}" for name, value, spec in values
+        ]
 
     def update(self, iteration: int) -> None:
         """So many iterations are done: show it, if it is time again. Call it after every iteration."""
-        now = self._clock()
+        now, last = self._clock(), iteration >= self._total
         self._eta.update(iteration, now)
         interval_s = LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S
-        last = iteration >= self._total
         if not last and self._shown_at is not None and now - self._shown_at < interval_s:
             return
         if self._live is None and self._eta.rate() is None and not last:
             return  # nothing to say yet about the time left
         self._shown_at = now
-        fields = self._fields(now)
+        age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
+        left = f"ETA {format_duration(self._eta.eta_s())}"
+        fields = " | ".join([*self._figures, left, f"last checkpoint {format_age(age_s)}"])
         percent = 100.0 * iteration / self._total
         if self._live is not None:
-            self._live.show(iteration, f"{percent:.1f}% | {iteration}/{self._total} | " + " | ".join(fields))
+            self._live.show(iteration, f"{percent:.1f}% | {iteration}/{self._total} | {fields}")
         else:
-            line = " | ".join([f" progress: {percent:5.1f}%", f"step {iteration}/{self._total}", *fields])
+            line = f" progress: {percent:5.1f}% | step {iteration}/{self._total} | {fields}"
             print(line, file=self._stream, flush=True)
-
-    def _fields(self, now: float) -> list[str]:
-        age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
-        return [
-            f"loss {_or_na(self._loss, '.4f')}",
-            f"tokens/s {_or_na(self._tokens_per_s, ',.0f')}",
-            f"MFU {_or_na(self._mfu, '.1%')}",
-            f"ETA {format_duration(self._eta.eta_s())}",
-            f"last checkpoint {format_age(age_s)}",
-        ]
 
     def close(self) -> None:
         """Give the terminal back; a second call does nothing."""
@@ -162,21 +145,15 @@ class _LiveLine:
 
     def __init__(self, stream: TextIO, total: int, done: int) -> None:
         console = optional.require("rich.console", "cli").Console(file=stream)
-        progress = optional.require("rich.progress", "cli")
+        rich = optional.require("rich.progress", "cli")
         column = optional.require("rich.table", "cli").Column
-        self._bar: Any = progress.Progress(
-            progress.BarColumn(bar_width=12, table_column=column(min_width=12)),
-            progress.TextColumn(
-                "{task.fields[text]}", table_column=column(no_wrap=True, overflow="ellipsis")
-            ),
-            console=console,
-            auto_refresh=False,  # no thread beside the computation
-        )
+        bar = rich.BarColumn(bar_width=12, table_column=column(min_width=12))
+        text = rich.TextColumn("{task.fields[text]}", table_column=column(no_wrap=True, overflow="ellipsis"))
+        # No thread beside the computation.
+        self._bar: Any = rich.Progress(bar, text, console=console, auto_refresh=False)
         self._task = self._bar.add_task("training", total=total, completed=done, text="")
         self._bar.start()
+        self.close = self._bar.stop
 
     def show(self, iteration: int, text: str) -> None:
         self._bar.update(self._task, completed=iteration, text=text, refresh=True)
-
-    def close(self) -> None:
-        self._bar.stop()

@@ -14,33 +14,41 @@ import re
 import statistics
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core import safe_files
-from megatron.training.guard.exit_status import DESCRIPTIONS, ExitRecord, ExitStatus, read_exit_json
-from megatron.training.report.chart import Mark, Series, line_chart
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
+from megatron.training.report.chart import Mark, Points, Series, line_chart
+from megatron.training.report.metrics import FIELDS, MEMORY_TAGS, perplexity
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.progress import format_duration
 from megatron.training.report.report_pipeline import pipeline_section
 
-NOT_LOSSES = frozenset(
-    {"iteration", "consumed_samples", "time", "learning-rate", "decoupled-learning-rate", "batch-size"}
-    | {"loss-scale", "iteration-time", "skipped-iterations", "nan-iterations", "throughput", "grad-norm"}
-    | {"num-zeros", "params-norm", "tokens-per-second", "world-size", "rollbacks"}
-    | {"mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
-)
+NOT_LOSSES = {tag for _, _, tag in FIELDS if tag is not None} | {*MEMORY_TAGS, "world-size"}
 SUMMARY_SETTINGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
     *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_style", "optimizer"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("data_parallel_sharding_strategy", "bf16", "fp16", "seed", "data_path", "save", "load"),
 )
-
-
+# Charts of one curve below the losses: tag, title, whether the vertical axis may be logarithmic, starts at 0.
+CHARTS = (
+    ("learning-rate", "Learning rate", False, True),
+    ("grad-norm", "Gradient norm", True, False),
+    ("tokens-per-second", "Tokens/s", False, True),
+    ("iteration-time", "Seconds per iteration", False, True),
+    ("throughput", "TFLOP/s per device", False, True),
+    ("params-norm", "Parameter norm", False, False),
+    ("loss-scale", "Loss scale", True, False),
+)
 MAX_CURVES = 1000
 MAX_METRICS_BYTES = 1 << 32
+MAX_EVENTS = 200  # shown
+_OF_A_PLAN = ("planned-", "measured-")
+_KINDS_HELD = ("-at-rest-bytes", "-gathered-bytes", "-gradients-bytes", "-activations-bytes")
+_HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
 
 
 class Curve(Sequence[tuple[int, float]]):
@@ -81,21 +89,17 @@ class RunRecord:
     @property
     def losses(self) -> list[str]:
         """Tags of training losses."""
-        return [tag for tag in self.curves if tag not in NOT_LOSSES and not _is_other(tag)]
+        others = [tag for tag in self.curves if tag.endswith("-time") or tag.startswith(_OF_A_PLAN)]
+        return [t for t in self.curves if not (t in NOT_LOSSES or t in others or _HELD_OUT.search(t))]
 
     @property
     def validation_losses(self) -> list[str]:
         """Tags of losses on validation and test sets, without their perplexities."""
         return [tag for tag in self.curves if _HELD_OUT.search(tag) and not tag.endswith(" ppl")]
 
-
-_OF_A_PLAN = ("planned-", "measured-")
-_KINDS_HELD = ("-at-rest-bytes", "-gathered-bytes", "-gradients-bytes", "-activations-bytes")
-_HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
-
-
-def _is_other(tag: str) -> bool:
-    return _HELD_OUT.search(tag) is not None or tag.endswith("-time") or tag.startswith(_OF_A_PLAN)
+    def finite(self, tag: str) -> list[float]:
+        """Values of a curve that are numbers."""
+        return [value for _, value in self.curves.get(tag, ()) if math.isfinite(value)]
 
 
 def read_run(metrics_path: str | Path) -> RunRecord:
@@ -111,14 +115,14 @@ def read_run(metrics_path: str | Path) -> RunRecord:
             run.events.append(record)
             continue
         run.consumed_samples = record.get("consumed_samples", run.consumed_samples)
-        for tag in record:
+        for tag, value in record.items():
             if tag in ("iteration", "time", "consumed_samples"):
                 continue
             if tag not in run.curves and len(run.curves) == MAX_CURVES:
                 raise ValueError(
                     f"{metrics_path}: more than {MAX_CURVES} names of numbers: are these metrics?"
                 )
-            run.curves.setdefault(tag, Curve()).append(record["iteration"], record[tag])
+            run.curves.setdefault(tag, Curve()).append(record["iteration"], value)
     return run
 
 
@@ -141,7 +145,7 @@ def write_report(
     record = exit_record or read_exit_json(Path(metrics_path).parent)
     try:
         pipeline = "" if timeline is None else pipeline_section(timeline)
-        page = render(run, title=title, facts=facts or {}, exit_record=record, pipeline=pipeline)
+        page = _page(run, title, facts or {}, record, pipeline)
     except RecursionError:  # JSON may be nested more deeply than it can be written
         raise ValueError(f"{metrics_path}: an event holds lists in lists without end") from None
     out = Path(out_path)
@@ -151,25 +155,27 @@ def write_report(
     return out
 
 
-def render(
-    run: RunRecord,
-    *,
-    title: str,
-    facts: Mapping[str, Any],
-    exit_record: ExitRecord | None = None,
-    pipeline: str = "",
+def _page(
+    run: RunRecord, title: str, facts: Mapping[str, Any], record: ExitRecord | None, pipeline: str
 ) -> str:
-    """The page as text. pipeline: its section on that, HTML."""
+    start = run.starts[-1] if run.starts else {}
+    config = start.get("config", {})
+    summary = {"ranks": start["world_size"]} if "world_size" in start else {}
+    summary |= {name: config[name] for name in SUMMARY_SETTINGS if config.get(name) is not None}
+    summary |= facts
+    if record is not None:
+        ended = {"exit status": int(record.status), "exit reason": record.reason}
+        summary |= {**ended, "checkpoint": record.checkpoint}
     body = [
-        f"<header><h1>{html.escape(title)}</h1>{_status(exit_record)}</header>",
+        f"<header><h1>{html.escape(title)}</h1>{_status(record)}</header>",
         _tiles(run),
         '<main class="charts">',
         *_charts(run),
         "</main>",
         pipeline,
         _history(run),
-        _table("Summary", {**_settings(run), **facts, **_exit_facts(exit_record)}, is_open=True),
-        _table("Whole configuration", run.starts[-1].get("config", {}) if run.starts else {}),
+        _settings("Summary", summary, is_open=True),
+        _settings("Whole configuration", config),
         f"<footer>megatron-zero, {time.strftime('%Y-%m-%d %H:%M:%S')}</footer>",
     ]
     return (
@@ -182,40 +188,6 @@ def render(
 
 
 def _charts(run: RunRecord) -> list[str]:
-    marks = _marks(run)
-    train = [Series(tag, run.curves[tag]) for tag in run.losses]
-    validation = [Series(tag, run.curves[tag], points=True) for tag in run.validation_losses]
-    charts = [line_chart("Loss", [*train, *validation], marks=marks, wide=True)]
-    for tag, name, log_scale in (
-        ("learning-rate", "Learning rate", False),
-        ("grad-norm", "Gradient norm", True),
-        ("tokens-per-second", "Tokens/s", False),
-        ("iteration-time", "Seconds per iteration", False),
-        ("throughput", "TFLOP/s per device", False),
-        ("params-norm", "Parameter norm", False),
-        ("loss-scale", "Loss scale", True),
-    ):
-        points: Sequence[tuple[int, float]] = run.curves.get(tag, ())
-        if points and not (tag == "loss-scale" and len({value for _, value in points}) == 1):
-            log_y = log_scale and _wide_range(points)
-            from_zero = tag in ("tokens-per-second", "iteration-time", "throughput", "learning-rate")
-            charts.append(
-                line_chart(name, [Series(tag, points)], marks=marks, log_y=log_y, from_zero=from_zero)
-            )
-    held = [tag for tag in run.curves if tag.startswith(_OF_A_PLAN) and tag.endswith(_KINDS_HELD)]
-    if held:
-        memory = [Series(tag, run.curves[tag], points=tag.startswith("measured-")) for tag in sorted(held)]
-        title = "Memory by kind: the most on the fullest rank"
-        charts.append(line_chart(title, memory, marks=marks, from_zero=True, wide=True))
-    return charts
-
-
-def _wide_range(points: Sequence[tuple[int, float]]) -> bool:
-    values = [value for _, value in points if math.isfinite(value) and value > 0]
-    return bool(values) and max(values) > 50 * min(values)
-
-
-def _marks(run: RunRecord) -> list[Mark]:
     marks = []
     for event in run.events:
         at = event["iteration"]
@@ -223,32 +195,47 @@ def _marks(run: RunRecord) -> list[Mark]:
             marks.append(Mark(at, "checkpoint", f"checkpoint at iteration {at}: {event.get('path', '')}"))
         elif event["event"] == "start" and at > 0:
             marks.append(Mark(at, "resume", f"resumed after iteration {at}"))
-    return marks
+    losses = [Series(tag, run.curves[tag]) for tag in run.losses]
+    losses += [Series(tag, run.curves[tag], points=True) for tag in run.validation_losses]
+    charts = [line_chart("Loss", losses, marks=marks, wide=True)]
+    for tag, name, may_be_log, from_zero in CHARTS:
+        points: Points = run.curves.get(tag, ())
+        if points and not (tag == "loss-scale" and len({value for _, value in points}) == 1):
+            positive = [value for value in run.finite(tag) if value > 0] if may_be_log else []
+            log_y = bool(positive) and max(positive) > 50 * min(positive)
+            curve = [Series(tag, points)]
+            charts.append(line_chart(name, curve, marks=marks, log_y=log_y, from_zero=from_zero))
+    held = sorted(tag for tag in run.curves if tag.startswith(_OF_A_PLAN) and tag.endswith(_KINDS_HELD))
+    if held:
+        memory = [Series(tag, run.curves[tag], points=tag.startswith("measured-")) for tag in held]
+        title = "Memory by kind: the most on the fullest rank"
+        charts.append(line_chart(title, memory, marks=marks, from_zero=True, wide=True))
+    return charts
 
 
 def _tiles(run: RunRecord) -> str:
     tiles: list[tuple[str, str, str]] = []
     for tag in run.losses[:1]:
-        values = [value for _, value in run.curves[tag] if math.isfinite(value)]
-        if values:
+        if values := run.finite(tag):
             share = f"{100 * values[-1] / values[0]:.0f}% of the first, {values[0]:.4g}" if values[0] else ""
             tiles.append((f"final {tag}", f"{values[-1]:.4g}", share))
     for tag in run.validation_losses[:1]:
-        values = [value for _, value in run.curves[tag] if math.isfinite(value)]
-        if values:
-            note = f"perplexity {math.exp(min(20.0, values[-1])):.4g}"
-            tiles.append((tag, f"{values[-1]:.4g}", note))
+        if values := run.finite(tag):
+            tiles.append((tag, f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}"))
     tiles.append(("iterations", f"{run.last_iteration:,}", f"{run.consumed_samples:,} samples"))
-    speed = [value for _, value in run.curves.get("tokens-per-second", []) if math.isfinite(value)]
-    if speed:
+    if speed := run.finite("tokens-per-second"):
         tiles.append(("tokens/s", f"{statistics.median(speed):,.0f}", f"median; best {max(speed):,.0f}"))
     if math.isfinite(run.last_time - run.first_time):
         note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
         tiles.append(("wall time", format_duration(run.last_time - run.first_time), note))
     cells = "".join(
-        f'<div class="tile"><div class="name">{html.escape(name)}</div>'
-        f'<div class="value">{html.escape(value)}</div><div class="note">{html.escape(note)}</div></div>'
-        for name, value, note in tiles
+        '<div class="tile">'
+        + "".join(
+            f'<div class="{kind}">{html.escape(text)}</div>'
+            for kind, text in zip(("name", "value", "note"), tile, strict=True)
+        )
+        + "</div>"
+        for tile in tiles
     )
     return f'<section class="tiles">{cells}</section>'
 
@@ -256,64 +243,40 @@ def _tiles(run: RunRecord) -> str:
 def _status(record: ExitRecord | None) -> str:
     if record is None:
         return '<span class="status">no exit record: still running, or killed</span>'
-    known = {int(status): status for status in ExitStatus}
-    good = record.status in (ExitStatus.DONE, ExitStatus.STOPPED)
-    meaning = DESCRIPTIONS[known[record.status]] if record.status in known else "ended by a signal"
-    kind = "good" if good else "bad"
-    return (
-        f'<span class="status {kind}" title="{html.escape(meaning, quote=True)}">'
-        f"exit status {int(record.status)}: {html.escape(str(record.reason))}</span>"
-    )
-
-
-def _exit_facts(record: ExitRecord | None) -> dict[str, Any]:
-    if record is None:
-        return {}
-    return {"exit status": int(record.status), "exit reason": record.reason, "checkpoint": record.checkpoint}
-
-
-def _settings(run: RunRecord) -> dict[str, Any]:
-    start = run.starts[-1] if run.starts else {}
-    world = {"ranks": start["world_size"]} if "world_size" in start else {}
-    config = start.get("config", {})
-    return {**world, **{name: config[name] for name in SUMMARY_SETTINGS if config.get(name) is not None}}
+    kind = "good" if record.status in (ExitStatus.DONE, ExitStatus.STOPPED) else "bad"
+    known = {int(status): status.description for status in ExitStatus}
+    meaning = html.escape(known.get(record.status, "ended by a signal"), quote=True)
+    text = f"exit status {int(record.status)}: {html.escape(str(record.reason))}"
+    return f'<span class="status {kind}" title="{meaning}">{text}</span>'
 
 
 def _history(run: RunRecord) -> str:
     if not run.events:
         return ""
-    rows = "".join(
-        f"<tr><td>{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.get('time', 0)))}</td>"
-        f"<td>{html.escape(event['event'])}</td><td>{event['iteration']}</td>"
-        f"<td>{html.escape(_event_text(event))}</td></tr>"
-        for event in run.events[-200:]
-    )
-    left_out = len(run.events) - 200
+    rows = "<tr><th>time</th><th>event</th><th>iteration</th><th></th></tr>"
+    for event in run.events[-MAX_EVENTS:]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
+        known = ("event", "iteration", "time", "config")
+        text = ", ".join(f"{key}: {_cut(str(value))}" for key, value in event.items() if key not in known)
+        cells = (when, html.escape(event["event"]), event["iteration"], html.escape(text))
+        rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    left_out = len(run.events) - MAX_EVENTS
     note = f"<p>the {left_out} events before are left out</p>" if left_out > 0 else ""
-    return (
-        f"<details><summary>What happened ({len(run.events)} events)</summary>{note}"
-        f"<table><tr><th>time</th><th>event</th><th>iteration</th><th></th></tr>{rows}</table></details>"
-    )
+    return _details(f"What happened ({len(run.events)} events)", [rows], note=note)
 
 
-def _event_text(event: Mapping[str, Any]) -> str:
-    shown = {k: v for k, v in event.items() if k not in ("event", "iteration", "time", "config")}
-    return ", ".join(f"{key}: {_cut(str(value))}" for key, value in shown.items())
+def _settings(title: str, values: Mapping[str, Any], *, is_open: bool = False) -> str:
+    rows = []
+    for name, value in values.items():
+        text = _cut(value if isinstance(value, str) else json.dumps(value, default=str))
+        rows.append(f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(text)}</td></tr>")
+    return _details(title, rows, is_open=is_open) if rows else ""
 
 
-def _table(title: str, rows: Mapping[str, Any], *, is_open: bool = False) -> str:
-    if not rows:
-        return ""
-    cells = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(_shown(value))}</td></tr>"
-        for name, value in rows.items()
-    )
+def _details(title: str, rows: Iterable[str], *, note: str = "", is_open: bool = False) -> str:
     opened = ' open="open"' if is_open else ""
-    return f"<details{opened}><summary>{html.escape(title)}</summary><table>{cells}</table></details>"
-
-
-def _shown(value: Any) -> str:
-    return _cut(value if isinstance(value, str) else json.dumps(value, default=str))
+    summary = f"<summary>{html.escape(title)}</summary>"
+    return f"<details{opened}>{summary}{note}<table>{''.join(rows)}</table></details>"
 
 
 def _cut(text: str) -> str:

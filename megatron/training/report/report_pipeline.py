@@ -7,8 +7,6 @@ import html
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan import overlay
-from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.render_strips import Strips
 from megatron.core.pipeline_parallel.plan.simulate import simulate
@@ -20,7 +18,11 @@ def pipeline_section(timeline: Path) -> str:
     """HTML. timeline: the folder of --log-pipeline-timeline. Raises PlanError for what is no timeline."""
     step = overlay.chosen_step(timeline, None)
     costs = overlay.measured_costs(step.plan, overlay.mean_times(step.plan, step.spans))
-    costs = costs if step.lanes is None else _in_bytes(costs, step.lanes)
+    stages = () if step.lanes is None else step.lanes.stages
+    activation = tuple(sum(unit.activation for unit in stage.units) for stage in stages)
+    if any(activation):  # the same times; activations in bytes, as the units have them
+        held = tuple(sum(unit.held_after_b for unit in stage.units) for stage in stages)
+        costs = dataclasses.replace(costs, activation=activation, held_after_b=held)
     planned = simulate(step.plan, costs, step.lanes)
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     strips = Strips(planned, None, "activations" if step.lanes is None else "bytes", step.at_rest)
@@ -36,10 +38,3 @@ def pipeline_section(timeline: Path) -> str:
     )
     inline = svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")
     return f'<figure class="plan"><figcaption>{html.escape(title)}</figcaption>{inline}</figure>'
-
-
-def _in_bytes(costs: CostModel, lanes: Lanes) -> CostModel:
-    """The same times; activations as the units have them."""
-    held = [[(unit.activation, unit.held_after_b) for unit in stage.units] for stage in lanes.stages]
-    after_f, after_b = (tuple(sum(one[at] for one in stage) for stage in held) for at in (0, 1))
-    return dataclasses.replace(costs, activation=after_f, held_after_b=after_b) if any(after_f) else costs

@@ -23,20 +23,20 @@ COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> None:
     """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
     different plans, ConfigurationError where there is none for these units."""
-    ps = session.ps
-    count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
+    ps, metas = session.ps, engine.param_meta.values()
     if ps.dp_rank == 0:
+        count = sum(math.prod(meta.local_shape) for meta in metas)
         say(metrics.parameter_count_line(ps.tp_rank, ps.pp_rank, count))
     for line in layer_map_lines(spec.stages, spec.placement):
         session.print_rank_0(line)
-    session.print_rank_last(metrics.plan_line(_plan_record(session, spec, engine, num_microbatches)))
+    session.print_rank_last(_plan_record(session, spec, engine, num_microbatches).line())
     asked = session.config.ddp.fsdp_unit_modules
     if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
         session.print_rank_0(
             f"WARNING: --fsdp-unit-modules {' '.join(asked)} has no effect: the model names its units itself"
         )
     rate = session.config.optimizer.decoupled_lr
-    if rate is not None and not any(meta.embedding_or_output for meta in engine.param_meta.values()):
+    if rate is not None and not any(meta.embedding_or_output for meta in metas):
         session.print_rank_0(
             f"WARNING: --decoupled-lr {rate} has no effect: the model marks no parameter as its word embeddings or "
             "output layer (ParamMeta.embedding_or_output)"
@@ -54,27 +54,20 @@ def log_memory(session: Session, engine: Engine, when: str) -> None:
 def _plan_record(
     session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int
 ) -> metrics.PlanRecord:
-    parallel = session.config.parallel
+    parallel, optimizer = session.config.parallel, engine.optimizer
     validated = parallel.enable_optimizer_post_validation
     purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
     try:
-        whole = plan_for(spec, num_microbatches, purpose)
+        lowered = plan_for(spec, num_microbatches, purpose)
     except PlanError as error:  # of a file that was made for other units
-        told = describe_schedule(parallel, spec.schedule)
+        what = f"{describe_schedule(parallel, spec.schedule)}: {error}"
         fix = "run it with the model, the ranks and the sharding that it was saved for, or leave the file out"
-        problem = Problem(
-            "pipeline-plan", ("--pipeline-schedule-file", "--pipeline-schedule"), f"{told}: {error}", fix
-        )
-        raise ConfigurationError([problem]) from None
-    check_same_plan(session.gather(plan_hash(whole)))
+        flags = ("--pipeline-schedule-file", "--pipeline-schedule")
+        raise ConfigurationError([Problem("pipeline-plan", flags, what, fix)]) from None
+    check_same_plan(session.gather(plan_hash(lowered)))
     plan = plan_for(spec.bare, num_microbatches, purpose)
-    mine = [
-        session.ps.pp_rank,
-        engine.persistent_bytes(),
-        len(engine.model.units),
-        engine.optimizer.snapshot_bytes(),
-    ]
-    pp_ranks, persistent, units, snapshots = zip(*session.gather(mine), strict=True)
+    held = engine.persistent_bytes(), len(engine.model.units), optimizer.snapshot_bytes()
+    pp_ranks, persistent, units, snapshots = zip(*session.gather([session.ps.pp_rank, *held]), strict=True)
     counts = [Counter(op[0] for op in row) for row in plan.rows]
     return metrics.PlanRecord(
         schedule=plan.schedule,

@@ -28,15 +28,37 @@ class MicrobatchLoss:
 
 def evaluate_loss(output: Tensor, loss_func: LossFunc) -> MicrobatchLoss:
     """Call the user's loss function, in either of Megatron's two shapes: (mean, report) or (sum, tokens, report)."""
-    result = loss_func(output)
-    if len(result) == 3:
-        loss, num_tokens, report = result
-        return MicrobatchLoss(loss, torch.as_tensor(num_tokens, device=loss.device), report)
-    if len(result) == 2:
-        return MicrobatchLoss(result[0], None, result[1])
-    raise ModelError(
-        f"the loss function returned {len(result)} values; return (loss, report) or (loss sum, num tokens, report)"
-    )
+    match loss_func(output):
+        case (loss, num_tokens, report):
+            return MicrobatchLoss(loss, torch.as_tensor(num_tokens, device=loss.device), report)
+        case (loss, report):
+            return MicrobatchLoss(loss, None, report)
+        case result:
+            raise ModelError(
+                f"the loss function returned {len(result)} values; return (loss, report) or (loss sum, num tokens, "
+                "report)"
+            )
+
+
+def loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tensor:
+    """The number whose gradient is summed over microbatches: see [Note: where gradients are divided] in step.py."""
+    if not per_token_loss:
+        return result.loss if result.num_tokens is None else result.loss / result.num_tokens.clamp(min=1)
+    if result.num_tokens is None:
+        raise ModelError(
+            "--calculate-per-token-loss needs a loss function that returns (loss sum, num tokens, report)"
+        )
+    return result.loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """One step's numbers over all ranks."""
+
+    nonfinite_microbatches: int
+    num_tokens: float
+    flags: tuple[float, ...]
+    losses: Mapping[str, tuple[float, float]]  # name -> (sum, count); their ratio is what is logged
 
 
 class StepMetrics:
@@ -51,13 +73,16 @@ class StepMetrics:
 
     def clear(self) -> None:
         """As if no microbatch had been added."""
-        device = self._device
-        self._nonfinite = torch.zeros((), dtype=torch.float64, device=device)
-        self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._nonfinite = self._zeros()
+        self._tokens = self._zeros()
         self._report: dict[str, Tensor] = {}  # name -> [sum, count]
         self._finite: list[Tensor] = []  # one flag a microbatch, of this rank
 
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
     def add(self, result: MicrobatchLoss) -> None:
+        """Count one microbatch of this rank."""
         finite = torch.isfinite(result.loss.detach())
         self._finite.append(finite)
         self._nonfinite += ~finite
@@ -70,9 +95,7 @@ class StepMetrics:
     @property
     def first_nonfinite_microbatch(self) -> int | None:
         """This rank's first microbatch with a non-finite loss."""
-        return next(
-            (i for i, finite in enumerate(self._finite) if not bool(finite)), None
-        )  # sync: a failed step
+        return next((i for i, finite in enumerate(self._finite) if not finite), None)  # sync: a failed step
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +113,7 @@ class StepMetrics:
                 "same losses in every step, because stages without the loss know them by their order"
             )
         for name in names:
-            self._report.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
+            self._report.setdefault(name, self._zeros(2))
 
     def reduce(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Totals:
         """Sum over all ranks. Communicates over world, once; syncs with the device, once.
@@ -111,12 +134,12 @@ class StepMetrics:
     def totals(self, summed: Sequence[float], num_flags: int) -> Totals:
         """Of vectors that were summed over all ranks."""
         nonfinite, tokens, *pairs = summed[num_flags:]
-        losses = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.names)}
+        losses = dict(zip(self._report, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
         return Totals(int(nonfinite), tokens, tuple(summed[:num_flags]), losses)
 
     def num_tokens(self, ps: ParallelState) -> float:
         """Over all ranks. Communicates over world."""
-        tokens = torch.zeros_like(self._tokens) if ps.tp_rank else self._tokens.clone()
+        tokens = self._zeros() if ps.tp_rank else self._tokens.clone()
         collectives.all_reduce(tokens, ps.world_group)
         return float(tokens.item())  # sync: the host divides by it
 
@@ -127,16 +150,6 @@ def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:
     return tuple(next((found for found in everyone if found), ()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Totals:
-    """One step's numbers over all ranks."""
-
-    nonfinite_microbatches: int
-    num_tokens: float
-    flags: tuple[float, ...]
-    losses: Mapping[str, tuple[float, float]]  # name -> (sum, count); their ratio is what is logged
-
-
 def _sum_and_count(name: str, value: Any, device: torch.device) -> Tensor:
     """A reported loss as [sum, count] in float64: a pair as it is, a single number with count 1.
 
@@ -145,20 +158,10 @@ def _sum_and_count(name: str, value: Any, device: torch.device) -> Tensor:
     values = value if isinstance(value, tuple | list) else (value,)
     parts = [torch.as_tensor(v, dtype=torch.float64, device=device).detach().reshape(-1) for v in values]
     flat = torch.cat(parts) if parts else torch.empty(0)
-    expected = (2,) if value is values else (1, 2)
-    if flat.numel() not in expected:
+    if flat.numel() == 1 and value is not values:
+        flat = torch.cat([flat, flat.new_ones(1)])
+    if flat.numel() != 2:
         raise ModelError(
             f"the loss function reported {flat.numel()} values as {name!r}: report a number or (sum, count)"
         )
-    return flat if flat.numel() == 2 else torch.cat([flat, flat.new_ones(1)])
-
-
-def loss_to_differentiate(result: MicrobatchLoss, per_token_loss: bool) -> Tensor:
-    """The number whose gradient is summed over microbatches: see [Note: where gradients are divided] in step.py."""
-    if per_token_loss:
-        if result.num_tokens is None:
-            raise ModelError(
-                "--calculate-per-token-loss needs a loss function that returns (loss sum, num tokens, report)"
-            )
-        return result.loss
-    return result.loss if result.num_tokens is None else result.loss / result.num_tokens.clamp(min=1)
+    return flat

@@ -1,4 +1,4 @@
-"""Named timers with three levels, reported across ranks as Megatron reports them.
+"""Clocks of a run: named timers with three levels, reported across ranks as Megatron reports them, and its own time.
 
     timers = Timers(log_level=1, log_option="minmax", synchronize=device.synchronize)
     with timers("forward-backward", log_level=1):
@@ -11,8 +11,9 @@ Torch-free: the device's synchronize, the barrier and the gather are passed in.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 LOG_OPTIONS = ("max", "minmax", "all")
@@ -20,6 +21,30 @@ MAX_LOG_LEVEL = 2
 NAME_WIDTH = 48
 
 Gather = Callable[[dict[str, float]], list[dict[str, float]]]
+
+
+class RunClock:
+    """The run's time less its pauses: what an iteration takes does not count evaluations, checkpoints and planning.
+
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paused_s = 0.0
+
+    def now(self) -> float:
+        """Seconds, of which only differences mean something."""
+        return self._clock() - self._paused_s
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside takes no time. Not to be nested."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s += self._clock() - started
 
 
 class ScalarSink(Protocol):
@@ -43,9 +68,7 @@ class Timer:
         clock: Callable[[], float],
     ) -> None:
         self.name = name
-        self._synchronize = synchronize
-        self._barrier = barrier
-        self._clock = clock
+        self._synchronize, self._barrier, self._clock = synchronize, barrier, clock
         self._elapsed_s = 0.0
         self._started_at: float | None = None
 
@@ -89,9 +112,6 @@ class Timer:
 class _SilentTimer(Timer):
     """Stands in for every timer above the chosen level: shared, so it keeps nothing."""
 
-    def __init__(self) -> None:
-        super().__init__("(silent)", _nothing, _nothing, time.perf_counter)
-
     def start(self, barrier: bool = False) -> None:
         if barrier:
             raise AssertionError("a barrier must not depend on the log level: call it outside the timer")
@@ -122,14 +142,11 @@ class Timers:
             raise ValueError(f"--timing-log-option {log_option}: choose one of {', '.join(LOG_OPTIONS)}")
         if log_level not in range(MAX_LOG_LEVEL + 1):
             raise ValueError(f"--timing-log-level {log_level}: choose 0, 1 or 2")
-        self.log_level = log_level
-        self.log_option = log_option
-        self._synchronize = synchronize
-        self._barrier = barrier
-        self._clock = clock
+        self.log_level, self.log_option = log_level, log_option
+        self._calls = synchronize, barrier, clock
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
-        self._silent = _SilentTimer()
+        self._silent = _SilentTimer("(silent)", *self._calls)
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer of this name, made on first use. Without a level a new timer gets the highest, 2."""
@@ -139,15 +156,13 @@ class Timers:
             assert known in range(MAX_LOG_LEVEL + 1), f"timer {name!r}: level {log_level}, known are 0, 1, 2"
             self._levels[name] = known
             if known <= self.log_level:
-                self._timers[name] = Timer(name, self._synchronize, self._barrier, self._clock)
-        assert log_level is None or log_level == known, (
-            f"timer {name!r} has level {known}, asked for {log_level}"
-        )
+                self._timers[name] = Timer(name, *self._calls)
+        assert log_level in (None, known), f"timer {name!r} has level {known}, asked for {log_level}"
         return self._timers.get(name, self._silent)
 
     def values(self, names: Sequence[str] | None = None, *, reset: bool = True) -> dict[str, float]:
         """Seconds per active timer (those of `names` that exist)."""
-        chosen = list(self._timers) if names is None else [name for name in names if name in self._timers]
+        chosen = self._timers if names is None else [name for name in names if name in self._timers]
         return {name: self._timers[name].elapsed(reset=reset) for name in chosen}
 
     def log(
@@ -195,16 +210,17 @@ def format_block(ranks: Sequence[dict[str, Any]], log_option: str, normalizer: f
     table = _by_name(ranks)
     if not table:
         return None
-    title = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
-    lines = [title.get(log_option, "times across ranks (ms):")]
+    kind = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[log_option]
+    lines = [f"{kind} across ranks (ms):"]
     for name, by_rank in table.items():
         times_ms = {rank: elapsed_s * 1000.0 / normalizer for rank, elapsed_s in by_rank.items()}
-        padded = (name + " ").ljust(NAME_WIDTH, ".")
-        if log_option == "max":
-            lines.append(f"    {padded}: {max(times_ms.values()):.2f}")
-        elif log_option == "minmax":
-            lines.append(f"    {padded}: ({min(times_ms.values()):.2f}, {max(times_ms.values()):.2f})")
+        low, high = f"{min(times_ms.values()):.2f}", f"{max(times_ms.values()):.2f}"
+        if log_option == "all":
+            lines += [
+                f"  {name}:",
+                *(f"     rank {rank:2d}: {value:.2f}" for rank, value in times_ms.items()),
+            ]
         else:
-            lines.append(f"  {name}:")
-            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in times_ms.items()]
+            shown = high if log_option == "max" else f"({low}, {high})"
+            lines.append(f"    {(name + ' ').ljust(NAME_WIDTH, '.')}: {shown}")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from megatron.training.config.training_config import LoggingConfig
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.metrics_file import MetricsFile
-from megatron.training.report.progress import Progress
+from megatron.training.report.progress import ProgressLine
 from megatron.training.report.tensorboard_files import VS_SAMPLES, drop_after
 
 PROGRESS_FILE = "progress.txt"
@@ -34,8 +34,6 @@ class Tracker(Protocol):
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None: ...
 
-    def flush(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -44,24 +42,18 @@ class TensorBoardTracker:
 
     name = "TensorBoard"
 
-    def __init__(self, directory: str, *, queue_size: int, resumed_iteration: int) -> None:
+    def __init__(self, directory: str, queue_size: int, resumed_iteration: int) -> None:
         optional.require("tensorboard", "tb")
         summary_writer = optional.require("torch.utils.tensorboard", "tb").SummaryWriter
-        self.note = f"TensorBoard: {directory}" + (
-            drop_after(directory, resumed_iteration) if resumed_iteration else ""
-        )
+        note = drop_after(directory, resumed_iteration) if resumed_iteration else ""
+        print(f" > TensorBoard: {directory}{note}", flush=True)
         self.writer = summary_writer(log_dir=directory, max_queue=queue_size)
+        self.close = self.writer.close
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
         self.writer.add_scalar(tag, value, step)
         if samples is not None:
             self.writer.add_scalar(tag + VS_SAMPLES, value, samples)
-
-    def flush(self) -> None:
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 class WandbTracker:
@@ -69,24 +61,20 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, log: LoggingConfig, directory: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, log: LoggingConfig, folder: Path, config: Mapping[str, Any]) -> None:
+        if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
+            folder.mkdir(parents=True, exist_ok=True)
         self.run = optional.require("wandb", "wandb").init(
             project=log.wandb_project,
             entity=log.wandb_entity,
             name=log.wandb_exp_name,
-            dir=directory,
+            dir=log.wandb_save_dir or str(folder),
             config=dict(config),
         )
+        self.close = self.run.finish
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        values = {tag: value} if samples is None else {tag: value, "samples": samples}
-        self.run.log(values, step=step)
-
-    def flush(self) -> None:
-        return None  # wandb's own process sends
-
-    def close(self) -> None:
-        self.run.finish()
+        self.run.log({tag: value} if samples is None else {tag: value, "samples": samples}, step=step)
 
 
 class MlflowTracker:
@@ -102,22 +90,17 @@ class MlflowTracker:
             self._mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
         self._mlflow.set_experiment(log.mlflow_experiment)
         self._mlflow.start_run(run_name=log.mlflow_run_name)
+        self.close = self._mlflow.end_run
 
     def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
         self._mlflow.log_metric(tag, value, step=step)
-
-    def flush(self) -> None:
-        return None  # log_metric has written already
-
-    def close(self) -> None:
-        self._mlflow.end_run()
 
 
 class Writers:
     """All sinks of this rank behind one interface.
 
     A sink that fails while training (a full disk, a lost connection) is switched off with one warning: it
-    must not take the run with it. What cannot be opened at the start is an error.
+    must not take the run with it. What cannot be opened at the start is an error. untracked: tags that no tracker gets.
     """
 
     def __init__(
@@ -125,13 +108,11 @@ class Writers:
         metrics_file: MetricsFile | None = None,
         trackers: tuple[Tracker, ...] = (),
         *,
-        progress: Progress | None = None,
-        is_tracked: Callable[[str], bool] = lambda tag: True,
+        progress: ProgressLine | None = None,
+        untracked: frozenset[str] = frozenset(),
     ) -> None:
-        self._file = metrics_file
-        self._trackers = list(trackers)
-        self._progress = progress
-        self._is_tracked = is_tracked
+        self._file, self._trackers, self._progress = metrics_file, list(trackers), progress
+        self._untracked = untracked
 
     def record(self, scalars: Mapping[str, float], *, step: int, samples: int | None = None) -> None:
         """Write the scalars of one iteration: one line of metrics.jsonl, one point per tag elsewhere."""
@@ -154,11 +135,11 @@ class Writers:
         if self._progress is not None:
             self._progress.checkpoint_saved()
 
-    def progress(self, record: IterationRecord, *, tokens_per_s: float, mfu: float | None = None) -> None:
+    def progress(self, record: IterationRecord) -> None:
         """Give the progress display the figures of an iteration line."""
         if self._progress is not None:
             loss = next(iter(record.losses.values()), None)
-            self._progress.figures(loss=loss, tokens_per_s=tokens_per_s, mfu=mfu)
+            self._progress.figures(loss=loss, tokens_per_s=record.tokens_per_s)
 
     def iteration_done(self, iteration: int) -> None:
         """Move the progress display; call it every iteration, after `progress` where there is a line."""
@@ -175,29 +156,23 @@ class Writers:
         """The wandb run, or None."""
         return next((t.run for t in self._trackers if isinstance(t, WandbTracker)), None)
 
-    def flush(self) -> None:
-        """Everything said so far is on its way to disk."""
-        self._to_file(lambda file: file.flush())
-        for tracker in list(self._trackers):
-            self._guarded(tracker, tracker.flush)
-
     def close(self) -> None:
-        """Flush and close all; a second call does nothing."""
+        """Close all; a second call does nothing."""
         if self._progress is not None:
             self._progress.close()
-        self._to_file(lambda file: file.close())
+        self._to_file(MetricsFile.close)
         for tracker in list(self._trackers):
             self._guarded(tracker, tracker.close)
         self._file, self._trackers, self._progress = None, [], None
 
     def _to_trackers(self, tag: str, value: float, step: int, samples: int | None) -> None:
-        if self._is_tracked(tag):
+        if tag not in self._untracked:
             for tracker in list(self._trackers):
-                self._guarded(tracker, lambda t=tracker: t.scalar(tag, value, step, samples))  # type: ignore[misc]
+                self._guarded(tracker, tracker.scalar, tag, value, step, samples)
 
-    def _guarded(self, tracker: Tracker, call: Callable[[], None]) -> None:
+    def _guarded(self, tracker: Tracker, call: Callable[..., None], *values: Any) -> None:
         try:
-            call()
+            call(*values)
         except Exception as error:  # third-party code: any error of it is not the run's
             _warn(f"{tracker.name} is switched off: {type(error).__name__}: {error}")
             self._trackers.remove(tracker)
@@ -250,14 +225,13 @@ def append_progress(
 
 def untracked_tags(log: LoggingConfig) -> frozenset[str]:
     """Tags that flags keep out of TensorBoard, wandb and MLflow; metrics.jsonl has them all the same."""
-    tags = set()
-    if not log.log_learning_rate_to_tensorboard:
-        tags |= {"learning-rate", "decoupled-learning-rate"}
-    if not log.log_loss_scale_to_tensorboard:
-        tags.add("loss-scale")
-    if not log.log_timers_to_tensorboard:
-        tags.add("iteration-time")
-    return frozenset(tags)
+    wanted = {
+        "learning-rate": log.log_learning_rate_to_tensorboard,
+        "decoupled-learning-rate": log.log_learning_rate_to_tensorboard,
+        "loss-scale": log.log_loss_scale_to_tensorboard,
+        "iteration-time": log.log_timers_to_tensorboard,
+    }
+    return frozenset(tag for tag, is_wanted in wanted.items() if not is_wanted)
 
 
 def metrics_path(config: Config, folder: Path) -> Path:
@@ -284,28 +258,22 @@ def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iterati
 
 
 def _open(config: Config, folder: Path, resumed_iteration: int) -> Writers:
-    log = config.logging
-    values = {**config.flat(), **config.extra}
+    log, values = config.logging, {**config.flat(), **config.extra}
     trackers: list[Tracker] = []
     if log.tensorboard_dir is not None:
-        tensorboard = TensorBoardTracker(
-            log.tensorboard_dir, queue_size=log.tensorboard_queue_size, resumed_iteration=resumed_iteration
+        trackers.append(
+            TensorBoardTracker(log.tensorboard_dir, log.tensorboard_queue_size, resumed_iteration)
         )
-        print(f" > {tensorboard.note}", flush=True)
-        trackers.append(tensorboard)
     if log.wandb_project:
-        if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
-            folder.mkdir(parents=True, exist_ok=True)
-        trackers.append(WandbTracker(log, log.wandb_save_dir or str(folder), values))
+        trackers.append(WandbTracker(log, folder, values))
     if log.mlflow_experiment:
         trackers.append(MlflowTracker(log, folder))
     file = MetricsFile(metrics_path(config, folder), resumed_iteration=resumed_iteration)
     print(f" > {file.note}", flush=True)
     progress = None
     if log.progress != "off" and config.total_iterations:
-        progress = Progress(config.total_iterations, first_iteration=resumed_iteration + 1)
-    untracked = untracked_tags(log)
-    writers = Writers(file, tuple(trackers), progress=progress, is_tracked=lambda tag: tag not in untracked)
+        progress = ProgressLine(config.total_iterations, first_iteration=resumed_iteration + 1)
+    writers = Writers(file, tuple(trackers), progress=progress, untracked=untracked_tags(log))
     writers.event("start", resumed_iteration, world_size=config.world_size, config=values)
     if log.log_world_size_to_tensorboard:
         writers.scalar("world-size", config.world_size, resumed_iteration)

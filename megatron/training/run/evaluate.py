@@ -10,9 +10,9 @@ from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import ends_at
 from megatron.training.report.reporter import Evaluated, Reporter
-from megatron.training.report.run_clock import RunClock
 from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import StepMetrics
+from megatron.training.report.timers import RunClock
 from megatron.training.run.data import DataIterators, EvaluationSet
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches

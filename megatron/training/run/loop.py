@@ -14,15 +14,14 @@ from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
-from megatron.training.guard.replica_check import check_replicas
 from megatron.training.guard.signals import SignalHandler
-from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.guard.weight_check import NonFiniteWeightsError, check_replicas
 from megatron.training.report import metrics
 from megatron.training.report.reporter import Reporter
-from megatron.training.report.run_clock import RunClock
 from megatron.training.report.session import Session
 from megatron.training.report.start_report import log_memory, report_model
 from megatron.training.report.step_metrics import StepMetrics
+from megatron.training.report.timers import RunClock
 from megatron.training.run.data import DataIterators, DatasetsProvider, build_data_iterators
 from megatron.training.run.evaluate import Evaluator, first_validation_sample
 from megatron.training.run.pipeline import PipelineRunner
@@ -241,13 +240,14 @@ class TrainingLoop:
         training, state, now = self._config.training, self.state, datetime.datetime.now()
         if signalled:
             name = self._signals.requested() or "a signal on another rank"
-            self.session.print_rank_0(metrics.exit_signal_line(name, now))
+            self.session.print_rank_0(metrics.exit_line(f"after receiving {name}.", now))
             status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
             return Ending(status, f"received {name}")
         if time_is_up:
-            self.session.print_rank_0(metrics.exit_duration_line(training.exit_duration_in_mins or 0, now))
+            minutes = training.exit_duration_in_mins or 0
+            self.session.print_rank_0(metrics.exit_line(f"after {minutes} minutes", now))
             return Ending(ExitStatus.DONE, "--exit-duration-in-mins")
         if ends_at(state.iteration, training.exit_interval):
-            self.session.print_rank_0(metrics.exit_interval_line(state.iteration, now))
+            self.session.print_rank_0(metrics.exit_line(f"at iteration {state.iteration}", now))
             return Ending(ExitStatus.DONE, "--exit-interval")
         return None

@@ -21,9 +21,9 @@ from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profile
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training.engine import Engine
 from megatron.training.report.reporter import Reporter
-from megatron.training.report.run_clock import RunClock
 from megatron.training.report.session import Session
 from megatron.training.report.start_report import check_same_plan
+from megatron.training.report.timers import RunClock
 from megatron.training.run.build import refuse_unsplittable
 from megatron.training.run.pipeline import PipelineRunner
 

@@ -29,10 +29,9 @@ from megatron.training.config.saved_vocabulary import (
     with_saved_vocabulary,
 )
 from megatron.training.guard.console import say
-from megatron.training.guard.meeting import Meeting
 from megatron.training.guard.rendezvous import hosts_store, open_store
 from megatron.training.guard.run_folder import RunFolder
-from megatron.training.guard.startup_check import compare_across_ranks
+from megatron.training.guard.startup_check import Meeting, compare_across_ranks
 from megatron.training.guard.watchdog import Watchdog
 from megatron.training.report import metrics
 from megatron.training.report.session import Session

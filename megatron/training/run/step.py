@@ -24,19 +24,17 @@ from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import (
-    Decision,
     NanPolicy,
     NonFiniteError,
     RerunResult,
+    StepAction,
     Verdict,
     compare_rerun,
 )
-from megatron.training.guard.nonfinite_search import digest, find_site
 from megatron.training.guard.watchdog import Watchdog
-from megatron.training.guard.weight_check import WeightCheck
-from megatron.training.report.run_clock import RunClock
+from megatron.training.guard.weight_check import WeightCheck, find_site, step_digest
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.report.timers import Timers
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepResult, StepTask
@@ -111,12 +109,13 @@ class StepRunner:
         """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
         (rolled_back). Raises NonFiniteError, NonFiniteWeightsError."""
         engine, loss_scale = self.engine, self.engine.scaler.scale
-        if verdict.decision is Decision.RERUN:
+        if verdict.decision is StepAction.RERUN:
             attempt, verdict = self._rerun(attempt, batches, task)
-        if verdict.decision is Decision.ABORT:
+        if verdict.decision is StepAction.ABORT:
             numbers = self._run(batches, task, reduce_gradients=False)
-            raise NonFiniteError(find_site(numbers, engine, self.ps), task.iteration, verdict)
-        if verdict.decision is not Decision.SKIP:
+            site = find_site(numbers.first_nonfinite_microbatch, engine, self.ps)
+            raise NonFiniteError(site, task.iteration, verdict)
+        if verdict.decision is not StepAction.SKIP:
             with self.phase("optimizer"):
                 coefficient = clip_coefficient(attempt.norm, self.config.optimizer.clip_grad)
                 engine.optimizer.step(attempt.divisor, coefficient)
@@ -136,7 +135,7 @@ class StepRunner:
         rolled_back: bool = False,
     ) -> StepResult:
         """Move the clocks of a step that is as it will stay: loss scale, learning rate. ended_at: None: now."""
-        engine, skipped = self.engine, verdict.decision is Decision.SKIP
+        engine, skipped = self.engine, verdict.decision is StepAction.SKIP
         engine.scaler.update(skipped)
         if not skipped:
             samples = task.num_microbatches * self.config.training.micro_batch_size * self.ps.dp_size
@@ -194,9 +193,10 @@ class StepRunner:
 
     def _rerun(self, first: Attempt, batches: StepBatches, task: StepTask) -> tuple[Attempt, Verdict]:
         """The same step again, from the same weights, batches and dropout masks."""
-        before = digest(first.totals, self.engine)
+        before = step_digest(first.totals.losses, self.engine)
         second = self._attempt(batches, task)
-        result = compare_rerun(before, digest(second.totals, self.engine), second_nonfinite=second.nonfinite)
+        after = step_digest(second.totals.losses, self.engine)
+        result = compare_rerun(before, after, second_nonfinite=second.nonfinite)
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.
         if any(host_data.all_gather_json(result is RerunResult.DIFFERENT, self.ps.control_group)):
             result = RerunResult.DIFFERENT

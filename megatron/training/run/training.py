@@ -23,12 +23,11 @@ from megatron.training.config.problems import ConfigurationError
 from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
-from megatron.training.guard.orphans import OrphanedError, OrphanGuard
-from megatron.training.guard.replica_check import ReplicaMismatchError
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.startup_check import StartupMismatchError
-from megatron.training.guard.weight_check import NonFiniteWeightsError
+from megatron.training.guard.watchdog import OrphanedError, OrphanGuard
+from megatron.training.guard.weight_check import NonFiniteWeightsError, ReplicaMismatchError
 from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep
 from megatron.training.run.arguments import launch_config

@@ -23,10 +23,10 @@ from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine
-from megatron.training.guard.nan_policy import Decision, NanPolicy, Verdict
+from megatron.training.guard.nan_policy import NanPolicy, StepAction, Verdict
 from megatron.training.guard.weight_check import WeightCheck
-from megatron.training.report.run_clock import RunClock
 from megatron.training.report.step_metrics import StepMetrics, Totals
+from megatron.training.report.timers import RunClock
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step import Attempt, StepRunner
 from megatron.training.run.step_batches import StepBatches
@@ -168,12 +168,12 @@ class ValidatedStepRunner:
         verdict = self._nan_policy.decide(
             nonfinite=outcome.nonfinite and self._steps.checks, scale_at_minimum=scaler.at_minimum
         )
-        if verdict.decision in (Decision.RERUN, Decision.ABORT):
+        if verdict.decision in (StepAction.RERUN, StepAction.ABORT):
             self._failed = step, outcome, verdict
             return False
         self._engine.model.release_gradients()
         totals = step.numbers.totals(outcome.extras, len(step.task.flags))
-        assert (verdict.decision is Decision.SKIP) == (outcome.coefficient is None), (verdict, outcome)
+        assert (verdict.decision is StepAction.SKIP) == (outcome.coefficient is None), (verdict, outcome)
         result = self._steps.decided(
             self._attempt(step, outcome, totals),
             verdict,

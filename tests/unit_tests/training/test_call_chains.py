@@ -17,8 +17,7 @@ import torch
 import megatron
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.step import StepRunner
 from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask

@@ -14,17 +14,19 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training.guard import lease as lease_module
-from megatron.training.guard.lease import LOCK_FILE, Lease, LeaseError, look, take
-from megatron.training.guard.lease_holder import (
+from megatron.training.guard.lease import (
+    LOCK_FILE,
     STALE_S,
     UNREADABLE,
     Holder,
-    State,
-    from_json,
+    Lease,
+    LeaseError,
+    LeaseState,
     judge,
+    look,
     process_start,
+    take,
     this_machine,
-    to_json,
 )
 
 HERE, ELSEWHERE = "boot1 pid:[1]", "boot2 pid:[1]"
@@ -41,7 +43,7 @@ def put(folder, age_s=0.0, **fields):
     """A lease of another run, this process's own but for some fields."""
     holder = dataclasses.replace(Holder.this_process(), **fields)
     path = folder / LEASE_FILE
-    path.write_text(to_json(holder))
+    path.write_text(holder.to_json())
     then = time.time() - age_s
     os.utime(path, (then, then))
     return holder
@@ -57,15 +59,15 @@ def files(folder):
 @pytest.mark.parametrize(
     ("holder", "age_s", "machine", "is_alive", "verdict"),
     [
-        (None, 0.0, HERE, False, State.FREE),
-        (HOLDER, 5.0, HERE, True, State.HELD),
-        (HOLDER, 5.0, HERE, False, State.STALE),  # its process is gone: at once
-        (HOLDER, 61.0, HERE, True, State.STALE),  # stopped
-        (HOLDER, 59.0, ELSEWHERE, False, State.HELD),  # a pid of another machine says nothing here
-        (HOLDER, 61.0, ELSEWHERE, True, State.STALE),
-        (HOLDER, -3600.0, ELSEWHERE, True, State.STALE),  # the file system's clock was set back
-        (UNREADABLE, 5.0, "", False, State.HELD),
-        (UNREADABLE, 61.0, "", False, State.STALE),
+        (None, 0.0, HERE, False, LeaseState.FREE),
+        (HOLDER, 5.0, HERE, True, LeaseState.HELD),
+        (HOLDER, 5.0, HERE, False, LeaseState.STALE),  # its process is gone: at once
+        (HOLDER, 61.0, HERE, True, LeaseState.STALE),  # stopped
+        (HOLDER, 59.0, ELSEWHERE, False, LeaseState.HELD),  # a pid of another machine says nothing here
+        (HOLDER, 61.0, ELSEWHERE, True, LeaseState.STALE),
+        (HOLDER, -3600.0, ELSEWHERE, True, LeaseState.STALE),  # the file system's clock was set back
+        (UNREADABLE, 5.0, "", False, LeaseState.HELD),
+        (UNREADABLE, 61.0, "", False, LeaseState.STALE),
     ],
 )
 def test_judgement(holder, age_s, machine, is_alive, verdict):
@@ -77,13 +79,13 @@ def test_a_lease_with_a_recent_heartbeat_is_never_taken_unless_its_process_is_kn
     age_s, here, alive
 ):
     verdict = judge(HOLDER, age_s, machine=here, is_alive=alive)
-    assert (verdict is State.STALE) == (abs(age_s) > STALE_S or (here == HERE and not alive))
+    assert (verdict is LeaseState.STALE) == (abs(age_s) > STALE_S or (here == HERE and not alive))
 
 
 def test_records_survive_their_text_and_anything_else_is_unreadable():
-    assert from_json(to_json(HOLDER).encode()) == HOLDER
+    assert Holder.from_json(HOLDER.to_json().encode()) == HOLDER
     for text in (b"", b"{", b"[]", b'"x"', b"{}", b"\xff", b"[" * 10000, b'{"token": 1}'):
-        assert from_json(text) == UNREADABLE
+        assert Holder.from_json(text) == UNREADABLE
     for fields in (
         {"pid": 0},
         {"pid": -1},
@@ -92,7 +94,7 @@ def test_records_survive_their_text_and_anything_else_is_unreadable():
         {"host": "a\x1b[2J"},
         {"host": 3},
     ):
-        assert from_json(to_json(dataclasses.replace(HOLDER, **fields)).encode()) == UNREADABLE
+        assert Holder.from_json(dataclasses.replace(HOLDER, **fields).to_json().encode()) == UNREADABLE
 
 
 def test_a_pid_that_was_used_again_is_not_the_holder():
@@ -116,7 +118,7 @@ def test_a_process_that_nobody_has_waited_for_is_gone():
 def test_a_free_folder_is_taken_and_given_back(tmp_path):
     me = Holder.this_process()
     take(tmp_path, me, say=pytest.fail)
-    assert look(tmp_path)[:2] == (State.HELD, me)
+    assert look(tmp_path)[:2] == (LeaseState.HELD, me)
     lease = Lease(tmp_path, me, pytest.fail)
     with pytest.raises(
         LeaseError, match=f"another run holds this folder: host .*, pid {me.pid}, started .* UTC, last"
@@ -209,7 +211,7 @@ def test_a_lease_that_came_between_look_and_rename_is_put_back(tmp_path):
     stale = put(tmp_path, 75.0, machine=ELSEWHERE)
     fresh = put(tmp_path)
     assert not lease_module._remove(tmp_path, stale)
-    assert look(tmp_path)[:2] == (State.HELD, fresh)
+    assert look(tmp_path)[:2] == (LeaseState.HELD, fresh)
     assert files(tmp_path) == [LEASE_FILE]
 
 
@@ -218,7 +220,7 @@ def test_a_holder_that_woke_up_before_its_lease_was_taken_keeps_it(tmp_path):
     found = look(tmp_path)
     os.utime(tmp_path / LEASE_FILE)
     assert not lease_module._remove(tmp_path, found.holder, found.beat_s)
-    assert look(tmp_path)[:2] == (State.HELD, found.holder)
+    assert look(tmp_path)[:2] == (LeaseState.HELD, found.holder)
 
 
 def test_a_planted_link_is_neither_read_nor_written(tmp_path):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training.config.launch_env import LaunchEnvError
-from megatron.training.guard.meeting import Meeting
+from megatron.training.guard.startup_check import Meeting
 
 
 def meet(ranks, store=None, judge=None, timeout_s=20.0):

@@ -59,7 +59,7 @@ def test_docs_page_shows_the_real_lines():
     page = (Path(__file__).resolve().parents[3] / "docs" / "logging.md").read_text(encoding="utf-8")
     assert iteration_line(record(grad_norm=12.3456789)) in page
     assert metrics.validation_lines("iteration 40", {"lm loss": 2.0})[1] in page
-    assert all(f"`{tag}`" in page for tag in metrics.iteration_scalars(record(), tokens_per_s=1.0))
+    assert all(f"`{tag}`" in page for tag in metrics.iteration_scalars(record(tokens_per_s=1.0)))
 
 
 def test_every_optional_field_in_its_place():
@@ -122,7 +122,7 @@ def test_zero_loss_is_printed():
 
 def test_scalars_have_megatrons_tags():
     scalars = metrics.iteration_scalars(
-        record(grad_norm=1.0, num_zeros=0, params_norm=2.0, throughput_tflops=3.0), tokens_per_s=99.0
+        record(grad_norm=1.0, num_zeros=0, params_norm=2.0, throughput_tflops=3.0, tokens_per_s=99.0)
     )
     assert scalars["num-zeros"] == 0
     assert set(scalars) == {
@@ -176,7 +176,7 @@ def test_validation_lines():
 
 
 def test_start_memory_checkpoint_and_exit_lines():
-    place = metrics.ModelParallelPlace(tp_rank=1, tp_size=2, pp_rank=0, pp_size=4)
+    place = metrics.model_parallel_place(tp_rank=1, tp_size=2, pp_rank=0, pp_size=4)
     assert metrics.saved_line(40, "/ckpt", place).strip() == (
         "successfully saved checkpoint from iteration      40 to /ckpt [ t 2/2, p 1/4 ]"
     )
@@ -201,11 +201,15 @@ def test_start_memory_checkpoint_and_exit_lines():
     assert metrics.training_start_lines(WHEN)[1].startswith(
         "[before the start of training step] datetime: 2026-"
     )
-    assert metrics.exit_interval_line(9, WHEN).startswith(
+    assert metrics.exit_line("at iteration 9", WHEN).startswith(
         "[exiting program at iteration 9] datetime: 2026-03-04 "
     )
-    assert metrics.exit_duration_line(2.5, WHEN).startswith("[exiting program after 2.5 minutes] datetime:")
-    assert metrics.exit_signal_line("SIGTERM", WHEN).startswith("[exiting program after receiving SIGTERM.]")
+    assert metrics.exit_line("after 2.5 minutes", WHEN).startswith(
+        "[exiting program after 2.5 minutes] datetime:"
+    )
+    assert metrics.exit_line("after receiving SIGTERM.", WHEN).startswith(
+        "[exiting program after receiving SIGTERM.]"
+    )
     assert metrics.threads_line(1, 2, 2) == " > threads per rank: 1 (2 cores, 2 local ranks)"
     told = metrics.threads_line(3, 2, 2, said_by="OMP_NUM_THREADS")
     assert told == " > threads per rank: 3 (2 cores, 2 local ranks; OMP_NUM_THREADS)"
@@ -217,9 +221,8 @@ def test_start_memory_checkpoint_and_exit_lines():
 
 
 def test_plan_line_is_json_with_the_promised_keys():
-    line = metrics.plan_line(
-        metrics.PlanRecord("no-pipeline", "abc", ({"F": 2, "BW": 2},), "no_shard", (1024, 2048), "off")
-    )
+    counts = ({"F": 2, "BW": 2},)
+    line = metrics.PlanRecord("no-pipeline", "abc", counts, "no_shard", (1024, 2048), "off").line()
     head, _, text = line.partition(" > plan: ")
     assert head == ""
     assert "\n" not in line
@@ -235,7 +238,7 @@ def test_plan_line_is_json_with_the_promised_keys():
 
 def test_plan_line_tells_units_where_weights_are_gathered():
     record = metrics.PlanRecord("1f1b", "abc", ({"F": 2},), "optim_grads_params", (8,), units_per_rank=(3,))
-    assert json.loads(metrics.plan_line(record).partition(" > plan: ")[2])["units_per_rank"] == [3]
+    assert json.loads(record.line().partition(" > plan: ")[2])["units_per_rank"] == [3]
 
 
 def test_memory_is_told_with_its_time():

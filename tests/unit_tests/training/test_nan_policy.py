@@ -4,11 +4,11 @@ import pytest
 
 from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.guard.nan_policy import (
-    Decision,
     NanPolicy,
     NonFiniteError,
     NonFiniteSite,
     RerunResult,
+    StepAction,
     Verdict,
     compare_rerun,
     first_site,
@@ -19,13 +19,13 @@ from megatron.training.guard.nan_policy import (
     ("policy", "dynamic"), list(itertools.product(("abort", "skip", "rerun-once"), (False, True)))
 )
 def test_finite_steps_are_applied(policy, dynamic):
-    assert NanPolicy(policy, 2, dynamic).decide(nonfinite=False) == Verdict(Decision.APPLY)
+    assert NanPolicy(policy, 2, dynamic).decide(nonfinite=False) == Verdict(StepAction.APPLY)
 
 
 def test_abort():
     verdict = NanPolicy("abort", 5).decide(nonfinite=True)
     assert (verdict.decision, verdict.status, verdict.save_first) == (
-        Decision.ABORT,
+        StepAction.ABORT,
         ExitStatus.NON_FINITE,
         False,
     )
@@ -35,30 +35,30 @@ def test_skip_is_bounded_in_a_row():
     policy = NanPolicy("skip", 2)
     steps = [True, True, False, True, True, True]
     decisions = [policy.decide(nonfinite=bad) for bad in steps]
-    s, a = Decision.SKIP, Decision.APPLY
-    assert [d.decision for d in decisions] == [s, s, a, s, s, Decision.ABORT]
+    s, a = StepAction.SKIP, StepAction.APPLY
+    assert [d.decision for d in decisions] == [s, s, a, s, s, StepAction.ABORT]
     assert decisions[-1].status == ExitStatus.NON_FINITE
     assert "--nan-max-skips is 2" in decisions[-1].reason
-    assert NanPolicy("skip", 0).decide(nonfinite=True).decision is Decision.ABORT
+    assert NanPolicy("skip", 0).decide(nonfinite=True).decision is StepAction.ABORT
 
 
 @pytest.mark.parametrize("policy", ["abort", "skip", "rerun-once"])
 def test_dynamic_loss_scale_always_skips_until_its_minimum(policy):
     nan = NanPolicy(policy, 1, dynamic_loss_scale=True)
     # 2^32 comes down to 1 in 32 overflows: far more than --nan-max-skips, and no sign of trouble
-    assert {nan.decide(nonfinite=True).decision for _ in range(32)} == {Decision.SKIP}
-    assert nan.decide(nonfinite=True, scale_at_minimum=True).decision is Decision.SKIP
+    assert {nan.decide(nonfinite=True).decision for _ in range(32)} == {StepAction.SKIP}
+    assert nan.decide(nonfinite=True, scale_at_minimum=True).decision is StepAction.SKIP
     verdict = nan.decide(nonfinite=True, scale_at_minimum=True)
-    assert (verdict.decision, verdict.status) == (Decision.ABORT, ExitStatus.NON_FINITE)
+    assert (verdict.decision, verdict.status) == (StepAction.ABORT, ExitStatus.NON_FINITE)
 
 
 @pytest.mark.parametrize(
     ("rerun", "decision", "status", "save_first"),
     [
-        (RerunResult.NOT_RUN, Decision.RERUN, None, False),
-        (RerunResult.FINITE, Decision.APPLY, None, False),
-        (RerunResult.SAME, Decision.ABORT, ExitStatus.RERUN_PERSISTENT, True),
-        (RerunResult.DIFFERENT, Decision.ABORT, ExitStatus.RERUN_INVALID, False),
+        (RerunResult.NOT_RUN, StepAction.RERUN, None, False),
+        (RerunResult.FINITE, StepAction.APPLY, None, False),
+        (RerunResult.SAME, StepAction.ABORT, ExitStatus.RERUN_PERSISTENT, True),
+        (RerunResult.DIFFERENT, StepAction.ABORT, ExitStatus.RERUN_INVALID, False),
     ],
 )
 def test_rerun_once(rerun, decision, status, save_first):
@@ -78,8 +78,8 @@ def test_state_survives_a_resume():
     first.decide(nonfinite=True)
     second = NanPolicy("skip", 2)
     second.load_state(first.state())
-    assert second.decide(nonfinite=True).decision is Decision.SKIP
-    assert second.decide(nonfinite=True).decision is Decision.ABORT
+    assert second.decide(nonfinite=True).decision is StepAction.SKIP
+    assert second.decide(nonfinite=True).decision is StepAction.ABORT
 
 
 def test_misuse():

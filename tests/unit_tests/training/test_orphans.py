@@ -7,8 +7,7 @@ import time
 import torch.distributed as dist
 
 from megatron.training.guard import watchdog
-from megatron.training.guard.orphans import OrphanGuard
-from megatron.training.guard.watchdog import Watchdog
+from megatron.training.guard.watchdog import OrphanGuard, Watchdog
 
 FAST = {"poll_s": 0.01, "grace_s": 0.05}
 

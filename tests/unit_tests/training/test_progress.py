@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.report.progress import EtaEstimator, Progress, format_age, format_duration
+from megatron.training.report.progress import EtaEstimator, ProgressLine, format_age, format_duration
 
 
 def run_eta(durations):
@@ -90,7 +90,7 @@ class Clock:
 
 def test_plain_lines_every_ten_seconds_without_control_codes():
     out, clock = io.StringIO(), Clock()
-    progress = Progress(100, stream=out, clock=clock)
+    progress = ProgressLine(100, stream=out, clock=clock)
     progress.figures(loss=3.21, tokens_per_s=12345.6)
     for i in range(1, 101):
         clock.now += 1.0
@@ -113,7 +113,7 @@ def test_plain_lines_every_ten_seconds_without_control_codes():
 
 def test_mfu_when_known():
     out, clock = io.StringIO(), Clock()
-    progress = Progress(1, stream=out, clock=clock)
+    progress = ProgressLine(1, stream=out, clock=clock)
     progress.figures(loss=None, tokens_per_s=1.0, mfu=0.4567)
     progress.update(1)
     assert "loss n/a" in out.getvalue()
@@ -126,7 +126,7 @@ def test_live_line_on_a_terminal():
             return True
 
     out, clock = Terminal(), Clock()
-    progress = Progress(10, stream=out, clock=clock, interactive=True, first_iteration=3)
+    progress = ProgressLine(10, stream=out, clock=clock, interactive=True, first_iteration=3)
     progress.figures(loss=1.5, tokens_per_s=10.0)
     for i in range(3, 11):
         clock.now += 1.0
@@ -141,4 +141,4 @@ def test_live_line_on_a_terminal():
 
 
 def test_a_file_or_pipe_gets_plain_lines():
-    assert Progress(10, stream=io.StringIO())._live is None
+    assert ProgressLine(10, stream=io.StringIO())._live is None

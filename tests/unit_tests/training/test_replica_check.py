@@ -10,13 +10,13 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import Fu
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.training.guard.exit_status import ExitStatus, status_of
-from megatron.training.guard.replica_check import (
+from megatron.training.guard.weight_check import (
     Difference,
     ReplicaMismatchError,
     all_alike,
     check_replicas,
-    digest,
     first_difference,
+    tensor_digest,
 )
 from megatron.training.run.training import RAISED_ALIKE, STATUS_TABLE
 from tests.harness.ranks import run_ranks
@@ -36,10 +36,11 @@ def model_of_seed(seed=1):
 
 def test_bits_decide():
     one = torch.tensor([1.0, 0.0])
-    assert digest(one) == digest(one.clone())
-    assert digest(one) != digest(torch.tensor([1.0, -0.0]))  # equal as numbers
-    assert digest(torch.zeros(2, 3, dtype=torch.bfloat16).t()) == digest(torch.zeros(6, dtype=torch.bfloat16))
-    assert digest(torch.tensor(2.0)) == digest(torch.tensor([2.0]))
+    assert tensor_digest(one) == tensor_digest(one.clone())
+    assert tensor_digest(one) != tensor_digest(torch.tensor([1.0, -0.0]))  # equal as numbers
+    zeros = torch.zeros(2, 3, dtype=torch.bfloat16)
+    assert tensor_digest(zeros.t()) == tensor_digest(torch.zeros(6, dtype=torch.bfloat16))
+    assert tensor_digest(torch.tensor(2.0)) == tensor_digest(torch.tensor([2.0]))
 
 
 def test_only_ranks_of_one_place_are_compared():

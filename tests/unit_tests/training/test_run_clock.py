@@ -1,4 +1,4 @@
-from megatron.training.report.run_clock import RunClock
+from megatron.training.report.timers import RunClock
 
 
 def test_pauses_do_not_count():

@@ -13,9 +13,8 @@ from torch import nn
 from megatron.core.transport import shm_transport
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
-from megatron.training.guard.replica_check import check_replicas
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
+from megatron.training.guard.weight_check import check_replicas
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.evaluate import evaluate

@@ -22,8 +22,7 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.weight_check import NonFiniteWeightsError
-from megatron.training.report.run_clock import RunClock
-from megatron.training.report.timers import Timers
+from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner

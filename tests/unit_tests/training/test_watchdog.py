@@ -15,14 +15,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.core.transport.traffic import TrafficCounter
 from megatron.training.guard.hang_diagnosis import (
     ENDED,
     FAILING,
     ProgressRecord,
     _pack,
     _unpack,
-    find_culprit,
+    diagnose,
 )
 from megatron.training.guard.watchdog import Watchdog
 
@@ -59,7 +59,7 @@ def failing(rank=0, sequence=3):
 def test_late_rank_is_named_with_everything_one_wants_to_know():
     mine = failing()
     records = {0: mine, 1: rec(1, {"dp@0": 2}, ("all_reduce", "dp", ALL), phase="data"), 2: failing(2)}
-    assert find_culprit(mine, records, {0, 1, 2}, 3, NOW).startswith(
+    assert diagnose(mine, records, {0, 1, 2}, 3, NOW).startswith(
         "rank 1 (host node1, pid 41) missed all_reduce #3 of group 'dp' at step 17, phase grad-sync; "
         "last heard of 5.2 s ago, then in step 17, phase data"
     )
@@ -68,7 +68,7 @@ def test_late_rank_is_named_with_everything_one_wants_to_know():
 def test_silent_rank_is_named_even_if_it_had_begun_the_same_collective():
     mine = failing()
     dead = rec(1, {"dp@0": 3}, ("all_reduce", "dp", ALL), published_at=NOW - 4.0)
-    text = find_culprit(mine, {0: mine, 1: dead, 2: failing(2)}, {0, 2}, 3, NOW)
+    text = diagnose(mine, {0: mine, 1: dead, 2: failing(2)}, {0, 2}, 3, NOW)
     assert text.startswith("rank 1 (host node1, pid 41) was lost during all_reduce #3 of group 'dp'")
     assert "last heard of 4.0 s ago" in text
     assert "killed" in text
@@ -78,7 +78,7 @@ def test_survivors_that_fail_too_are_never_blamed():
     mine = failing(0, sequence=5)
     early = failing(2, sequence=4)  # its connection broke one collective earlier
     late = rec(1, {"dp@0": 4}, ("all_reduce", "dp", ALL))
-    assert find_culprit(mine, {0: mine, 1: late, 2: early}, {0, 1, 2}, 3, NOW).startswith("rank 1 ")
+    assert diagnose(mine, {0: mine, 1: late, 2: early}, {0, 1, 2}, 3, NOW).startswith("rank 1 ")
 
 
 def test_chain_of_waiting_is_followed_over_groups():
@@ -90,7 +90,7 @@ def test_chain_of_waiting_is_followed_over_groups():
         2: rec(2, {"dp@2": 3, "pp@0": 4}, ("all_reduce", "dp", (2, 3))),
         3: rec(3, {"dp@2": 2, "pp@1": 6}, ("recv", "pp", (1, 3)), phase="data"),
     }
-    text = find_culprit(mine, records, set(records), 4, NOW)
+    text = diagnose(mine, records, set(records), 4, NOW)
     assert text.startswith("rank 3 (host node3, pid 43) missed recv #7 of group 'pp'")
 
 
@@ -102,7 +102,7 @@ def test_who_has_begun_everything_ahead_and_waits_for_nobody():
     asleep = rec(1, {"dp@0": 3, "tp@1": 8}, ("all_gather", "tp", (1, 3)), progressed_at=NOW - 5.0)
     other = dataclasses.replace(rec(3, {"dp@0": 3, "tp@1": 7}, ("all_gather", "tp", (1, 3))), waits=True)
     records = {0: mine, 1: asleep, 2: waiting, 3: other}
-    text = find_culprit(mine, records, set(records), 4, NOW)
+    text = diagnose(mine, records, set(records), 4, NOW)
     assert text.startswith("rank 1 (host node1, pid 41) was lost during all_reduce #3 of group 'dp'")
     assert "last heard of 5.0 s ago" in text
     everybody_of_dp = {
@@ -110,9 +110,9 @@ def test_who_has_begun_everything_ahead_and_waits_for_nobody():
         1: dataclasses.replace(asleep, waits=True),
         3: dataclasses.replace(other, waits=False),
     }
-    assert find_culprit(mine, everybody_of_dp, set(records), 4, NOW).startswith("rank 3 (host node3")
+    assert diagnose(mine, everybody_of_dp, set(records), 4, NOW).startswith("rank 3 (host node3")
     everybody = {rank: dataclasses.replace(record, waits=True) for rank, record in everybody_of_dp.items()}
-    assert find_culprit(mine, everybody, set(records), 4, NOW).startswith("no rank is behind")
+    assert diagnose(mine, everybody, set(records), 4, NOW).startswith("no rank is behind")
 
 
 def test_the_record_knows_of_waits():
@@ -131,16 +131,14 @@ def test_the_record_knows_of_waits():
 def test_rank_that_ended_says_why():
     mine = failing()
     ended = rec(1, {"dp@0": 2}, state=ENDED, reason="DataError: corpus.bin: token 70000 >= vocabulary 50257")
-    text = find_culprit(mine, {0: mine, 1: ended, 2: failing(2)}, {0, 1, 2}, 3, NOW)
+    text = diagnose(mine, {0: mine, 1: ended, 2: failing(2)}, {0, 1, 2}, 3, NOW)
     assert "rank 1 (host node1, pid 41) ended at step 17" in text
     assert "token 70000" in text
 
 
 def test_rank_that_left_regularly_while_others_wait():
     mine = failing()
-    text = find_culprit(
-        mine, {0: mine, 1: rec(1, {"dp@0": 2}, state=ENDED), 2: failing(2)}, {0, 1, 2}, 3, NOW
-    )
+    text = diagnose(mine, {0: mine, 1: rec(1, {"dp@0": 2}, state=ENDED), 2: failing(2)}, {0, 1, 2}, 3, NOW)
     assert text.startswith("rank 1 ")
     assert "missed all_reduce #3" in text
     assert "ended after step 17" in text
@@ -149,7 +147,7 @@ def test_rank_that_left_regularly_while_others_wait():
 def test_different_collectives_at_the_same_number():
     mine = failing()
     other = rec(1, {"dp@0": 3}, ("all_gather", "dp", ALL))
-    text = find_culprit(mine, {0: mine, 1: other, 2: failing(2)}, {0, 1, 2}, 3, NOW)
+    text = diagnose(mine, {0: mine, 1: other, 2: failing(2)}, {0, 1, 2}, 3, NOW)
     assert "disagree on collective #3 of group 'dp'" in text
     assert "all_gather" in text
     assert "all_reduce" in text
@@ -157,16 +155,16 @@ def test_different_collectives_at_the_same_number():
 
 def test_without_counts_the_lowest_step_is_late():
     mine = rec(0, state=FAILING)
-    text = find_culprit(mine, {0: mine, 1: rec(1, step=16)}, {0, 1}, 2, NOW)
+    text = diagnose(mine, {0: mine, 1: rec(1, step=16)}, {0, 1}, 2, NOW)
     assert text.startswith("rank 1 ")
     assert "in step 16" in text
-    nobody = find_culprit(mine, {0: mine, 1: rec(1)}, {0, 1}, 2, NOW)
+    nobody = diagnose(mine, {0: mine, 1: rec(1)}, {0, 1}, 2, NOW)
     assert nobody.startswith("no rank is behind")
 
 
 def test_rank_without_any_record():
     mine = failing()
-    assert find_culprit(mine, {0: mine, 2: failing(2)}, {0, 2}, 3, NOW).startswith("rank 1 never reported")
+    assert diagnose(mine, {0: mine, 2: failing(2)}, {0, 2}, 3, NOW).startswith("rank 1 never reported")
 
 
 @given(st.lists(st.integers(0, 5000), unique=True, max_size=12))
@@ -192,7 +190,7 @@ def test_lowest_sequence_is_always_the_one_blamed(sequences):
         r: rec(r, {"dp@0": s}, ("all_reduce", "dp", members), state=FAILING if s == top else "running")
         for r, s in enumerate(sequences)
     }
-    text = find_culprit(records[mine_rank], records, set(members), len(members), NOW)
+    text = diagnose(records[mine_rank], records, set(members), len(members), NOW)
     if min(sequences) == top:
         assert text.startswith("no rank is behind")
     else:

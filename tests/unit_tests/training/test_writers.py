@@ -71,7 +71,6 @@ def test_tensorboard_has_every_tag_twice(tmp_path):
     sinks.record({"lm loss": 2.0, "grad-norm": 1.5}, step=5, samples=40)
     sinks.scalar("optimizer-time", 0.25, 5)
     assert sinks.tensorboard is not None
-    sinks.flush()
     sinks.close()
     assert read_tensorboard(tmp_path / "tb") == {
         "lm loss": [(5, 2.0)],
@@ -99,12 +98,15 @@ def test_flags_keep_tags_out_of_the_trackers_but_never_out_of_the_file(tmp_path)
 
 
 def record_at(iteration):
-    return IterationRecord(iteration, 20, 8, 0.1, 1e-4, 8, {"lm loss": 3.25}, 1.0, 0, 0, datetime(2026, 1, 1))
+    when = datetime(2026, 1, 1)
+    return IterationRecord(
+        iteration, 20, 8, 0.1, 1e-4, 8, {"lm loss": 3.25}, 1.0, 0, 0, when, tokens_per_s=1234.0
+    )
 
 
 def test_progress_shows_the_newest_figures_and_the_checkpoints_age(tmp_path, capsys):
     sinks = open_writers(config(progress="auto"), tmp_path, enabled=True, resumed_iteration=10)
-    sinks.progress(record_at(11), tokens_per_s=1234.0)
+    sinks.progress(record_at(11))
     for iteration in range(11, 20):
         sinks.iteration_done(iteration)
     sinks.checkpoint_saved(19, "x")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.plan.activations import activations
+from megatron.core.pipeline_parallel.plan.costs import activations
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock
 from megatron.core.pipeline_parallel.plan.residency_walk import Held, walk_row
@@ -45,7 +45,7 @@ def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]
             found.append((clock, Held(place, -1, 0, 0, 0, after)))
         return found
     lane = timeline.lanes[rank]
-    again = LaneClock(lane.units, lane.lanes, lane.durations, clock)
+    again = LaneClock(lane.units, clock, lane.lanes, lane.durations)
     moments = again.moments = {}
     for place, op in enumerate(row):
         if IS_DATA_PARALLEL[op[0]]:
@@ -54,10 +54,8 @@ def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]
         clock = max(clock, starts[place])
         if IS_COMPUTE[op[0]]:
             clock = moments[place, -1] = again.compute(place, op, clock)
-    counted = costs if counts_bytes(simulation) else None
-    walk = walk_row(
-        row, lane.units, lane.lanes.residency, counted, forward_only=plan.forward_only, boundaries=True
-    )
+    counted, asked = costs if counts_bytes(simulation) else None, lane.lanes.residency
+    walk = walk_row(row, lane.units, asked, counted, forward_only=plan.forward_only, boundaries=True)
     *held, last = walk.boundaries
     known = [(moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one) for one in held]
     return [*known, (max(clock, lane.free), last)]

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
 from megatron.core.transport.collectives import Pending
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError
-from megatron.core.transport.point_to_point import Line, send_receive
+from megatron.core.transport.point_to_point import P2PRoute, send_receive
 
 MAX_DIMS = 8
 # A dtype's place in this list is its number in headers: only ever append.
@@ -37,7 +37,7 @@ Route = tuple[int, int]  # (kind of transfer, peer)
 class P2P:
     """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
 
-    gloo has no batches: there each message goes the shortest way (`Line`), sends before receives, since a result was
+    gloo has no batches: there each message goes its own way (`P2PRoute`), sends before receives, since a result was
     just computed and somebody waits for it.
 
     A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through. Whoever
@@ -59,7 +59,7 @@ class P2P:
         # This rank's routes: what they carry.
         self._shapes: dict[Route, Shape] = {}
         # Of known routes, where there are no batches: the line, and an empty tensor of what it carries.
-        self._lines: dict[Route, tuple[Line, Tensor]] = {}
+        self._lines: dict[Route, tuple[P2PRoute, Tensor]] = {}
         # Under way, in the order in which they were posted; headers apart.
         self._sends: dict[Key, tuple[RawOp, Pending]] = {}
         self._proven: list[Key] = []  # sends that are known to be complete
@@ -126,12 +126,12 @@ class P2P:
             raise error if op is None else error.at(op_text(op)) from error
         return arrivals
 
-    def _line(self, op: RawOp) -> tuple[Line, Tensor]:
+    def _line(self, op: RawOp) -> tuple[P2PRoute, Tensor]:
         route = (op[0], op[6])
         found = self._lines.get(route)
         if found is None:
             direction = "send" if op[0] in _RECEIVE_OF else "receive"
-            line = Line(direction, op[6], self._groups[op[0]])
+            line = P2PRoute(direction, op[6], self._groups[op[0]])
             found = (line, torch.empty(0, dtype=self._shapes[route][0], device=self._device))
             self._lines[route] = found
         return found

@@ -14,7 +14,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.module import ModelError
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import single_process
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 from tests.harness.hand_driven import (
     Model,
     build,

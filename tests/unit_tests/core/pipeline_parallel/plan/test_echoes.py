@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel.plan.ir import BW, RECV_B, RECV_F, SEND_B, SEND_F, B, F
-from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
+from megatron.core.pipeline_parallel.plan.passes.lower import forward_only
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan

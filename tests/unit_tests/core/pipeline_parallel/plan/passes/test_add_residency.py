@@ -11,8 +11,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, F, PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, READS_WEIGHTS
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
-from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency_walk import walk_row

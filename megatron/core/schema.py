@@ -2,7 +2,7 @@
 
     SCHEDULER = {"samples": integer(), "peak": or_null(number(low=0.0)), "style": one_of("linear", "cosine")}
     check(SCHEDULER, value, Place(path, "common.scheduler"))
-    CheckpointError: manifest.json: field 'common.scheduler.samples': expected an integer from 0 to ..., found -1
+    FieldError: manifest.json: field 'common.scheduler.samples': expected an integer from 0 to ..., found -1
 
 A dict is an object with these fields and no others; `optional` marks one that may be absent. Nothing is converted: what
 passes is used as it is. Numbers are bounded, texts are short and printable: they end up in arithmetic and in log lines.
@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
-
 MAX_INT = 1 << 56
 MAX_NUMBER = 1e300
 MAX_CHARS = 1000
@@ -29,24 +27,29 @@ _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 
+class FieldError(ValueError):
+    """A field of a file is not what it has to be."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A value's file and the fields that lead to it, for messages."""
+    """A value's file and the fields that lead to it, for messages. error: what is raised."""
 
     path: Path
     where: str = ""
+    error: type[ValueError] = FieldError
 
     def at(self, name: str) -> Place:
         """A field of this object."""
-        return Place(self.path, f"{self.where}.{name}" if self.where else name)
+        return Place(self.path, f"{self.where}.{name}" if self.where else name, self.error)
 
     def __getitem__(self, index: int) -> Place:
-        return Place(self.path, f"{self.where}[{index}]")
+        return Place(self.path, f"{self.where}[{index}]", self.error)
 
     def fail(self, expected: str, found: Any = None, *, found_words: str = "") -> NoReturn:
         """found: the value. found_words: what was found, told instead of shown."""
         shown = found_words[:300] or _shown.repr(found)
-        raise CheckpointError(f"{self.path}: field {self.where!r:.200}: expected {expected}, found {shown}")
+        raise self.error(f"{self.path}: field {self.where!r:.200}: expected {expected}, found {shown}")
 
 
 Check = Callable[[Any, Place], None]
@@ -54,7 +57,7 @@ Schema = Check | Mapping[str, Any]
 
 
 def check(schema: Schema, value: Any, place: Place) -> None:
-    """Raises CheckpointError naming file and field."""
+    """Raises the place's error, naming file and field."""
     if not isinstance(schema, Mapping):
         schema(value, place)
         return
@@ -70,7 +73,7 @@ def check(schema: Schema, value: Any, place: Place) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class optional:  # noqa: N801 - reads as the functions beside it
-    """A field that may be absent: older checkpoints do not have it."""
+    """A field that may be absent: older files do not have it."""
 
     schema: Schema
 
@@ -78,35 +81,38 @@ class optional:  # noqa: N801 - reads as the functions beside it
         check(self.schema, value, place)
 
 
-def integer(low: int = 0, high: int = MAX_INT) -> Check:
+def _rule(expected: str, holds: Callable[[Any], bool]) -> Check:
     def run(value: Any, place: Place) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            place.fail(f"an integer from {low} to {high}", value)
+        if not holds(value):
+            place.fail(expected, value)
 
     return run
+
+
+def integer(low: int = 0, high: int = MAX_INT) -> Check:
+    return _rule(f"an integer from {low} to {high}", lambda one: type(one) is int and low <= one <= high)
 
 
 def number(low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> Check:
     """A finite number."""
-
-    def run(value: Any, place: Place) -> None:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-            place.fail(f"a number from {low:g} to {high:g}", value)
-
-    return run
+    expected = f"a number from {low:g} to {high:g}"
+    return _rule(expected, lambda one: type(one) in (int, float) and low <= one <= high)
 
 
-def boolean(value: Any, place: Place) -> None:
-    if not isinstance(value, bool):
-        place.fail("true or false", value)
+boolean = _rule("true or false", lambda one: type(one) is bool)
+
+
+def one_of(*values: Any) -> Check:
+    expected = f"one of {list(values)}" if len(values) > 1 else repr(values[0])
+    return _rule(expected, lambda one: any(one == value and type(one) is type(value) for value in values))
 
 
 def text(pattern: str | None = None, max_chars: int = MAX_CHARS) -> Check:
     """Printable, of bounded length."""
-    wanted = re.compile(pattern) if pattern else None
+    wanted = re.compile(pattern or ".*", re.DOTALL)
 
     def run(value: Any, place: Place) -> None:
-        if not isinstance(value, str) or (wanted is not None and not wanted.fullmatch(value)):
+        if not isinstance(value, str) or not wanted.fullmatch(value):
             place.fail(f"text like {pattern}" if pattern else "text", value)
         if len(value) > max_chars or not value.isprintable():
             place.fail(f"at most {max_chars} printable characters", value)
@@ -114,20 +120,8 @@ def text(pattern: str | None = None, max_chars: int = MAX_CHARS) -> Check:
     return run
 
 
-def one_of(*values: Any) -> Check:
-    def run(value: Any, place: Place) -> None:
-        if not any(value == allowed and type(value) is type(allowed) for allowed in values):
-            place.fail(f"one of {list(values)}" if len(values) > 1 else repr(values[0]), value)
-
-    return run
-
-
 def or_null(schema: Schema) -> Check:
-    def run(value: Any, place: Place) -> None:
-        if value is not None:
-            check(schema, value, place)
-
-    return run
+    return lambda value, place: None if value is None else check(schema, value, place)
 
 
 def array(schema: Schema, max_items: int | None = None, what: str = "items") -> Check:
@@ -160,14 +154,13 @@ def anything(value: Any, place: Place) -> None:
     """Any JSON that is not nested so deeply that walking it would end the interpreter's stack."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+        outer = [
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        ]
+        level = [inner for one in outer for inner in one]
         if not level:
             return
     place.fail(f"JSON nested at most {MAX_DEPTH} deep", value)
-
-
-def _inside(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 _BY_TYPE: dict[Any, Check] = {
@@ -182,7 +175,7 @@ _BY_TYPE: dict[Any, Check] = {
 def fields_of(cls: Any, **own: Schema) -> dict[str, Schema]:
     """The schema of a dataclass of plain values, as `asdict` writes it: by its annotations, or `own` where given.
 
-    Counts are at least 0. What has a default may be absent: checkpoints older than the field mean the default.
+    Counts are at least 0. What has a default may be absent: files older than the field mean the default.
     """
     types = typing.get_type_hints(cls)
     table: dict[str, Schema] = {}
