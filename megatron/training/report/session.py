@@ -1,5 +1,5 @@
-"""What everything of a run shares from its first collective to its last: ranks, device, clocks, watchers, and the ranks
-that speak. `run/session.py` makes it."""
+"""What all parts of a run share: configuration, ranks, device, timers, watchdog, tokenizer and output folder, as
+`run/session.py` builds them."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def check_state(found: Found, with_optimizer: bool) -> None:
 
 @dataclasses.dataclass
 class RunCheckpoints:
-    """reporter: hears of committed checkpoints. last: directory of the newest one that is whole, None where there is
-    none. All ranks call alike."""
+    """Saves and loads the state of a run. reporter: is told of committed checkpoints. last: directory of the newest
+    complete checkpoint. Every method communicates over the world: all ranks call it together."""
 
     session: Session
     engine: Engine

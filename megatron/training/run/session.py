@@ -1,4 +1,4 @@
-"""What a run holds from its first collective to its last: ranks, device, clocks, watchers; made by `initialize`."""
+"""`initialize`: from flags and the launcher's environment to a `Session`."""
 
 from __future__ import annotations
 
