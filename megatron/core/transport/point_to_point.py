@@ -1,4 +1,4 @@
-"""Messages from rank to rank: batches of them, and lines, which carry many one after the other.
+"""Messages from rank to rank: batches of them, and routes, which carry many one after the other.
 
 Raises and calls are those of `collectives`: a lost peer is a `PeerLostError` that names the other end.
 """

@@ -162,7 +162,11 @@ class RunCheckpoints:
             common["groupings"] = [
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
-        with self.session.watchdog.phase("save"), self.session.timers("save-checkpoint", log_level=1):
+        phase, timer = (
+            self.session.watchdog.phase("save"),
+            self.session.timers("save-checkpoint", log_level=1),
+        )
+        with phase, timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
             directory = self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
         self._committed(directory)

@@ -29,9 +29,9 @@ from megatron.core.pipeline_parallel.plan.passes.move_w import (
     w_behind_b,
     with_row,
 )
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 RESERVES = (
     Reserve(0.0),
