@@ -23,7 +23,7 @@ from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.saved_vocabulary import (
+from megatron.training.config.saved_config import (
     check_holds_tokenizer,
     saved_padded_vocabulary,
     with_saved_vocabulary,
@@ -81,11 +81,13 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     claimed = folder.claim(env, say) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
-    said = said_by if asked is not None else None  # None: ranks share the cores
+    said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
+    cores, ranks = device.available_cores(), env.local_world_size
+    size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
     session.print_rank_0(
         *([] if raised is None else [raised]),
-        metrics.threads_line(threads, device.available_cores(), env.local_world_size, said_by=said),
-        metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0),
+        metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said),
+        metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded),
     )
     return session
 

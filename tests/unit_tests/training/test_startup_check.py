@@ -68,14 +68,6 @@ def test_many_ranks_are_abridged():
         run(lambda mine: [mine] * 10 + [{**mine, "torch version": "2.9"}] * 9)
 
 
-def test_ignored_names_may_differ():
-    digests = []
-    for config in ({**CONFIG, "scratch": "a"}, {**CONFIG, "scratch": "b"}, {**CONFIG, "lr": 1.0}):
-        common, _ = run(lambda mine: [mine], config, ignore={"scratch"})
-        digests.append(common["configuration"])
-    assert digests[0] == digests[1] != digests[2]
-
-
 def test_code_digest_sees_names_and_contents(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")
