@@ -23,8 +23,6 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build import build_from_config
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.training.config.config import Config
 from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.run.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
@@ -73,18 +71,9 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
         device="meta",
     )
     model.to_empty(device=device)
-    load(
-        [
-            LocalPiece(MODEL_PREFIX + name, tuple(weight.shape), (0,) * weight.dim(), weight.detach())
-            for name, weight in model.named_parameters()
-        ]
-    )
+    weights = ((MODEL_PREFIX + name, weight.detach()) for name, weight in model.named_parameters())
+    load([LocalPiece(name, tuple(weight.shape), (0,) * weight.dim(), weight) for name, weight in weights])
     return model.eval(), config
-
-
-def load_tokenizer(flags: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of the training. Raises ValueError naming the file where one is no longer there."""
-    return build_from_config(flags)
 
 
 def check_size(args: argparse.Namespace, config: Config, vocab_size: int, prompt_tokens: int) -> None:
@@ -117,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
     )
     check_device(args.device)
     model, config = load_model(args.load, args.ckpt_step, args.device)
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = build_from_config(config.tokenizer)
     prompt = tokenizer.tokenize(args.prompt)
     if not prompt:
         raise ValueError("--prompt holds no token: give some text to continue")

@@ -1,5 +1,5 @@
-"""What one rank trains: its model chunks, the data parallel engine around them, optimizer, learning rate and loss
-scale. `run/build.py` makes it; what guards, reports and runs a step takes it as it is."""
+"""One rank's model chunks with their data parallel engine, optimizer, learning rate schedule and loss scaler, as
+`run/build.py` builds them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Engine:
 
 
 def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> list[LocalPiece]:
-    """What this rank holds at rest of the model's weights, under `model.<name>`: their regions where weights are whole,
-    rectangles of its parts where they are cut. Frozen ones too. Loading writes them in place; what others hold is
+    """This rank's part of the model's weights, frozen ones too, under `model.<name>`: regions of the parameter where
+    weights are not sharded, else rectangles of this rank's shard. Loading writes into them; weights of other ranks are
     gathered afterwards. names: all by default, in this order."""
     whole = buffer.sharding.weights is Cut.WHOLE
     pieces: list[LocalPiece] = []

@@ -68,13 +68,17 @@ def unset_global_variables() -> None:
     vars(_GLOBALS).update(vars(_Globals()))
 
 
+def _too_early(name: str, what: str) -> NotInitializedError:
+    return NotInitializedError(
+        f"get_{name}() was called before pretrain() had {what}: call it inside a provider or the forward step, not "
+        "while the script is imported"
+    )
+
+
 def get_args() -> SimpleNamespace:
     """The resolved configuration under Megatron's names, and the user's extra flags."""
     if _GLOBALS.args is None:
-        raise NotInitializedError(
-            "get_args() was called before pretrain() had parsed the command line: call it inside a "
-            "provider or the forward step, not while the script is imported"
-        )
+        raise _too_early("args", "parsed the command line")
     return _GLOBALS.args
 
 
@@ -83,10 +87,7 @@ def _getter(name: str, what: str) -> Callable[[], Any]:
 
     def get() -> Any:
         if name not in _GLOBALS.values:
-            raise NotInitializedError(
-                f"get_{name}() was called before pretrain() had made it: call it inside a provider or the "
-                "forward step, not while the script is imported"
-            )
+            raise _too_early(name, "made it")
         return _GLOBALS.values[name]
 
     get.__name__, get.__doc__ = f"get_{name}", what

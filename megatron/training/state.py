@@ -1,4 +1,4 @@
-"""How far a run is (`TrainState`, which a checkpoint keeps beside tensors), and what became of its newest step."""
+"""Counters of a run that a checkpoint keeps beside tensors (`TrainState`); a step's task and its result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepTask:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What the loop hears of a step once it is decided on.
+    """The result of a step, once all ranks have decided to take or to skip it.
 
     losses: name -> (sum, count) over the global batch. flags: summed. ended_at: of the run's clock. learning_rate:
     after the step. rolled_back: it was taken back, and taken again or not.

@@ -1,5 +1,5 @@
-"""What everything of a run shares from its first collective to its last: ranks, device, clocks, watchers, and the ranks
-that speak. `run/session.py` makes it."""
+"""What all parts of a run share: configuration, ranks, device, timers, watchdog, tokenizer and output folder, as
+`run/session.py` builds them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class Session:
     folder: RunFolder
     started_at: float
 
-    def print_rank_0(self, text: str) -> None:
-        if self.ps.is_first_rank:
+    def print_rank_0(self, *texts: str) -> None:
+        """Each text on a line of its own."""
+        for text in texts if self.ps.is_first_rank else ():
             say(text)
 
-    def print_rank_last(self, text: str) -> None:
-        if self.ps.is_last_rank:
+    def print_rank_last(self, *texts: str) -> None:
+        for text in texts if self.ps.is_last_rank else ():
             say(text)
 
     def gather(self, value: Any) -> list[Any]:

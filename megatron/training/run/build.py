@@ -190,8 +190,8 @@ def _refuse_together(chunks: Sequence[Chunk], asked: str, ps: ParallelState) -> 
 
 
 def refuse_unsplittable(module: nn.Module, asked: str) -> None:
-    """Raises UnsplittableError naming what the schedule's B and W cannot be split for. asked: the flag that asks for
-    the schedule.
+    """Raises UnsplittableError, naming the first parameter whose backward cannot be split into B and W. asked: the flag
+    that asks for the schedule.
 
     What goes to a sink can wait for W. Gradients of 1-D parameters may be computed in B, whoever does so: they wait for
     W to be added. A matrix that autograd accumulates would make of every B a whole backward.

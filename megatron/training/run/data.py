@@ -123,8 +123,8 @@ def build_data_iterators(
         eval_iters=evaluation.eval_iters,
         global_batch_size=config.training.global_batch_size,
     )
-    for line in metrics.dataset_lines("GPT", dict(zip(("train", "validation", "test"), sizes, strict=True))):
-        session.print_rank_0(line)
+    named = dict(zip(("train", "validation", "test"), sizes, strict=True))
+    session.print_rank_0(*metrics.dataset_lines("GPT", named))
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.DATASETS_DONE.format(name="GPT"))
     trained_on = 0 if evaluation.skip_train else sizes.train

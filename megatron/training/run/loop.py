@@ -96,8 +96,7 @@ class TrainingLoop:
         num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
         report_model(session, self._runner.spec, self.engine, num_microbatches)
         self._residency = ResidencyReport(session, self._runner, self.engine)
-        for line in self._residency.lines(num_microbatches):
-            session.print_rank_last(line)
+        session.print_rank_last(*self._residency.lines(num_microbatches))
         self.checkpoints.load()
         self._begun_at = state.consumed_train_samples
         state.consumed_valid_samples = first_validation_sample(state, config)
@@ -106,8 +105,7 @@ class TrainingLoop:
             data = build_data_iterators(session, datasets_provider, state, reads=reads)
         if not config.evaluation.skip_train:
             self.checkpoints.compare_data(data)
-        self._reporter = Reporter(session, self.engine, state, self._clock)
-        self.checkpoints.report_to(self._reporter)
+        self._reporter = self.checkpoints.reporter = Reporter(session, self.engine, state, self._clock)
         first = state.iteration + 1
         self._replanner = Replanner(session, self._runner, self.engine, self._reporter, self._clock, first)
         writers = self._reporter.writers
@@ -124,9 +122,8 @@ class TrainingLoop:
                 f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
             )
             return None
-        session.print_rank_0("training ...")
         now = datetime.datetime.now()
-        session.print_rank_0(metrics.datetime_line("before the start of training step", now))
+        session.print_rank_0("training ...", metrics.datetime_line("before the start of training step", now))
         if self._config.training.manual_gc:
             gc.disable()
             gc.collect()

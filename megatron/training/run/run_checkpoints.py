@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,36 +71,32 @@ def check_state(found: Found, with_optimizer: bool) -> None:
             check(integer(high=getattr(manifest, limit)), value, place.at(f"{section}.{name}"))
 
 
+@dataclasses.dataclass
 class RunCheckpoints:
-    """last: directory of the newest one that is whole, None where there is none. All ranks call alike."""
+    """Saves and loads the state of a run. reporter: is told of committed checkpoints. last: directory of the newest
+    complete checkpoint. Every method communicates over the world: all ranks call it together."""
 
-    def __init__(
-        self,
-        session: Session,
-        engine: Engine,
-        state: TrainState,
-        nan_policy: NanPolicy,
-        runner: PipelineRunner | None = None,
-    ) -> None:
-        self.last: str | None = None
-        self._session, self._engine, self._state = session, engine, state
-        self._nan_policy, self._runner = nan_policy, runner
-        self._flags, log = session.config.checkpoint, session.print_rank_0
-        self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=session.folder.check)
-        self._reporter: Reporter | None = None
-        self._saved_data: Any = None
-        self._data_description: Any = None
+    session: Session
+    engine: Engine
+    state: TrainState
+    nan_policy: NanPolicy
+    runner: PipelineRunner | None = None
+    reporter: Reporter | None = None
+    last: str | None = None
 
-    def report_to(self, reporter: Reporter) -> None:
-        """Who hears of committed checkpoints."""
-        self._reporter = reporter
+    def __post_init__(self) -> None:
+        session, self._flags = self.session, self.session.config.checkpoint
+        log, guard = session.print_rank_0, session.folder.check
+        self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard)
+        self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
+        self._data: Any = None  # and of this run's
 
     # --- at the start
 
     def load(self) -> None:
         """Put back what --load names, if anything. Raises what `Checkpointer.load` does."""
-        engine, config = self._engine, self._session.config.flat()
-        with self._session.watchdog.phase("load"), engine.model.buffer.resting_weights():
+        engine, config = self.engine, self.session.config.flat()
+        with self.session.watchdog.phase("load"), engine.model.buffer.resting_weights():
             restored = self._checkpointer.load(
                 engine.model_pieces(), engine.optimizer.pieces(), config=config, check_state=check_state
             )
@@ -112,9 +109,9 @@ class RunCheckpoints:
             self._resume(restored)
 
     def _resume(self, restored: Restored) -> None:
-        common, engine = restored.common, self._engine
-        self._state.load_state(common["train_state"])
-        self._nan_policy.load_state(common["nan_policy"])
+        common, engine = restored.common, self.engine
+        self.state.load_state(common["train_state"])
+        self.nan_policy.load_state(common["nan_policy"])
         for name in OPTIMIZER_SECTIONS if restored.optimizer else ():
             try:
                 told = getattr(engine, name).load_state(common[name])
@@ -122,28 +119,24 @@ class RunCheckpoints:
                 path = restored.directory / MANIFEST_NAME
                 raise CheckpointError(f"{path}: field 'common.{name}': {error}") from None
             if told is not None:
-                self._session.print_rank_0(told)
-        if self._runner is not None:
+                self.session.print_rank_0(told)
+        if self.runner is not None:
             saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
-            taken, lines = kept_groupings(self._runner.spec, saved)
-            self._runner.keep_groupings(taken)
-            for line in lines:
-                self._session.print_rank_0(line)
+            taken, lines = kept_groupings(self.runner.spec, saved)
+            self.runner.keep_groupings(taken)
+            self.session.print_rank_0(*lines)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)
 
     def compare_data(self, data: DataIterators) -> None:
         """Say so when a resumed run would not see the samples that the saved one would have seen."""
         saved, here = self._saved_data, data.description
-        self._data_description = here
-        if (
-            saved is not None
-            and here is not None
-            and (difference := first_difference(saved, here)) is not None
-        ):
-            self._session.print_rank_0(
+        self._data = here
+        difference = None if saved is None or here is None else first_difference(saved, here)
+        if difference is not None:
+            self.session.print_rank_0(
                 f"WARNING: the training data is not the checkpoint's ({difference}): from sample "
-                f"{self._state.consumed_train_samples} on this run sees other samples than the saved run would have, "
+                f"{self.state.consumed_train_samples} on this run sees other samples than the saved run would have, "
                 "perhaps some of them again"
             )
 
@@ -155,23 +148,23 @@ class RunCheckpoints:
 
     def save(self, *, wait: bool = True) -> None:
         """Save everything that an exact resume needs. wait: until it is committed, also with --async-save."""
-        state, engine = self._state, self._engine
+        state, engine = self.state, self.engine
         common = {
             "iteration": state.iteration,
             "consumed_train_samples": state.consumed_train_samples,
             "train_state": state.state(),
             **{name: getattr(engine, name).state() for name in OPTIMIZER_SECTIONS},
-            "nan_policy": self._nan_policy.state(),
-            "config": self._session.config.flat(),
-            "data": self._data_description,
+            "nan_policy": self.nan_policy.state(),
+            "config": self.session.config.flat(),
+            "data": self._data,
         }
-        if self._runner is not None and (residencies := self._runner.residencies):
+        if self.runner is not None and (residencies := self.runner.residencies):
             common["groupings"] = [
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
         phase, timer = (
-            self._session.watchdog.phase("save"),
-            self._session.timers("save-checkpoint", log_level=1),
+            self.session.watchdog.phase("save"),
+            self.session.timers("save-checkpoint", log_level=1),
         )
         with phase, timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
@@ -187,5 +180,5 @@ class RunCheckpoints:
         if directory is None:
             return
         self.last = str(directory)
-        assert self._reporter is not None, "a checkpoint of a run that nobody reports"
-        self._reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
+        assert self.reporter is not None, "a checkpoint of a run that nobody reports"
+        self.reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))

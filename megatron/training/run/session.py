@@ -1,4 +1,4 @@
-"""What a run holds from its first collective to its last: ranks, device, clocks, watchers; made by `initialize`."""
+"""`initialize`: from flags and the launcher's environment to a `Session`."""
 
 from __future__ import annotations
 
@@ -81,13 +81,14 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     claimed = folder.claim(env, say) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
-    if raised is not None:
-        session.print_rank_0(raised)
     said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
     cores, ranks = device.available_cores(), env.local_world_size
-    session.print_rank_0(metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said))
     size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
-    session.print_rank_0(metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded))
+    session.print_rank_0(
+        *([] if raised is None else [raised]),
+        metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said),
+        metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded),
+    )
     return session
 
 
