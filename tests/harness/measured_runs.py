@@ -8,8 +8,13 @@ from pathlib import Path
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.measured import OpTimes, file_name, header_line, op_lines
-from megatron.core.pipeline_parallel.plan.measured_costs import Figures, RankStep, figures_of
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, RankStep, figures_of
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
+    OpTimes,
+    file_name,
+    header_line,
+    op_lines,
+)
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan

@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
 from megatron.training.config.flops import train_step_flops
 from megatron.training.engine import Engine

@@ -1,7 +1,7 @@
 """Measuring the pipeline in the run: its bubble every log interval, and its schedule solved again for what it costs.
 
-All ranks exchange small figures (plan/measured_costs.py), solve the same problem and compare their plans. Weights keep
-their bits: an order of operations does not change sums.
+All ranks exchange small figures (plan/measuring/measured_costs.py), solve the same problem and compare their plans.
+Weights keep their bits: an order of operations does not change sums.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import dataclasses
 from pathlib import Path
 
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.again import planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import measured_bubbles
-from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles
+from megatron.core.pipeline_parallel.plan.measuring.again import planned_bubble, replanned
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import measured_bubbles
+from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text

@@ -1,7 +1,9 @@
 import platform
+from pathlib import Path
 
 import pytest
 
+import megatron.core
 from megatron.training.guard import startup_check
 from megatron.training.guard.startup_check import StartupMismatchError, compare_across_ranks, config_text
 
@@ -81,6 +83,10 @@ def test_code_digest_sees_names_and_contents(tmp_path):
     third = startup_check.code_digest(tmp_path)
     assert len({first, second, third}) == 3
     assert len(startup_check.code_digest()) == 64
+
+
+def test_the_whole_package_is_compared():
+    assert Path(megatron.core.__file__).parents[1] == startup_check.PACKAGE_DIR
 
 
 def test_unusual_values_do_not_stop_the_comparison():

@@ -18,8 +18,13 @@ from megatron.core.pipeline_parallel.plan.drawing.trace import (
 )
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, Plan, PlanError, RawOp, W, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, OpTimes, read_timeline, span_key
-from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import divide_backwards
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
+    MeasuredStep,
+    OpTimes,
+    read_timeline,
+    span_key,
+)
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 

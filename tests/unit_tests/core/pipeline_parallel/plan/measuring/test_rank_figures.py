@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, parse_row
-from megatron.core.pipeline_parallel.plan.measured import OpTimes
-from megatron.core.pipeline_parallel.plan.measured_costs import RankStep, figures_of, median
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import RankStep, figures_of, median
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 

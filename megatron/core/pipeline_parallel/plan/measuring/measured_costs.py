@@ -18,7 +18,7 @@ from typing import NamedTuple, TypedDict
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
-from megatron.core.pipeline_parallel.plan.measured import OpTimes
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.drawing.overlay import (
 )
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measured import OpTimes, span_key
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes, span_key
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import Figures, costs_of, peaks_of
-from megatron.core.pipeline_parallel.plan.measured_lines import MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, costs_of, peaks_of
+from megatron.core.pipeline_parallel.plan.measuring.measured_lines import MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
