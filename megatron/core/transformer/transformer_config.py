@@ -107,8 +107,7 @@ class TransformerConfig:
         "local", "implementation of the layers"
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg(
-        "auto",
-        "auto, flash, fused: torch's scaled_dot_product_attention; unfused, local: written out, exact",
+        "auto", "auto, flash, fused: torch's scaled_dot_product_attention; unfused, local: written out, exact"
     )
     use_flash_attn: bool = arg(False, "older spelling of --attention-backend flash")
     attention_softmax_in_fp32: bool = arg(False, "softmax of the unfused path in fp32")
