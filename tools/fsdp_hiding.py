@@ -1,12 +1,11 @@
-"""Does the communication of fully sharded training hide behind its computing? Without torch, in closed forms.
+"""Does the communication of fully sharded training hide behind its computing? Without torch.
 
 python tools/fsdp_hiding.py                 # the published tables, at 600 TFLOP/s and 340 GB/s
 python tools/fsdp_hiding.py --hidden-size 8192 --seq-length 8192 --context-parallel-size 4
 python tools/fsdp_hiding.py --hidden-size 8192 --seq-length 8192 --num-layers 80 --data-parallel-size 64
 
 Tokens a rank decide: computing grows with them, communication does not. --tflops and --bandwidth-gb-per-s are what
-the machine achieves, not its peak. The bandwidth is what one tensor parallel group takes in, as a rule a node's whole
-network; its ranks share it.
+the machine achieves, not its peak; the bandwidth is what one tensor parallel group takes in, and its ranks share it.
 """
 
 from __future__ import annotations
@@ -15,45 +14,34 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.planner import communication as comm
-from megatron.planner import model_tables
-from megatron.planner import published_tables as published
-from megatron.planner.quantities import CommunicationError
-from megatron.planner.table_text import model_text, published_text, rows_text
+from tools import fsdp_hiding_forms as forms
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# Times between which a float has room for every figure.
-SHORTEST_S, LONGEST_S = 1e-100, 1e100
+SHORTEST_S, LONGEST_S = 1e-100, 1e100  # between which a float has room for every figure
 BEYOND_RANGE = (
     "times are out of range: check --tflops, --bandwidth-gb-per-s, --hidden-size and --tokens-per-gpu"
 )
-# Which flag a quantity of the formulas comes from.
-FLAG_OF = {
-    "flop_per_s": "--tflops",
-    "bandwidth_bytes_per_s": "--bandwidth-gb-per-s",
-    "node_bandwidth_bytes_per_s": "--bandwidth-gb-per-s",
-    "tp_size": "--tensor-model-parallel-size",
-    "cp_size": "--context-parallel-size",
-    "ep_size": "--expert-model-parallel-size",
-    "num_experts": "--num-experts",
-    "top_k": "--moe-router-topk",
-    "hidden_size": "--hidden-size",
-    "seq_length": "--seq-length",
-    "micro_batch_size": "--micro-batch-size",
-    "tokens": "--tokens-per-gpu",
-    "num_layers": "--num-layers",
-    "num_heads": "--num-attention-heads",
-    "shard_size": "--data-parallel-size",
-    "num_microbatches": "--num-microbatches",
-    "checkpoint_interval": "--checkpoint-interval",
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+# Flag -> default, the flag it goes with, help. All are whole numbers of at least 1.
+COUNTS: dict[str, tuple[int | None, str, str]] = {
+    "--hidden-size": (None, "", ""),
+    "--seq-length": (None, "", "tokens are S / CP * microbatch"),
+    "--micro-batch-size": (1, "--seq-length", "of --seq-length (default 1)"),
+    "--context-parallel-size": (1, "--seq-length", "of --seq-length (default 1)"),
+    "--tensor-model-parallel-size": (1, "", "default 1"),
+    "--num-experts": (None, "", "a layer of attention and E experts"),
+    "--moe-router-topk": (2, "--num-experts", "experts a token meets (default 2)"),
+    "--expert-model-parallel-size": (1, "--num-experts", "default 1"),
+    "--num-layers": (None, "", "a whole model: adds what strategies keep and send"),
+    "--num-attention-heads": (None, "--num-layers", "default: heads of 128"),
+    "--data-parallel-size": (64, "--num-layers", "ranks of a shard (default 64)"),
+    "--num-microbatches": (1, "--num-layers", "of a step (default 1)"),
+    "--checkpoint-interval": (1, "--num-layers", "layers a checkpoint (default 1)"),
 }
-
-MODEL_FLAGS = ("num_attention_heads", "data_parallel_size", "num_microbatches", "checkpoint_interval")
-HEAD_SIZE = 128
 
 
 class UsageError(ValueError):
@@ -62,207 +50,144 @@ class UsageError(ValueError):
 
 def parser() -> argparse.ArgumentParser:
     """The command line. What describes a configuration has no default, so that what was given can be told."""
+    layout = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(
-        prog="fsdp_hiding.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "fsdp_hiding.py", None, __doc__, allow_abbrev=False, formatter_class=layout
     )
+    made.add_argument("--tflops", type=float, default=600.0, help="TFLOP/s a rank achieves (600)")
     made.add_argument(
-        "--tflops", type=float, default=600.0, metavar="F", help="TFLOP/s a rank achieves (600)"
+        "--bandwidth-gb-per-s", type=float, default=340.0, help="GB/s a TP group takes in (340)"
     )
-    made.add_argument(
-        "--bandwidth-gb-per-s", type=float, default=340.0, metavar="BW", help="GB/s a TP group takes in (340)"
-    )
-    made.add_argument("--hidden-size", type=int, metavar="H")
     tokens = made.add_mutually_exclusive_group()
-    tokens.add_argument("--tokens-per-gpu", type=float, metavar="T", help="tokens of a microbatch on a rank")
-    tokens.add_argument("--seq-length", type=int, metavar="S", help="tokens are S / CP * microbatch")
-    made.add_argument("--micro-batch-size", type=int, metavar="B", help="of --seq-length (default 1)")
-    made.add_argument("--context-parallel-size", type=int, metavar="CP", help="of --seq-length (default 1)")
-    made.add_argument("--tensor-model-parallel-size", type=int, metavar="TP", help="default 1")
-    made.add_argument("--num-experts", type=int, metavar="E", help="a layer of attention and E experts")
-    made.add_argument("--moe-router-topk", type=int, metavar="K", help="experts a token meets (default 2)")
-    made.add_argument("--expert-model-parallel-size", type=int, metavar="EP", help="default 1")
+    tokens.add_argument("--tokens-per-gpu", type=float, help="tokens of a microbatch on a rank")
+    for flag, (_, _, said) in COUNTS.items():
+        (tokens if flag == "--seq-length" else made).add_argument(flag, type=int, metavar="N", help=said)
     made.add_argument("--param-dtype", choices=list(DTYPE_BYTES), help="of gathered weights (default bf16)")
-    made.add_argument(
-        "--grad-dtype", choices=["fp32", "bf16", "fp16"], help="of the reduction (default fp32)"
-    )
+    made.add_argument("--grad-dtype", choices=list(DTYPE_BYTES)[:3], help="of the reduction (default fp32)")
     made.add_argument("--recompute", action="store_true", default=None, help="full activation recompute")
-    model = made.add_argument_group("a whole model", "with --hidden-size and --seq-length")
-    model.add_argument("--num-layers", type=int, metavar="L", help="adds what strategies keep and send")
-    model.add_argument("--num-attention-heads", type=int, metavar="A", help="default: heads of 128")
-    model.add_argument("--data-parallel-size", type=int, metavar="N", help="ranks of a shard (default 64)")
-    model.add_argument("--num-microbatches", type=int, metavar="GA", help="of a step (default 1)")
-    model.add_argument(
-        "--checkpoint-interval", type=int, metavar="CI", help="layers a checkpoint (default 1)"
-    )
     made.add_argument("--json", action="store_true", help="figures instead of text")
     return made
 
 
-def given(value: int | None, default: int) -> int:
-    """A flag's value, 0 included."""
-    return default if value is None else value
-
-
-def tokens_of(args: argparse.Namespace) -> float:
-    """Tokens of a microbatch on a rank. Raises UsageError."""
-    if args.seq_length is not None:
-        cp = given(args.context_parallel_size, 1)
-        if cp > 0 and args.seq_length % cp:
-            raise UsageError(f"--context-parallel-size {cp} does not divide --seq-length {args.seq_length}")
-        return comm.tokens_per_rank(args.seq_length, given(args.micro_batch_size, 1), cp)
-    for flag in ("micro_batch_size", "context_parallel_size"):
-        if getattr(args, flag) is not None:
-            raise UsageError(f"--{flag.replace('_', '-')} goes with --seq-length, which is not given")
-    if args.tokens_per_gpu is None:
-        raise UsageError("--tokens-per-gpu or --seq-length must be given")
-    return float(args.tokens_per_gpu)
-
-
-def experts_of(args: argparse.Namespace) -> comm.Experts | None:
-    """The layer's experts, if it has any. Raises UsageError and CommunicationError."""
-    if args.num_experts is None:
-        for flag in ("moe_router_topk", "expert_model_parallel_size"):
-            if getattr(args, flag) is not None:
-                raise UsageError(f"--{flag.replace('_', '-')} goes with --num-experts, which is not given")
-        return None
-    return comm.Experts(
-        args.num_experts, given(args.moe_router_topk, 2), given(args.expert_model_parallel_size, 1)
-    )
-
-
-def model_of(args: argparse.Namespace) -> model_tables.ModelRun | None:
-    """The whole model, if its layers are counted. Raises UsageError and CommunicationError."""
-    if args.num_layers is None:
-        for flag in MODEL_FLAGS:
-            if getattr(args, flag) is not None:
-                raise UsageError(f"--{flag.replace('_', '-')} goes with --num-layers, which is not given")
-        return None
-    if args.hidden_size is None or args.seq_length is None:
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """With defaults where a configuration is described. Raises UsageError naming the flag that is wrong."""
+    given = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in COUNTS}
+    for flag in ("--tflops", "--bandwidth-gb-per-s", "--tokens-per-gpu"):
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{flag} must be finite and more than 0, not {value:g}")
+    for flag, (default, owner, _) in COUNTS.items():
+        if (value := given[flag]) is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1, not {value}")
+        if value is not None and owner and given[owner] is None:
+            raise UsageError(f"{flag} goes with {owner}, which is not given")
+        setattr(args, flag[2:].replace("-", "_"), default if value is None else value)
+    args.described = {
+        *given.values(),
+        args.tokens_per_gpu,
+        args.param_dtype,
+        args.grad_dtype,
+        args.recompute,
+    } != {None}
+    args.wire = DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"]
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    if args.num_layers and (args.hidden_size is None or args.seq_length is None):
         raise UsageError("--num-layers goes with --hidden-size and --seq-length: give both")
-    if args.num_experts is not None:
-        raise UsageError("--num-layers: a whole model's forms are of dense layers; leave --num-experts out")
-    if given(args.tensor_model_parallel_size, 1) != 1:
-        raise UsageError(
-            "--num-layers: a whole model's forms are of one rank without tensor parallelism; leave "
-            "--tensor-model-parallel-size out"
-        )
-    tokens_of(args)  # the checks of what divides
-    return model_tables.ModelRun(
-        args.num_layers,
-        args.hidden_size,
-        given(args.num_attention_heads, max(1, args.hidden_size // HEAD_SIZE)),
-        args.seq_length // given(args.context_parallel_size, 1),
-        given(args.micro_batch_size, 1),
-        given(args.data_parallel_size, 64),
-        given(args.num_microbatches, 1),
-        given(args.checkpoint_interval, 1),
-        wire_of(args),
-    )
-
-
-def wire_of(args: argparse.Namespace) -> comm.WireBytes:
-    return comm.WireBytes(DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"])
-
-
-def hiding_of(args: argparse.Namespace) -> comm.LayerHiding:
-    """The layer that the flags describe. Raises UsageError and CommunicationError."""
-    if args.hidden_size is None:
+    for flag, alone in (("--num-experts", None), ("--tensor-model-parallel-size", 1)):
+        if args.num_layers and (given[flag] or alone) != alone:
+            raise UsageError(
+                f"--num-layers: a model's forms are of dense layers without TP; leave {flag} out"
+            )
+    if args.described and args.hidden_size is None:
         raise UsageError("--hidden-size must be given with a configuration")
-    tp = given(args.tensor_model_parallel_size, 1)
-    return comm.layer_hiding(
-        args.hidden_size,
-        tokens_of(args),
-        comm.Rates.of_node(args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9, tp),
-        wire=wire_of(args),
-        experts=experts_of(args),
-        tp_size=tp,
-        recompute=bool(args.recompute),
-    )
+    if args.described and not (args.tokens_per_gpu or args.seq_length):
+        raise UsageError("--tokens-per-gpu or --seq-length must be given")
+    if args.seq_length and args.seq_length % cp:
+        raise UsageError(f"--context-parallel-size {cp} does not divide --seq-length {args.seq_length}")
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        raise UsageError(
+            f"--moe-router-topk of {args.moe_router_topk} is more than the {args.num_experts} experts"
+        )
+    if args.num_experts and args.num_experts % ep:
+        raise UsageError(f"--expert-model-parallel-size of {ep} does not divide {args.num_experts} experts")
+    args.tokens = args.tokens_per_gpu or (args.seq_length or 0) / cp * args.micro_batch_size
+    args.rates = args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9 / args.tensor_model_parallel_size
+    return args
 
 
-def phase_words(phase: comm.Phase) -> str:
-    """`hidden`, or how much of which collectives shows."""
-    if phase.hidden:
-        return f"hidden, {1 - phase.ratio:.0%} of the computing to spare"
-    sends = "gather" if phase.phase == "forward" else "gather and reduce-scatter"
-    return f"exposed: {phase.exposed_s / phase.communication_s:.0%} of {sends}"
+def rows_text(head: list[str], rows: list[list[str]]) -> str:
+    """Columns as wide as their widest word."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [[word.ljust(width) for word, width in zip(row, widths, strict=True)] for row in [head, *rows]]
+    return "".join("  ".join(line).rstrip() + "\n" for line in lines)
 
 
-def hiding_text(layer: comm.LayerHiding) -> str:
+def tables_text(tables: Mapping[str, list[forms.Row]], **facts: object) -> str:
+    """Titles, heads and rows, every figure in its column's form. facts: of the titles."""
+    texts = []
+    for name, rows in tables.items():
+        columns = forms.TABLES[name]["columns"]
+        words = [[form.format(row[column]) for column, form in columns.items()] for row in rows]
+        texts.append(f"{forms.TABLES[name]['title'].format(**facts)}\n{rows_text(list(columns), words)}")
+    return "\n".join(texts)
+
+
+def hiding_text(phases: list[forms.Row], exposed_share: float, useful: float) -> str:
     """Need and have, phase by phase, then the sum in words."""
     head = "part phase need_tokens have_tokens ratio compute_ms communication_ms exposed_ms verdict".split()
-    rows = [
-        [
-            phase.part,
-            phase.phase,
-            f"{phase.need_tokens:.2f}",
-            f"{phase.have_tokens:g}",
-            f"{phase.ratio:.2f}",
-            *(f"{1e3 * s:.3f}" for s in (phase.compute_s, phase.communication_s, phase.exposed_s)),
-            phase_words(phase),
-        ]
-        for phase in layer.phases
-    ]
-    exposed = [f"{phase.part} {phase.phase}" for phase in layer.phases if not phase.hidden]
-    most = math.ceil(max(phase.need_tokens for phase in layer.phases))
-    verdict = (
-        f"Exposed: {', '.join(exposed)}; {layer.exposed_fraction:.1%} of a layer's time is waiting. "
-        f"{most} tokens a rank would hide all of it.\n"
-        if exposed
-        else f"All communication is hidden; {most} tokens a rank would be enough.\n"
-    )
-    useful = f"Useful fraction of the computing rate (recompute is not useful): {layer.useful_fraction:.3f}\n"
-    return rows_text(head, rows) + verdict + useful
-
-
-def hiding_figures(layer: comm.LayerHiding) -> dict[str, object]:
-    """The same for programs."""
-    fields = "part phase need_tokens have_tokens ratio hidden compute_s communication_s exposed_s".split()
-    return {
-        "phases": [{field: getattr(phase, field) for field in fields} for phase in layer.phases],
-        "exposed_fraction": layer.exposed_fraction,
-        "useful_fraction": layer.useful_fraction,
-        "flop_per_s": layer.rates.flop_per_s,
-        "bandwidth_bytes_per_s": layer.rates.bandwidth_bytes_per_s,
-    }
+    rows, exposed = [], []
+    for row in phases:
+        told = f"hidden, {1 - row['ratio']:.0%} of the computing to spare"
+        if not row["hidden"]:
+            sends = "gather" if row["phase"] == "forward" else "gather and reduce-scatter"
+            told = f"exposed: {row['exposed_s'] / row['communication_s']:.0%} of {sends}"
+            exposed.append(f"{row['part']} {row['phase']}")
+        times = (f"{1e3 * row[f'{name}_s']:.3f}" for name in ("compute", "communication", "exposed"))
+        tokens = f"{row['need_tokens']:.2f}", f"{row['have_tokens']:g}", f"{row['ratio']:.2f}"
+        rows.append([row["part"], row["phase"], *tokens, *times, told])
+    most = math.ceil(max(row["need_tokens"] for row in phases))
+    verdict = f"All communication is hidden; {most} tokens a rank would be enough.\n"
+    if exposed:
+        verdict = f"Exposed: {', '.join(exposed)}; {exposed_share:.1%} of a layer's time is waiting. "
+        verdict += f"{most} tokens a rank would hide all of it.\n"
+    useful_text = f"Useful fraction of the computing rate (recompute is not useful): {useful:.3f}\n"
+    return rows_text(head, rows) + verdict + useful_text
 
 
 def run(args: argparse.Namespace) -> str:
-    """What to print. Raises UsageError and CommunicationError."""
-    apart = ("tflops", "bandwidth_gb_per_s", "json")
-    if all(value is None for name, value in vars(args).items() if name not in apart):
-        tables = published.all_tables(args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9)
+    """What to print. Raises UsageError."""
+    args = checked(args)
+    if not args.described:
+        tables = forms.published_tables(args)
         if not SHORTEST_S <= args.tflops / args.bandwidth_gb_per_s <= LONGEST_S:
             raise UsageError(BEYOND_RANGE)
         rates = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
-        return json.dumps(tables, allow_nan=False) + "\n" if args.json else published_text(tables, rates)
-    layer = hiding_of(args)
-    times = [s for phase in layer.phases for s in (phase.compute_s, phase.communication_s)]
-    if not all(SHORTEST_S <= s <= LONGEST_S for s in times):
+        return json.dumps(tables, allow_nan=False) + "\n" if args.json else tables_text(tables, rates=rates)
+    phases, exposed, useful = forms.phases_of(args)
+    if not all(
+        SHORTEST_S <= row[f"{name}_s"] <= LONGEST_S for row in phases for name in ("compute", "communication")
+    ):
         raise UsageError(BEYOND_RANGE)
-    model = model_of(args)
-    tables = {} if model is None else model_tables.all_tables(model, layer.rates)
+    tables = forms.model_tables(args) if args.num_layers else {}
     if args.json:
-        return json.dumps(hiding_figures(layer) | tables, allow_nan=False) + "\n"
-    return hiding_text(layer) + ("" if model is None else "\n" + model_text(tables, model))
+        told = [{name: row[name] for name in row if name != "useful_s"} for row in phases]
+        figures = {"phases": told, "exposed_fraction": exposed, "useful_fraction": useful}
+        rates = dict(zip(("flop_per_s", "bandwidth_bytes_per_s"), args.rates, strict=True))
+        return json.dumps(figures | rates | tables, allow_nan=False) + "\n"
+    text = hiding_text(phases, exposed, useful)
+    if tables:
+        params = 12 * args.num_layers * args.hidden_size**2
+        facts = {"params": params, "ranks": args.data_parallel_size, "microbatches": args.num_microbatches}
+        text += "\n" + tables_text(tables, **facts)
+    return text
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 for what is no configuration."""
-    args = parser().parse_args(argv)
     try:
-        print(run(args), end="")
-    except CommunicationError as error:
-        print(f"fsdp_hiding.py: {FLAG_OF[error.field]} {error.why}", file=sys.stderr)
-        return 2
-    except ArithmeticError:
-        print(f"fsdp_hiding.py: {BEYOND_RANGE}", file=sys.stderr)
-        return 2
-    except UsageError as error:
-        print(f"fsdp_hiding.py: {error}", file=sys.stderr)
+        print(run(parser().parse_args(argv)), end="")
+    except (UsageError, ArithmeticError) as error:
+        print(f"fsdp_hiding.py: {error if isinstance(error, UsageError) else BEYOND_RANGE}", file=sys.stderr)
         return 2
     return 0
 

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.core.model_parallel_config import bytes_of
-from megatron.core.pipeline_parallel.plan.compare import over_limit
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.drawing.compare import over_limit
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower

@@ -15,9 +15,10 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARAL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk
-from megatron.core.pipeline_parallel.plan.schedules import AUTO
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
@@ -90,6 +91,15 @@ def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:
         verify_residency(plan, stages, residency),
         "bytes" if args.layer_bytes else "layers",
     )
+
+
+def moves_of_one_stage(strategy: str, num_layers: int, num_microbatches: int, ways: int) -> tuple[int, int]:
+    """Gathers and reductions of a step by the plan of one stage of equal layers, each a unit."""
+    plan = build_plan("1f1b", Request(1, num_microbatches))
+    costs, residency = CostModel.of_ranks(plan.placement), Residency(strategy, ways)
+    stages = _equal_layers(num_layers, 1, plan.placement, costs)
+    moves = verify_residency(add_residency(plan, stages, residency, costs), stages, residency)[0].moves
+    return moves.gathers.calls, moves.reductions.calls
 
 
 def _residency(args: argparse.Namespace, num_ranks: int) -> Residency:

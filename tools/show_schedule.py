@@ -32,9 +32,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.pipeline_parallel.plan import overlay
 from megatron.core.pipeline_parallel.plan.auto import fastest
-from megatron.core.pipeline_parallel.plan.compare import (
+from megatron.core.pipeline_parallel.plan.drawing import overlay
+from megatron.core.pipeline_parallel.plan.drawing.compare import (
     Entry,
     entry_of,
     longest,
@@ -42,12 +42,13 @@ from megatron.core.pipeline_parallel.plan.compare import (
     over_limit,
     table,
 )
+from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, summary, to_text
+from megatron.core.pipeline_parallel.plan.drawing.page import to_html
+from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg, to_picture, to_svg
+from megatron.core.pipeline_parallel.plan.drawing.trace import to_trace
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.render import columns_per_unit, summary, to_svg, to_text, to_trace
-from megatron.core.pipeline_parallel.plan.render_html import to_html
-from megatron.core.pipeline_parallel.plan.render_picture import to_picture
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
@@ -283,7 +284,7 @@ def run_measured(args: argparse.Namespace) -> str:
         head = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds\n"
         return head + overlay.overlay_text(planned, measured)
     if args.format == "svg":
-        return overlay.overlay_svg(planned, measured)
+        return beside_svg(planned, measured)
     if args.format == "trace":
         return overlay.overlay_trace(planned, measured, step.spans)
     if args.format == "json":

@@ -59,8 +59,6 @@ class Device:
         """Whether calls return before their kernels have run, so that measuring one means waiting for it."""
         return self.kind == "cuda"
 
-    # Waiting --------------------------------------------------------------------------------------
-
     def synchronize(self) -> None:
         """Wait for everything queued on the device. Does nothing on CPU, where nothing is queued."""
         if self.kind == "cuda":
@@ -73,8 +71,6 @@ class Device:
         """
         if self.kind == "cuda":
             tensor.record_stream(torch.cuda.current_stream(self.index))
-
-    # Memory ---------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryFigures:
         if self.kind == "cuda":
@@ -109,19 +105,14 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.index)
         elif sys.platform == "linux":
-            # Containers may forbid it; the peak is then that of the process, which is still a true upper
-            # bound.
+            # Containers may forbid it; the peak is then that of the process, which is still a true upper bound.
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
 
-    # Randomness, precision ------------------------------------------------------------------------
-
     def rng_states(self) -> dict[str, Tensor]:
         """The states of torch's default generators, as byte tensors: what a checkpoint keeps."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.kind == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.index)
-        return states
+        own = {"cuda": torch.cuda.get_rng_state(self.index)} if self.kind == "cuda" else {}
+        return {"cpu": torch.get_rng_state(), **own}
 
     def set_rng_states(self, states: dict[str, Tensor]) -> None:
         """Put `rng_states` back; states of a kind of device that is not here are passed over."""
@@ -136,14 +127,16 @@ class Device:
             torch.backends.cudnn.allow_tf32 = allowed
 
 
+def _best_kind() -> DeviceKind:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def current_device(local_rank: int = 0, *, kind: DeviceKind | None = None) -> Device:
     """This rank's device: CUDA when there is one, else CPU; `kind` decides otherwise.
 
     Raises ValueError when more ranks run on this machine than it has CUDA devices.
     """
-    if kind is None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
+    if (kind or _best_kind()) == "cpu":
         return Device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -160,8 +153,7 @@ def device_in_use(kind: str | None = None) -> Device:
 
     For a process that somebody else has set up. kind: "cpu" or "cuda"; ValueError for any other.
     """
-    if kind is None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = kind or _best_kind()
     if kind == "cpu":
         return Device("cpu")
     if kind != "cuda":
@@ -211,21 +203,8 @@ def heap_bytes() -> int | None:
 
 
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 @functools.cache

@@ -7,7 +7,8 @@ their memory is taken and given back:
     extra      those of further uses         exchange  what other ranks have sent, until it is added
     outer      the packed sum over instances
     packed     partial regions and padded shared gradients, on their way over tp and embedding
-    casts      gradients in the dtype of main weights, where it is another, or scaled beside a snapshot
+    casts      gradients in the dtype of main weights, where it is another, or scaled beside a snapshot; weights
+               that are rounded for a checkpoint
     snapshot   what the optimizer can go back to
 
 Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.

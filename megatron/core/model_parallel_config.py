@@ -157,7 +157,7 @@ class ModelParallelConfig:
     zero_bubble_pipeline_timers_end_iter: int = arg(
         110,
         "iteration before which measuring ends: schedules that are searched are then solved again for what was "
-        "measured, and whenever it has changed by a tenth after as many log intervals",
+        "measured",
         unit="iterations",
     )
     enable_1f1b_v: bool = arg(False, "1F1B on the V: about two thirds of 1F1B's activations")

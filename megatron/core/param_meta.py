@@ -13,6 +13,8 @@ from enum import Enum
 
 from torch import Tensor, nn
 
+from megatron.core.rectangles import Dims, Rectangle, cut_flat_slice, flat_range
+
 
 class InitKind(Enum):
     """How a parameter starts."""
@@ -38,9 +40,9 @@ class Region:
     partial: each copy has computed a part of the gradient only; the sum over the copies is whole.
     """
 
-    local: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    local: Dims
+    offset: Dims
+    shape: Dims
     copies: int = 1
     partial: bool = False
 
@@ -50,13 +52,53 @@ class Region:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The rectangle in a tensor of the local shape."""
-        for dim, (start, size) in enumerate(zip(self.local, self.shape, strict=True)):
-            tensor = tensor.narrow(dim, start, size)
-        return tensor
+        return _narrowed(tensor, self.local, self.shape)
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def _narrowed(tensor: Tensor, offset: Dims, shape: Dims) -> Tensor:
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def region_parts(
+    region: Region, shape: Dims, part: Tensor, start: int, end: int
+) -> list[tuple[Dims, Tensor]]:
+    """What `part`, elements [start, end) of a flattened local tensor of `shape`, holds of a region, in flat order:
+    rectangles, each by its first element in the global tensor and a view in its shape. They are few: a flat slice is at
+    most 2 x dims - 1 rectangles."""
+    _check_part(part, start, end)
+    held, first, found = Rectangle(region.local, region.shape), 0, []
+    for box in cut_flat_slice(shape, start, end):
+        if (common := box.common(held)) is not None:
+            inside = tuple(a - origin for a, origin in zip(common.offset, box.offset, strict=True))
+            view = _narrowed(part.narrow(0, first, box.numel).view(box.shape), inside, common.shape)
+            starts = zip(region.offset, region.local, common.offset, strict=True)
+            found.append((tuple(there + a - here for there, here, a in starts), view))
+        first += box.numel
+    return found
+
+
+def region_slices(region: Region, shape: Dims, part: Tensor, start: int, end: int) -> list[Tensor]:
+    """The same elements in as few tensors as possible: a single 1-D one where a region's elements are neighbours."""
+    _check_part(part, start, end)
+    if region.numel == 0:
+        return []
+    span = flat_range(shape, Rectangle(region.local, region.shape))
+    if span is None:
+        return [view for _, view in region_parts(region, shape, part, start, end)]
+    low, high = max(span[0], start), min(span[1], end)
+    return [part[low - start : high - start]] if low < high else []
+
+
+def _check_part(part: Tensor, start: int, end: int) -> None:
+    assert tuple(part.shape) == (end - start,), (
+        f"elements [{start}, {end}) in a tensor of {tuple(part.shape)}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,50 +27,42 @@ class Rectangle:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-
-@dataclasses.dataclass(frozen=True)
-class FlatRectangle:
-    """A rectangle whose elements are neighbours in the flattened tensor, from index `flat_start` on."""
-
-    offset: Dims
-    shape: Dims
-    flat_start: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def common(self, other: Rectangle) -> Rectangle | None:
+        """The elements that both have, if any."""
+        first = tuple(map(max, self.offset, other.offset))
+        ends = ([a + n for a, n in zip(one.offset, one.shape, strict=True)] for one in (self, other))
+        shape = tuple(end - begin for begin, end in zip(first, map(min, *ends), strict=True))
+        return Rectangle(first, shape) if all(size > 0 for size in shape) else None
 
 
-def cut_flat_slice(global_shape: Dims, start: int, end: int) -> list[FlatRectangle]:
-    """The fewest rectangles, in flat order, that make up elements [start, end) of a row-major tensor.
+def cut_flat_slice(global_shape: Dims, start: int, end: int) -> list[Rectangle]:
+    """The fewest rectangles, in flat order, that make up elements [start, end) of a row-major tensor. The elements of
+    each are neighbours.
 
     A tensor without dims has one element; an empty slice has no rectangle.
     """
     numel = math.prod(global_shape)
     assert 0 <= start <= end <= numel, f"slice [{start}, {end}) of {numel} elements, shape {global_shape}"
-    if start == end:
-        return []
-    return _cut(global_shape, start, end, prefix=(), base=0)
+    return [] if start == end else _cut(global_shape, start, end, prefix=())
 
 
-def _cut(shape: Dims, start: int, end: int, prefix: Dims, base: int) -> list[FlatRectangle]:
-    """`prefix`: indices of the dims already fixed; `base`: flat index where this sub-tensor begins."""
+def _cut(shape: Dims, start: int, end: int, prefix: Dims) -> list[Rectangle]:
+    """prefix: indices of the dims already fixed; start, end: inside this sub-tensor."""
     ones = (1,) * len(prefix)
     if start == 0 and end == math.prod(shape):
-        return [FlatRectangle(prefix + (0,) * len(shape), ones + shape, base)]
+        return [Rectangle(prefix + (0,) * len(shape), ones + shape)]
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row  # whole rows are [first, last)
     if first > last:  # inside one row
-        return _cut(shape[1:], start - last * row, end - last * row, (*prefix, last), base + last * row)
-    out: list[FlatRectangle] = []
+        return _cut(shape[1:], start - last * row, end - last * row, (*prefix, last))
+    out: list[Rectangle] = []
     if start < first * row:
-        above = first - 1
-        out += _cut(shape[1:], start - above * row, row, (*prefix, above), base + above * row)
+        out += _cut(shape[1:], start - (first - 1) * row, row, (*prefix, first - 1))
     if first < last:
         offset = (*prefix, first) + (0,) * (len(shape) - 1)
-        out.append(FlatRectangle(offset, (*ones, last - first, *shape[1:]), base + first * row))
+        out.append(Rectangle(offset, (*ones, last - first, *shape[1:])))
     if last * row < end:
-        out += _cut(shape[1:], 0, end - last * row, (*prefix, last), base + last * row)
+        out += _cut(shape[1:], 0, end - last * row, (*prefix, last))
     return out
 
 
@@ -120,17 +112,10 @@ def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle]
         begin = box.offset[dim]
         del open_boxes[: bisect.bisect_right(open_boxes, (begin, len(boxes)))]
         for _, other in open_boxes:
-            if _overlap(box, boxes[other]):
+            if box.common(boxes[other]) is not None:
                 return boxes[other], box
         bisect.insort(open_boxes, (begin + box.shape[dim], index))
     return None
-
-
-def _overlap(a: Rectangle, b: Rectangle) -> bool:
-    return all(
-        a_begin < b_begin + b_size and b_begin < a_begin + a_size
-        for a_begin, a_size, b_begin, b_size in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    )
 
 
 def fill_error(global_shape: Dims, rectangles: Sequence[Rectangle]) -> str | None:

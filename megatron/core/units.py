@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
@@ -45,13 +46,8 @@ class Unit:
 
 def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
     """What the chunks declare themselves; None where one of them does not."""
-    units: list[ModelUnit] = []
-    for chunk in chunks:
-        own = chunk.units() if isinstance(chunk, MegatronModule) else None
-        if own is None:
-            return None
-        units += own
-    return units
+    own = [chunk.units() if isinstance(chunk, MegatronModule) else None for chunk in chunks]
+    return None if None in own else [unit for units in own for unit in units or ()]
 
 
 def find_units(
@@ -65,65 +61,48 @@ def find_units(
     declared: `MegatronModule.units` of all chunks; they cover every parameter. unit_modules: otherwise.
     Raises ModelError where nothing matches, or where a parameter is in two units.
     """
-    if declared is None:
-        declared = derive_units(chunks, unit_modules or ())
-        covered = False
-    else:
-        declared = tuple(declared)
-        covered = True
-    owners = _owners(chunks, parameters, declared)
+    given = tuple(derive_units(chunks, unit_modules or ()) if declared is None else declared)
+    owners = _owners(chunks, parameters, given)
     missing = [name for name in parameters if name not in owners]
-    assert not (covered and missing), f"parameters in no unit: {missing}"
+    assert declared is None or not missing, f"parameters in no unit: {missing}"
+    order = _registered(
+        chunks, {id(module): place for place, unit in enumerate(given) for module in unit.modules}
+    )
     units: list[Unit] = []
-    called: dict[str, int] = {}  # how many units have a name
-    for place, unit in enumerate(declared):
+    called: Counter[str] = Counter()
+    for place, unit in enumerate(given):
         names = tuple(name for name in parameters if owners[name] == place)
-        if names:
-            spans = any(module is chunk for module in unit.modules for chunk in chunks)
-            lasts = spans or _encloses(chunks, declared, place)
-            called[unit.name] = called.get(unit.name, 0) + 1
-            name = unit.name if called[unit.name] == 1 else f"{unit.name}#{called[unit.name]}"
-            units.append(
-                Unit(
-                    len(units),
-                    name,
-                    unit.modules,
-                    names,
-                    unit.backward_reads,
-                    spans,
-                    lasts,
-                    begins_with_lookup=unit.begins_with_lookup,
-                )
+        if not names:
+            continue
+        called[unit.name] += 1
+        spans = any(module is chunk for module in unit.modules for chunk in chunks)
+        # Whether modules of other units are registered between its first and its last.
+        between = order[order.index(place) : len(order) - order[::-1].index(place)]
+        units.append(
+            Unit(
+                len(units),
+                unit.name if called[unit.name] == 1 else f"{unit.name}#{called[unit.name]}",
+                unit.modules,
+                names,
+                unit.backward_reads,
+                spans,
+                lasts=spans or any(other != place for other in between),
+                begins_with_lookup=unit.begins_with_lookup,
             )
-    around = {unit.index: _units_inside(unit, units) for unit in units}
-    nested = {inner for unit in units if not unit.lasts for inner in around[unit.index]}
+        )
+    inside = [_units_inside(unit, units) for unit in units]
+    nested = {inner for unit in units if not unit.lasts for inner in inside[unit.index]}
     return tuple(
-        dataclasses.replace(unit, nests=bool(around[unit.index]), nested=unit.index in nested)
+        dataclasses.replace(unit, nests=bool(inside[unit.index]), nested=unit.index in nested)
         for unit in units
     )
 
 
-def _units_inside(unit: Unit, units: Sequence[Unit]) -> set[int]:
-    """The other units with modules inside this one's."""
-    inside = {id(module) for own in unit.modules for module in own.modules()}
-    others = (other for other in units if other.index != unit.index)
-    return {other.index for other in others if any(id(module) in inside for module in other.modules)}
-
-
 def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[int, ...]:
     """The units in the order in which their modules are registered: the order of the forward, as far as that tells."""
-    unit_of = {id(module): unit.index for unit in units for module in unit.modules}
-    order = [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
+    order = _registered(chunks, {id(module): unit.index for unit in units for module in unit.modules})
     order += [unit.index for unit in units if unit.spans]  # to the very end
     return tuple(unit for unit, _ in itertools.groupby(order))
-
-
-def _encloses(chunks: Sequence[nn.Module], declared: Sequence[ModelUnit], place: int) -> bool:
-    """Whether modules of other units are registered between the first and the last of the one declared at `place`."""
-    unit_of = {id(module): other for other, unit in enumerate(declared) for module in unit.modules}
-    order = [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
-    first, last = order.index(place), len(order) - order[::-1].index(place)
-    return any(other != place for other in order[first:last])
 
 
 def derive_units(
@@ -139,25 +118,39 @@ def derive_units(
             units += [_unit_of(name, modules) for name, modules in dict.fromkeys(matched.values())]
         else:
             units += _with_rest(chunk, matched)
-    found = {word for unit in units for word in _words(unit)}
-    unmatched = [word for word in unit_modules if _spelled(word) not in found]
+    found = {unit.name for unit in units}
+    found |= {cls.__name__ for unit in units for module in unit.modules for cls in type(module).__mro__}
+    unmatched = [word for word in map(_spelled, unit_modules) if word not in found]
     if unmatched:
         classes = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
         raise ModelError(
-            f"--fsdp-unit-modules (fsdp_unit_modules) {[_spelled(word) for word in unmatched]}: no module of the model "
-            f"matches; its classes are {classes}"
+            f"--fsdp-unit-modules (fsdp_unit_modules) {unmatched}: no module of the model matches; its classes are "
+            f"{classes}"
         )
     return tuple(units)
+
+
+def matched_units(module: nn.Module, unit_modules: Sequence[UnitModule]) -> list[tuple[nn.Module, ...]]:
+    """The modules of each unit that `unit_modules` finds in a module."""
+    return list(dict.fromkeys(modules for _, modules in _matched(module, unit_modules).values()))
+
+
+def _registered(chunks: Sequence[nn.Module], unit_of: Mapping[int, int]) -> list[int]:
+    """Units by their modules, in the order in which these are registered. unit_of: by id of a module."""
+    return [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
+
+
+def _units_inside(unit: Unit, units: Sequence[Unit]) -> set[int]:
+    """The other units with modules inside this one's."""
+    inside = {id(module) for own in unit.modules for module in own.modules()}
+    others = (other for other in units if other.index != unit.index)
+    return {other.index for other in others if any(id(module) in inside for module in other.modules)}
 
 
 def _spelled(word: UnitModule) -> str:
     if isinstance(word, str):
         return word
     return "+".join(word) if isinstance(word, tuple) else word.__name__
-
-
-def _words(unit: ModelUnit) -> tuple[str, ...]:
-    return unit.name, *(cls.__name__ for module in unit.modules for cls in type(module).__mro__)
 
 
 def _matched(
@@ -179,41 +172,25 @@ def _matched(
         if id(module) not in found and (isinstance(module, classes) or names & spelled):
             found[id(module)] = (name or type(module).__name__, (module,))
     for name, module in by_name.items():
-        if id(module) in found and isinstance(module, CONTAINERS) and not _has_forward(module):
-            _refuse_uncalled(name, module, found)
+        has_forward = getattr(module.forward, "__func__", None) is not nn.Module.forward
+        if id(module) in found and isinstance(module, CONTAINERS) and not has_forward:
+            own = next(_own_parameters(name, module, found.keys()), None)
+            if own is not None:
+                raise ModelError(
+                    f"--fsdp-unit-modules (fsdp_unit_modules): {name!r} is a {type(module).__name__}, which has no "
+                    f"forward, so that nothing tells when its parameters ({own!r}) are in use: name the class of the "
+                    "modules inside it, or of the module around it, whose forward runs"
+                )
     return found
 
 
-def matched_units(module: nn.Module, unit_modules: Sequence[UnitModule]) -> list[tuple[nn.Module, ...]]:
-    """The modules of each unit that `unit_modules` finds in a module."""
-    return list(dict.fromkeys(modules for _, modules in _matched(module, unit_modules).values()))
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-def _refuse_uncalled(name: str, module: nn.Module, units: Collection[int]) -> None:
-    """Raises ModelError where a container is a unit of its own parameters. units: ids of modules."""
-    own = _first_own_parameter(name, module, units)
-    if own is not None:
-        raise ModelError(
-            f"--fsdp-unit-modules (fsdp_unit_modules): {name!r} is a {type(module).__name__}, which has no forward, so "
-            f"that nothing tells when its parameters ({own!r}) are in use: name the class of the modules inside it, or "
-            "of the module around it, whose forward runs"
-        )
-
-
-def _first_own_parameter(name: str, module: nn.Module, units: Collection[int]) -> str | None:
-    """The first parameter at or below a module that is in no unit inside it."""
+def _own_parameters(name: str, module: nn.Module, units: Collection[int]) -> Iterator[str]:
+    """The parameters at or below a module that are in no unit inside it. units: ids of modules."""
     for own, _ in module.named_parameters(name, recurse=False):
-        return own
-    below = (
-        _first_own_parameter(f"{name}.{word}", child, units)
-        for word, child in module.named_children()
-        if id(child) not in units
-    )
-    return next((own for own in below if own is not None), None)
+        yield own
+    for word, child in module.named_children():
+        if id(child) not in units:
+            yield from _own_parameters(f"{name}.{word}", child, units)
 
 
 def _unit_of(name: str, modules: tuple[nn.Module, ...]) -> ModelUnit:
@@ -225,36 +202,30 @@ def _with_rest(
     chunk: nn.Module, matched: dict[int, tuple[str, tuple[nn.Module, ...]]]
 ) -> Iterator[ModelUnit]:
     """The matched units and those of what is left, in the order of registration."""
-    spanning = ModelUnit(type(chunk).__name__, (chunk,))
-    units: list[ModelUnit] = []
-    run: list[tuple[str, nn.Module]] = []
-    direct = False
-
-    def close() -> None:
-        if run:
-            units.append(_unit_of("+".join(name for name, _ in run), tuple(module for _, module in run)))
-            run.clear()
-
+    found: list[tuple[str, tuple[nn.Module, ...]]] = []
+    in_run = direct = (
+        False  # the last of `found` is a run of neighbours; a container has parameters of its own
+    )
     inside: set[int] = set()  # below a matched module
-    seen: set[str] = set()
     for name, module in chunk.named_modules():
         if id(module) in matched:
-            close()
-            unit_name, modules = matched[id(module)]
-            inside |= {id(child) for member in modules for child in member.modules()}
-            if unit_name not in seen:
-                seen.add(unit_name)
-                units.append(_unit_of(unit_name, modules))
+            in_run = False
+            inside |= {id(child) for member in matched[id(module)][1] for child in member.modules()}
+            if matched[id(module)] not in found:
+                found.append(matched[id(module)])
         elif id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
             continue
-        elif next(module.children(), None) is None and module is not chunk:
-            run.append((name, module))
+        elif next(module.children(), None) is not None or module is chunk:
+            direct = True  # only the whole model's forward is known to enclose their use
+        elif in_run:
+            found[-1] = (f"{found[-1][0]}+{name}", (*found[-1][1], module))
         else:
-            direct = True  # a container's own: only the whole model's forward is known to enclose their use
-    close()
+            found.append((name, (module,)))
+            in_run = True
     if direct and id(chunk) not in matched:
-        units.insert(0, spanning)
-    yield from units
+        yield ModelUnit(type(chunk).__name__, (chunk,))
+    for name, modules in found:
+        yield _unit_of(name, modules)
 
 
 def _owners(
@@ -269,15 +240,14 @@ def _owners(
     def visit(module: nn.Module, unit: int | None, owners: dict[str, int]) -> None:
         unit = unit_of.get(id(module), unit)
         for parameter in module.parameters(recurse=False):
-            name = name_of[id(parameter)]
             if unit is None:
-                continue
+                break
+            name = name_of[id(parameter)]
             other = owners.setdefault(name, unit)
             if other != unit:
-                first, second = declared[other].name, declared[unit].name
                 raise ModelError(
-                    f"parameter {name!r} is shared by the units {first!r} and {second!r}: declare them as one, with a "
-                    f"tuple of the modules' names in fsdp_unit_modules"
+                    f"parameter {name!r} is shared by the units {declared[other].name!r} and {declared[unit].name!r}: "
+                    "declare them as one, with a tuple of the modules' names in fsdp_unit_modules"
                 )
         for child in module.children():
             visit(child, unit, owners)

@@ -79,8 +79,8 @@ class WeightGradAccumulator:
 
     An engine binds the buffers (`bind`) and listens; without one, `bind_new` allocates them, so that a model's
     gradients can be read with nothing around it. A pipeline stage says which microbatch a backward belongs to
-    (`backward`): it is seldom the one whose forward ran last. keeps_gathered: see `WeightGradSink`; may be written
-    between steps.
+    (`backward`): it is seldom the one whose forward ran last. deferring: `put` files what it is given, for W.
+    keeps_gathered: see `WeightGradSink`; may be written between steps.
 
     [Note: what is deferred] In a split backward, B files every contribution and W (`flush`) adds it, also those that
     are put finished, as one row (norms, and whatever autograd computes): gradients are touched in W alone, so they
@@ -94,9 +94,9 @@ class WeightGradAccumulator:
         self.microbatch = 0
         self.keeps_gathered = False
         self.main_grads: dict[str, Tensor] = {}
+        self.deferring = False
         self._listener: GradListener | None = None
         self._scale = 1.0
-        self._deferring = False
         self._filed: dict[int, deque[Contribution]] = {}
         self._unit_of: Mapping[str, int] = {}
         self._unit_begins: Callable[[int], None] | None = None
@@ -122,34 +122,28 @@ class WeightGradAccumulator:
         """
         self._unit_of, self._unit_begins = dict(unit_of), begins
 
-    @property
-    def deferring(self) -> bool:
-        """Whether `put` files what it is given, for W."""
-        return self._deferring
-
     @contextlib.contextmanager
     def backward(self, microbatch: int, *, split: bool = False) -> Iterator[None]:
         """What is put inside belongs to `microbatch`. split: this is a B, file it for its W."""
-        assert not self._deferring, f"backward of microbatch {microbatch} inside the B of {self.microbatch}"
+        assert not self.deferring, f"backward of microbatch {microbatch} inside the B of {self.microbatch}"
         self.microbatch = microbatch
         if split:
             assert microbatch not in self._filed, f"a second B of microbatch {microbatch} before its W"
             self._filed[microbatch] = deque()
-        self._deferring = split
+        self.deferring = split
         try:
             yield
         finally:
-            self._deferring = False
+            self.deferring = False
 
     def put(self, key: str, x: Tensor | Operand | None, dy: Tensor) -> None:
         assert key in self.main_grads, (
             f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
         )
-        if self._deferring:
+        if self.deferring:
             if isinstance(x, Tensor) and x.requires_grad:
-                x = (
-                    x.detach()
-                )  # with its graph it would keep the stage's input and that one's gradient until W
+                # With its graph it would keep the stage's input and that one's gradient until W.
+                x = x.detach()
             self._filed[self.microbatch].append((key, x, dy))
         else:
             self._compute(key, x, dy, self.microbatch)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing.schema import Schema, integer, number
+from megatron.core.schema import Schema, integer, number
 from megatron.training.config.config import Config
 
 TRAIN_STATE_SCHEMA: Mapping[str, Schema] = {  # `TrainState.state`

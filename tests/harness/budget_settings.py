@@ -16,8 +16,7 @@ from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.joint import named
-from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
-from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.residency import RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts

@@ -11,8 +11,7 @@ from unittest import mock
 from torch import Tensor
 
 from megatron.core.transport import collectives
-from megatron.core.transport.traffic import Traffic
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved, Traffic
 
 KINDS = {  # what is called, over which ranks -> what it is called where it is planned
     ("all_gather", "dp_gather"): "all_gather",

@@ -9,8 +9,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.measured import Span, file_name, header_line, op_lines
+from megatron.core.pipeline_parallel.plan.measured_costs import Figures, RankStep, figures_of
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
@@ -39,19 +39,17 @@ def figures_of_run(
     ahead_s: Sequence[float] = (),
     steps: int = 1,
     pipeline: Sequence[int] | None = None,
-    drift_s: float = 0.0,
 ) -> list[Figures]:
-    """Of each rank. ahead_s: by rank, of its clock; it goes further ahead by `drift_s` times its rank a step."""
+    """Of each rank. ahead_s: by rank, of its clock."""
     costs = CostModel.of_ranks(plan.placement, comm=0.25) if costs is None else costs
     world = tuple(pipeline or range(plan.placement.num_ranks))
     made = []
     for rank in range(plan.placement.num_ranks):
         ahead = ahead_s[rank] if ahead_s else 0.0
         done = [
-            RankStep(n, plan, rank, spans_of_run(plan, costs, rank, ahead + 1000.0 * n + n * rank * drift_s))
-            for n in range(steps)
+            RankStep(n, plan, rank, spans_of_run(plan, costs, rank, ahead + 1000.0 * n)) for n in range(steps)
         ]
-        made.append(figures_of(done, world))
+        made.append(figures_of(done, world, link_ns=round(1e9 * costs.comm)))
     return made
 
 

@@ -34,8 +34,8 @@ def flat_shards(shards: Iterable[FlatShard]) -> list[LocalPiece]:
     """The rectangles of flat shards, each a view of its part of the shard's tensor."""
     out: list[LocalPiece] = []
     for shard in shards:
-        view = shard.tensor.detach()
-        for box in cut_flat_slice(shard.global_shape, shard.start, shard.end):
-            part = view.narrow(0, box.flat_start - shard.start, box.numel).view(box.shape)
-            out.append(LocalPiece(shard.name, shard.global_shape, box.offset, part))
+        boxes = cut_flat_slice(shard.global_shape, shard.start, shard.end)
+        parts = shard.tensor.detach().split([box.numel for box in boxes])
+        for box, part in zip(boxes, parts, strict=True):
+            out.append(LocalPiece(shard.name, shard.global_shape, box.offset, part.view(box.shape)))
     return out

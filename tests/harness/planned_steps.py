@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
-from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, DataParallelLane
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, DataParallelLane, Placed
 from megatron.core.transport.traffic import Traffic
 from tests.harness.layouts import Run
 
@@ -89,10 +89,10 @@ class BoundaryLog:
         perform, drop = DataParallelLane.perform, DataParallelLane.drop
         advance, leave = Crossing._advance, Crossing.__exit__
 
-        def performed(lane: DataParallelLane, place: int, op: Any) -> None:
+        def performed(lane: DataParallelLane, placed: Placed) -> None:
             self.look()
-            perform(lane, place, op)
-            self.begins(f"operation {place}")
+            perform(lane, placed)
+            self.begins(f"operation {placed[0]}")
 
         def dropped(lane: DataParallelLane) -> None:  # the row is through
             self.look()
@@ -100,12 +100,12 @@ class BoundaryLog:
 
         def advanced(crossing: Crossing, begun: int) -> None:
             advance(crossing, begun)
-            self.begins(f"access {begun} of {crossing}")
+            self.begins(f"access {begun} of {op_text(crossing._op)}")
 
         def left(crossing: Crossing, *error: Any) -> None:
             leave(crossing, *error)
             if error[0] is None:
-                self.begins(f"end of {crossing}")
+                self.begins(f"end of {op_text(crossing._op)}")
 
         with (
             mock.patch.object(DataParallelLane, "perform", performed),

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, RawOp, W, compute
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 # Relative: costs and memory that differ by less are equal. Slack is what rounding may take, well below that.
 TOLERANCE = 1e-6

@@ -5,8 +5,7 @@ import types
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.core.pipeline_parallel.plan.activations import peak_activation
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.text import to_torch_csv
 from megatron.core.pipeline_parallel.plan.verify import verify

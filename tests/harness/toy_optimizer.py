@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.optimizer.clip_grads import StepRules, clip_coefficient
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.step_rules import StepRules
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
-from megatron.core.pipeline_parallel.runtime.executor import Executor, Validation
+from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
+from megatron.core.pipeline_parallel.post_validation.state import Validation
+from megatron.core.pipeline_parallel.post_validation.validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
-from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Outcome, PostValidator
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.weight_grad import WeightGradAccumulator

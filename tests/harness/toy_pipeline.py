@@ -12,8 +12,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, W, compute
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.runtime.channel import Channel
 from megatron.core.pipeline_parallel.runtime.executor import Executor
+from megatron.core.pipeline_parallel.runtime.p2p import Channel
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.tensor_parallel.linear import column_linear
 from megatron.core.weight_grad import WeightGradAccumulator

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.transport.shm_transport import HostTransport
+from megatron.core.transport.shm_transport import ShmTransport
 from tests.harness.layouts import Layout, train
 from tests.harness.ranks import run_ranks
 
@@ -24,7 +24,7 @@ INSTANCES = {"HSDP": (*ZERO3, "--num-distributed-optimizer-instances", "2")}
 def run(ctx, more, dtype, *, shared):
     """What some steps give on this rank, and how many operations went through memory."""
     started = []
-    real, fits = HostTransport._start, HostTransport.fits
+    real, fits = ShmTransport._start, ShmTransport.fits
 
     def start(*arguments):
         started.append(1)
@@ -33,7 +33,7 @@ def run(ctx, more, dtype, *, shared):
     def fits_here(*arguments):
         return shared and fits(*arguments)
 
-    with mock.patch.multiple(HostTransport, _start=start, fits=fits_here):
+    with mock.patch.multiple(ShmTransport, _start=start, fits=fits_here):
         found = train(
             ctx,
             Layout(dp=ctx.world_size, more=more),

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.transport.traffic import Traffic
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved, Traffic
 from tests.harness.collective_watch import Watch
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.planned_steps import Boundary, BoundaryLog, traffic_of_plan, units_of, walk_of

@@ -60,7 +60,7 @@ def test_only_collectives_calls_collectives_and_only_parallel_state_makes_groups
 
 def test_only_gloo_pairs_sends_over_a_process_group_by_itself():
     """`ProcessGroup.send(tensors, peer, tag)` takes three arguments; sockets, pipes and our own channels take fewer.
-    `point_to_point.Line` keeps the method itself."""
+    `point_to_point.P2PRoute` keeps the method itself."""
 
     def sends(node):
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)

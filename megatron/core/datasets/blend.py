@@ -21,11 +21,6 @@ class Blend:
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
-    @property
-    def is_single(self) -> bool:
-        """One corpus and no weight: used as it is, no blend around it."""
-        return len(self.prefixes) == 1 and self.weights is None
-
 
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """Words of `--data-path`: one prefix, several, or weight prefix pairs.
@@ -36,23 +31,20 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """
     if not words:
         raise DataError(f"{flag}: no corpus given")
-    if len(words) % 2:
-        return Blend(tuple(words))
     weights = [_number(word) for word in words[0::2]]
-    numbers = [weight for weight in weights if weight is not None]
-    if not numbers:
+    if len(words) % 2 or weights.count(None) == len(weights):
         return Blend(tuple(words))
-    if len(numbers) < len(weights):
-        wrong = words[0::2][weights.index(None)]
+    if None in weights:
+        word = words[2 * weights.index(None)]
         raise DataError(
-            f"{flag}: {wrong!r} is no number, but other weights are; give weight prefix weight prefix ..."
+            f"{flag}: {word!r} is no number, but other weights are; give weight prefix weight prefix ..."
         )
+    numbers = tuple(weight for weight in weights if weight is not None)
     for weight, prefix in zip(numbers, words[1::2], strict=True):
         if not (weight > 0 and math.isfinite(weight)):
-            raise DataError(
-                f"{flag}: weight {weight} of {prefix} must be above zero; leave the corpus out instead"
-            )
-    return Blend(tuple(words[1::2]), tuple(numbers))
+            told = "must be above zero; leave the corpus out instead"
+            raise DataError(f"{flag}: weight {weight} of {prefix} {told}")
+    return Blend(tuple(words[1::2]), numbers)
 
 
 def read_blend_file(path: str) -> Blend:

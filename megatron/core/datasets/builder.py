@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.core.datasets.blend import Blend
@@ -17,17 +18,11 @@ from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus, MockDataset
-from megatron.core.datasets.splits import (
-    DEFAULT_SPLIT,
-    SPLIT_NAMES,
-    Bounds,
-    normalize,
-    parse_split,
-    sequence_range,
-)
+from megatron.core.datasets.splits import DEFAULT_SPLIT, SPLIT_NAMES, normalize, parse_split, sequence_range
 
 Dataset = GPTDataset | BlendedDataset
-WHOLE: Bounds = (0.0, 1.0)
+Sizes = tuple[int | None, int | None, int | None]
+WHOLE = (0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +53,12 @@ class GPTDatasetSpec:
     multiple_validation_sets: bool = False
 
     def __post_init__(self) -> None:
-        given = [self.mock, self.blend is not None, self.blend_per_split is not None]
-        if sum(given) != 1:
-            raise DataError(
-                "give exactly one of --data-path, --train-data-path/--valid-data-path/--test-data-path, and "
-                "--mock-data"
-            )
+        if self.mock + (self.blend is not None) + (self.blend_per_split is not None) != 1:
+            per_split = "--train-data-path/--valid-data-path/--test-data-path"
+            raise DataError(f"give exactly one of --data-path, {per_split}, and --mock-data")
         if self.blend_per_split is not None and self.split is not None:
-            raise DataError(
-                "--split divides the corpora of --data-path; with --train-data-path and the like leave it out"
-            )
+            per_split = "with --train-data-path and the like leave it out"
+            raise DataError(f"--split divides the corpora of --data-path; {per_split}")
 
 
 class Datasets(NamedTuple):
@@ -79,11 +70,7 @@ class Datasets(NamedTuple):
 
 
 def build_train_valid_test_datasets(
-    spec: GPTDatasetSpec,
-    sizes: tuple[int | None, int | None, int | None],
-    *,
-    allow_empty: bool = False,
-    skip_empty: bool = False,
+    spec: GPTDatasetSpec, sizes: Sizes, *, allow_empty: bool = False, skip_empty: bool = False
 ) -> Datasets:
     """The datasets of a run.
 
@@ -100,22 +87,22 @@ class _Builder:
     """Opens each corpus once and builds what `spec` describes."""
 
     def __init__(self, spec: GPTDatasetSpec, allow_empty: bool, skip_empty: bool) -> None:
-        self.spec = spec
-        self.allow_empty, self.skip_empty = allow_empty, skip_empty
+        self.spec, self.allow_empty, self.skip_empty = spec, allow_empty, skip_empty
         self.corpora: dict[str, Corpus] = {}
-        self.split = (
-            "per split" if spec.blend_per_split else MOCK_SPLIT if spec.mock else spec.split or DEFAULT_SPLIT
-        )
-        self.matrix = (WHOLE, WHOLE, WHOLE) if spec.blend_per_split else parse_split(self.split)
+        self.split = MOCK_SPLIT if spec.mock else spec.split or DEFAULT_SPLIT
+        self.matrix = parse_split(self.split)
+        if spec.blend_per_split:
+            self.split, self.matrix = "per split", (WHOLE, WHOLE, WHOLE)
 
-    def build(self, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
+    def build(self, sizes: Sizes) -> Datasets:
         valid_size = None if self.spec.full_validation else sizes[1]
         train = self._split(0, sizes[0])
-        valid = (
-            self._separate(1, valid_size)
-            if self.spec.multiple_validation_sets
-            else self._split(1, valid_size)
-        )
+        valid: Dataset | list[Dataset] | None
+        if self.spec.multiple_validation_sets:
+            blend = self._blend_of(1)
+            valid = None if blend is None else [self._member(one, 1, valid_size) for one in blend.prefixes]
+        else:
+            valid = self._split(1, valid_size)
         return Datasets(train, valid, self._split(2, sizes[2]))
 
     def _blend_of(self, which: int) -> Blend | None:
@@ -128,112 +115,91 @@ class _Builder:
 
     def _split(self, which: int, size: int | None) -> Dataset | None:
         blend = self._blend_of(which)
-        if blend is None or ((size == 0 or self.skip_empty) and self._is_empty(blend, which)):
+        if blend is None:
             return None
-        per_split = self.spec.blend_per_split is not None
-        if blend.is_single or (per_split and len(blend.prefixes) == 1):
+        if size == 0 or self.skip_empty:
+            if not any(len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes):
+                return None
+        if len(blend.prefixes) == 1 and (blend.weights is None or self.spec.blend_per_split is not None):
             return self._member(blend.prefixes[0], which, size)
-        if blend.weights is None:
-            return self._unweighted(blend, which, size)
-        return self._weighted(blend, list(blend.weights), which, size)
-
-    def _unweighted(self, blend: Blend, which: int, size: int | None) -> BlendedDataset:
-        """Members give one epoch each; their lengths are the weights."""
+        if blend.weights is not None:
+            return self._weighted(blend, blend.weights, which, size)
+        # Members give one epoch each; their lengths are the weights.
         members = [self._member(prefix, which, None) for prefix in blend.prefixes]
         lengths = [len(member) for member in members]
-        total = sum(lengths)
-        if total == 0:
+        if not (total := sum(lengths)):
             return BlendedDataset(members, [], None)
-        return BlendedDataset(
-            members, normalize([float(n) for n in lengths]), None if size is None else min(size, total)
-        )
+        turns = None if size is None else min(size, total)
+        return BlendedDataset(members, normalize([float(n) for n in lengths]), turns)
 
-    def _weighted(self, blend: Blend, weights: list[float], which: int, size: int | None) -> BlendedDataset:
+    def _weighted(
+        self, blend: Blend, weights: Sequence[float], which: int, size: int | None
+    ) -> BlendedDataset:
         """Members give their share of `size`, and a surplus, since turns are not spread exactly by share."""
-        name = SPLIT_NAMES[which]
         if size is None:
             raise DataError(
-                f"split {name!r}: a weighted blend has no epoch of its own: give the number of samples, or "
-                "leave the weights "
-                "out, or keep the corpora apart (--multiple-validation-sets)"
+                f"split {SPLIT_NAMES[which]!r}: a weighted blend has no epoch of its own: give the number of samples, "
+                "or leave the weights out, or keep the corpora apart (--multiple-validation-sets)"
             )
         shares = normalize(weights)
         turns = [math.ceil(size * share) for share in shares]
+        asked = [math.ceil(turn * (1 + self.spec.surplus)) for turn in turns]
         members = [
-            self._member(prefix, which, math.ceil(turn * (1 + self.spec.surplus)))
-            for prefix, turn in zip(blend.prefixes, turns, strict=True)
+            self._member(prefix, which, number) for prefix, number in zip(blend.prefixes, asked, strict=True)
         ]
         return BlendedDataset(members, shares, sum(turns))
 
-    def _separate(self, which: int, size: int | None) -> list[Dataset] | None:
-        blend = self._blend_of(which)
-        if blend is None:
-            return None
-        return [self._member(prefix, which, size) for prefix in blend.prefixes]
-
-    def _is_empty(self, blend: Blend, which: int) -> bool:
-        return all(not len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes)
-
     def _member(self, prefix: str, which: int, size: int | None) -> GPTDataset:
-        corpus = self._corpus(prefix)
+        corpus, name, spec = self._corpus(prefix), SPLIT_NAMES[which], self.spec
         sequences = self._sequences(corpus, which)
-        name = SPLIT_NAMES[which]
         if not len(sequences):
             raise DataError(
                 f"{prefix}: split {name!r} is empty: --split {self.split} gives it none of the {len(corpus)} "
                 "sequences; use a larger corpus, a larger weight for it, or weight 0 for no such data"
             )
-        kind = MockDataset if self.spec.mock else GPTDataset
+        identity: dict[str, object] = {
+            "split": self.split,
+            "split_matrix": [None if bounds is None else list(bounds) for bounds in self.matrix],
+            "tokenizer": spec.tokenizer_identity,
+        }
+        folder = None if spec.mock else os.path.join(prefix, "cache", "GPTDataset_indices")
+        folder = spec.cache_path if spec.cache_path is not None else folder
+        folder = folder if spec.cache else None
+        kind = MockDataset if spec.mock else GPTDataset
         dataset = kind(
             corpus,
             sequences,
             name,
             size,
-            self.spec.sample_format,
-            seed=self.spec.seed,
-            identity={
-                "split": self.split,
-                "split_matrix": [None if bounds is None else list(bounds) for bounds in self.matrix],
-                "tokenizer": self.spec.tokenizer_identity,
-            },
-            cache_folder=self._cache_folder(prefix),
+            spec.sample_format,
+            seed=spec.seed,
+            identity=identity,
+            cache_folder=folder,
         )
         if len(dataset) < 1 and not self.allow_empty:
             raise DataError(
-                f"{prefix}: one epoch of split {name!r} has {dataset.plan.tokens} tokens, too few for one "
-                "sample of "
-                f"--seq-length {self.spec.sample_format.sequence_length}"
+                f"{prefix}: one epoch of split {name!r} has {dataset.plan.tokens} tokens, too few for one sample of "
+                f"--seq-length {spec.sample_format.sequence_length}"
             )
         return dataset
 
     def _corpus(self, prefix: str) -> Corpus:
         if prefix not in self.corpora:
-            self.corpora[prefix] = self._mock() if self.spec.mock else _open_corpus(prefix)
+            self.corpora[prefix] = self._open(prefix)
         return self.corpora[prefix]
 
-    def _mock(self) -> MockCorpus:
-        sample_format = self.spec.sample_format
-        if sample_format.eod is None or sample_format.vocab_size is None:
-            raise DataError("--mock-data needs a tokenizer's vocabulary size and end-of-document id")
-        return MockCorpus(sample_format.eod, sample_format.vocab_size)
+    def _open(self, prefix: str) -> Corpus:
+        if self.spec.mock:
+            eod, vocab_size = self.spec.sample_format.eod, self.spec.sample_format.vocab_size
+            if eod is None or vocab_size is None:
+                raise DataError("--mock-data needs a tokenizer's vocabulary size and end-of-document id")
+            return MockCorpus(eod, vocab_size)
+        corpus = IndexedDataset(prefix)
+        if (dtype := corpus.index.dtype).kind == "f":
+            raise DataError(f"{prefix}.idx: dtype at byte 17: expected integer tokens, found {dtype}")
+        return corpus
 
     def _sequences(self, corpus: Corpus, which: int) -> range:
         bounds = self.matrix[which]
         assert bounds is not None, f"split {SPLIT_NAMES[which]} has weight 0"
         return sequence_range(bounds, len(corpus))
-
-    def _cache_folder(self, prefix: str) -> str | None:
-        if not self.spec.cache:
-            return None
-        if self.spec.cache_path is not None:
-            return self.spec.cache_path
-        return None if self.spec.mock else os.path.join(prefix, "cache", "GPTDataset_indices")
-
-
-def _open_corpus(prefix: str) -> Corpus:
-    corpus = IndexedDataset(prefix)
-    if corpus.index.dtype.kind == "f":
-        raise DataError(
-            f"{prefix}.idx: dtype at byte 17: expected integer tokens, found {corpus.index.dtype}"
-        )
-    return corpus

@@ -12,13 +12,13 @@ changed byte of it is seen too. All of this is against damage: who may write the
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core import safe_files
 from megatron.core.datasets.errors import DataError, bad_field
@@ -31,29 +31,32 @@ FILES = ("bin", "idx")
 RANGES_TOLD = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class FileSums:
+class FileSums(NamedTuple):
     """One file: its size, and the digest of each block in hexadecimal."""
 
     num_bytes: int
     digests: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Checksums:
+class Checksums(NamedTuple):
     """Both files of a corpus, by ending."""
 
     block_bytes: int
     files: dict[str, FileSums]
+
+    def text(self) -> str:
+        content: dict[str, Any] = {"version": VERSION, "block_bytes": self.block_bytes}
+        for ending in FILES:
+            content[ending] = {"bytes": self.files[ending].num_bytes, "sha256": self.files[ending].digests}
+        content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json.dumps(content, indent=1) + "\n"
 
 
 class BlockHasher:
     """Digests of a file that is written from front to back."""
 
     def __init__(self) -> None:
-        self._num_bytes = 0
-        self._digests: list[str] = []
-        self._block = hashlib.sha256()
+        self._num_bytes, self._digests, self._block = 0, list[str](), hashlib.sha256()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
@@ -63,18 +66,14 @@ class BlockHasher:
             self._block.update(part)
             self._num_bytes += len(part)
             if self._num_bytes % BLOCK_BYTES == 0:
-                self._end_block()
+                self._digests.append(self._block.hexdigest())
+                self._block = hashlib.sha256()
             view = view[len(part) :]
 
     def sums(self) -> FileSums:
-        """Of all that was written; nothing is written afterwards."""
-        if self._num_bytes % BLOCK_BYTES:
-            self._end_block()
-        return FileSums(self._num_bytes, tuple(self._digests))
-
-    def _end_block(self) -> None:
-        self._digests.append(self._block.hexdigest())
-        self._block = hashlib.sha256()
+        """Of all that was written."""
+        begun = [self._block.hexdigest()] if self._num_bytes % BLOCK_BYTES else []
+        return FileSums(self._num_bytes, (*self._digests, *begun))
 
 
 def checksums_path(prefix: str) -> str:
@@ -83,7 +82,7 @@ def checksums_path(prefix: str) -> str:
 
 def encoded(bin_sums: FileSums, idx_sums: FileSums) -> bytes:
     """The file of checksums of what `BlockHasher`s saw."""
-    return _text(Checksums(BLOCK_BYTES, {"bin": bin_sums, "idx": idx_sums})).encode()
+    return Checksums(BLOCK_BYTES, {"bin": bin_sums, "idx": idx_sums}).text().encode()
 
 
 def write_checksums(prefix: str, threads: int = 1) -> str:
@@ -91,115 +90,35 @@ def write_checksums(prefix: str, threads: int = 1) -> str:
     path = checksums_path(prefix)
     if os.path.lexists(path):
         raise DataError(f"{path} is there already: remove it if the corpus was changed on purpose")
-    sums = []
-    try:
+    with _data_errors(path):
+        sums = []
         for ending in FILES:
             with safe_files.open_regular(f"{prefix}.{ending}", follow=True) as fd:
                 size = os.fstat(fd).st_size
                 blocks = range(-(-size // BLOCK_BYTES))
                 sums.append(FileSums(size, tuple(_digests(fd, blocks, BLOCK_BYTES, size, threads))))
         safe_files.publish_text(path, encoded(*sums).decode(), mode=safe_files.SHARED_MODE)
-    except OSError as error:
-        raise _cannot_be_used(error, path) from error
     return path
 
 
 def read_checksums(prefix: str) -> Checksums | None:
     """The checksums of a corpus, None where it has none. Raises DataError for a file that is none or was changed."""
     path = checksums_path(prefix)
+    remedy = (
+        f"remove it, check the corpus, and write it anew: tools/inspect_data.py --write-checksums {prefix}"
+    )
     try:
         text = safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
         found = _parsed(json.loads(text))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _cannot_be_used(error, path) from error
+        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}: no checksums of this version: {error}; {_remedy(prefix)}") from None
-    if _text(found) != text:
-        raise DataError(f"{path} itself is damaged: its own SHA-256 does not fit; {_remedy(prefix)}")
+        raise DataError(f"{path}: no checksums of this version: {error}; {remedy}") from None
+    if found.text() != text:
+        raise DataError(f"{path} itself is damaged: its own SHA-256 does not fit; {remedy}")
     return found
-
-
-def check_corpus(
-    prefix: str, checksums: Checksums, *, part: int = 0, parts: int = 1, threads: int = 1
-) -> None:
-    """Compare both files with their checksums; of several readers each takes one block in `parts`.
-
-    Raises DataError naming the file and the bytes that are not what was written.
-    """
-    assert 0 <= part < parts, f"part {part} of {parts}"
-    for ending in FILES:
-        path, expected = f"{prefix}.{ending}", checksums.files[ending]
-        try:
-            with safe_files.open_regular(path, follow=True) as fd:
-                size = os.fstat(fd).st_size
-                if size != expected.num_bytes:
-                    raise bad_field(
-                        path, "size", None, f"{expected.num_bytes} bytes, as in its checksums", size
-                    )
-                blocks = range(part, len(expected.digests), parts)
-                found = zip(blocks, _digests(fd, blocks, checksums.block_bytes, size, threads), strict=True)
-                damaged = [block for block, digest in found if digest != expected.digests[block]]
-        except OSError as error:
-            raise _cannot_be_used(error, path) from error
-        if damaged:
-            told = ", ".join(_ranges(damaged, checksums.block_bytes, size))
-            raise DataError(
-                f"{path}: not what was written (SHA-256): {told}; restore it or make it anew, "
-                f"or, if it was changed on purpose, remove {checksums_path(prefix)}"
-            )
-
-
-def require_checksums(prefix: str) -> Checksums:
-    """Raises DataError that says how to write them where there are none."""
-    checksums = read_checksums(prefix)
-    if checksums is None:
-        raise DataError(
-            f"--verify-data: {checksums_path(prefix)}: no such file: while the corpus is known to be good, write it "
-            f"with tools/inspect_data.py --write-checksums {prefix}"
-        )
-    return checksums
-
-
-def _digests(fd: int, blocks: Sequence[int], block_bytes: int, size: int, threads: int) -> Iterable[str]:
-    """Hashing and reading leave the interpreter's lock alone, so threads are enough."""
-
-    def digest(block: int) -> str:
-        sha256, begin, end = hashlib.sha256(), block * block_bytes, min(size, (block + 1) * block_bytes)
-        while begin < end and (data := os.pread(fd, min(end - begin, BLOCK_BYTES), begin)):
-            sha256.update(data)
-            begin += len(data)
-        return sha256.hexdigest()
-
-    if threads == 1 or len(blocks) <= 1:
-        return [digest(block) for block in blocks]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(digest, blocks))
-
-
-def _ranges(blocks: Sequence[int], block_bytes: int, size: int) -> list[str]:
-    """`bytes A to B` of each stretch of neighbouring blocks."""
-    stretches: list[list[int]] = []
-    for block in blocks:
-        if stretches and stretches[-1][1] == block:
-            stretches[-1][1] = block + 1
-        else:
-            stretches.append([block, block + 1])
-    told = [
-        f"bytes {a * block_bytes} to {min(size, b * block_bytes) - 1}" for a, b in stretches[:RANGES_TOLD]
-    ]
-    more = len(stretches) - len(told)
-    return [*told, f"and {more} more ranges"] if more else told
-
-
-def _text(checksums: Checksums) -> str:
-    content: dict[str, Any] = {"version": VERSION, "block_bytes": checksums.block_bytes}
-    for ending in FILES:
-        sums = checksums.files[ending]
-        content[ending] = {"bytes": sums.num_bytes, "sha256": list(sums.digests)}
-    content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps(content, indent=1) + "\n"
 
 
 def _parsed(content: Any) -> Checksums:
@@ -218,9 +137,73 @@ def _parsed(content: Any) -> Checksums:
     return Checksums(block_bytes, files)
 
 
-def _remedy(prefix: str) -> str:
-    return f"remove it, check the corpus, and write it anew: tools/inspect_data.py --write-checksums {prefix}"
+def check_corpus(
+    prefix: str, checksums: Checksums, *, part: int = 0, parts: int = 1, threads: int = 1
+) -> None:
+    """Compare both files with their checksums; of several readers each takes one block in `parts`.
+
+    Raises DataError naming the file and the bytes that are not what was written.
+    """
+    assert 0 <= part < parts, f"part {part} of {parts}"
+    for ending in FILES:
+        path, (num_bytes, digests) = f"{prefix}.{ending}", checksums.files[ending]
+        with _data_errors(path), safe_files.open_regular(path, follow=True) as fd:
+            size = os.fstat(fd).st_size
+            if size != num_bytes:
+                raise bad_field(path, "size", None, f"{num_bytes} bytes, as in its checksums", size)
+            blocks = range(part, len(digests), parts)
+            found = _digests(fd, blocks, checksums.block_bytes, size, threads)
+        damaged = [block for block, digest in zip(blocks, found, strict=True) if digest != digests[block]]
+        if damaged:
+            raise DataError(
+                f"{path}: not what was written (SHA-256): {_ranges(damaged, checksums.block_bytes, size)}; "
+                f"restore it or make it anew, or, if it was changed on purpose, remove {checksums_path(prefix)}"
+            )
 
 
-def _cannot_be_used(error: OSError, path: str) -> DataError:
-    return DataError(f"{error.filename or path}: {error.strerror or error}")
+def require_checksums(prefix: str) -> Checksums:
+    """Raises DataError that says how to write them where there are none."""
+    checksums = read_checksums(prefix)
+    if checksums is None:
+        raise DataError(
+            f"--verify-data: {checksums_path(prefix)}: no such file: while the corpus is known to be good, write it "
+            f"with tools/inspect_data.py --write-checksums {prefix}"
+        )
+    return checksums
+
+
+def _digests(fd: int, blocks: Sequence[int], block_bytes: int, size: int, threads: int) -> list[str]:
+    """Hashing and reading leave the interpreter's lock alone, so threads are enough."""
+
+    def digest(block: int) -> str:
+        sha256, begin, end = hashlib.sha256(), block * block_bytes, min(size, (block + 1) * block_bytes)
+        while begin < end and (data := os.pread(fd, min(end - begin, BLOCK_BYTES), begin)):
+            sha256.update(data)
+            begin += len(data)
+        return sha256.hexdigest()
+
+    if threads == 1 or len(blocks) <= 1:
+        return [digest(block) for block in blocks]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(digest, blocks))
+
+
+def _ranges(blocks: Sequence[int], block_bytes: int, size: int) -> str:
+    """`bytes A to B` of each stretch of neighbouring blocks."""
+    starts = [block for i, block in enumerate(blocks) if i == 0 or blocks[i - 1] != block - 1]
+    ends = [block + 1 for i, block in enumerate(blocks) if blocks[i + 1 : i + 2] != [block + 1]]
+    stretches = list(zip(starts, ends, strict=True))
+    told = [
+        f"bytes {a * block_bytes} to {min(size, b * block_bytes) - 1}" for a, b in stretches[:RANGES_TOLD]
+    ]
+    more = len(stretches) - len(told)
+    return ", ".join([*told, f"and {more} more ranges"] if more else told)
+
+
+@contextlib.contextmanager
+def _data_errors(path: str) -> Iterator[None]:
+    """What the system refuses inside, as a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error

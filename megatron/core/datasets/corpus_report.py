@@ -42,28 +42,25 @@ def verify_corpus(
         checksums = read_checksums(prefix)
         if checksums is not None:
             check_corpus(prefix, checksums, threads=threads)
-        count = corpus.num_tokens
+        count, index, lengths = corpus.num_tokens, corpus.index, corpus.lengths
         lows, highs, eods = [], [], 0
         for start in range(0, count, TOKENS_PER_BLOCK):
             tokens = corpus.read_tokens(start, min(TOKENS_PER_BLOCK, count - start))
             lows.append(tokens.min())
             highs.append(tokens.max())
             eods += 0 if eod is None else int(np.count_nonzero(tokens == eod))
-            too_high = vocab_size is not None and highs[-1] >= vocab_size
-            if lows[-1] < 0 or too_high:
+            if lows[-1] < 0 or (vocab_size is not None and highs[-1] >= vocab_size):
                 wrong = (tokens < 0) | (tokens >= vocab_size) if vocab_size is not None else tokens < 0
                 at = int(np.argmax(wrong))
-                offset = (start + at) * corpus.index.dtype.itemsize
+                place = f"{prefix}.bin: token {start + at} at byte {(start + at) * index.dtype.itemsize}"
                 limit = "at least 0" if vocab_size is None else f"0 to {vocab_size - 1}"
-                raise DataError(
-                    f"{prefix}.bin: token {start + at} at byte {offset}: expected {limit}, found {tokens[at]}"
-                )
-        lengths = corpus.lengths
+                raise DataError(f"{place}: expected {limit}, found {tokens[at]}")
+        document_starts = index.starts[index.boundaries]
         return CorpusReport(
             prefix=prefix,
-            dtype=corpus.index.dtype.name,
+            dtype=index.dtype.name,
             documents=corpus.num_documents,
-            empty_documents=_empty_documents(corpus),
+            empty_documents=int(np.count_nonzero(document_starts[1:] == document_starts[:-1])),
             sequences=len(corpus),
             tokens=count,
             shortest=int(lengths.min()) if len(lengths) else None,
@@ -73,8 +70,3 @@ def verify_corpus(
             eod_tokens=None if eod is None or not count else eods,
             checksums="absent" if checksums is None else "good",
         )
-
-
-def _empty_documents(corpus: IndexedDataset) -> int:
-    starts = corpus.index.starts[corpus.index.boundaries]
-    return int(np.count_nonzero(starts[1:] == starts[:-1]))

@@ -8,18 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets import index_builders as index
 from megatron.core.datasets.errors import DataError, require_memory
-from megatron.core.datasets.index_builders import (
-    build_document_index,
-    build_sample_index,
-    build_shuffle_index,
-    plan_epochs,
-)
 from megatron.core.datasets.index_cache import Arrays, IndexCache
-from megatron.core.datasets.index_checks import Layout, index_fault, index_layouts, layout_bytes
 
 Sample = dict[str, NDArray[Any]]
-Place = tuple[int, int]  # position in the document order, offset in that document
+Bound = tuple[int, int]  # position in the document order, offset in that document
 NO_PAD = -1
 BYTES_PER_TOKEN = 8 + 8 + 8 + 4  # tokens, labels, positions, loss mask
 
@@ -43,8 +37,7 @@ class SampleFormat:
     sequence_length: tokens.  eod: end-of-document id.  pad: id of padding, -1 for none (`pad_id`).
     vocab_size: ids must be below it; None leaves them unchecked.
     reset_position_ids, reset_attention_mask: documents inside a sample do not see each other.
-    eod_mask_loss: no loss where the input is an end of document.  create_attention_mask: add
-    "attention_mask".
+    eod_mask_loss: no loss where the input is an end of document.  create_attention_mask: add "attention_mask".
     extra_token: the label of the last token is the token after it; else labels are rolled and the last is padding.
     drop_last_partial_validation_sequence: False keeps the tail of the validation set as one padded sample.
     """
@@ -63,12 +56,13 @@ class SampleFormat:
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise DataError(f"--seq-length {self.sequence_length}: must be at least 1")
-        needs_eod = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-        if needs_eod and self.eod is None:
-            raise DataError(
-                "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the id of the "
-                "end-of-document token"
-            )
+        if self.looks_for_eod and self.eod is None:
+            flags = "--reset-position-ids, --reset-attention-mask and --eod-mask-loss"
+            raise DataError(f"{flags} need the id of the end-of-document token")
+
+    @property
+    def looks_for_eod(self) -> bool:
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
 
 class GPTDataset:
@@ -92,19 +86,14 @@ class GPTDataset:
         identity: dict[str, object] | None = None,
         cache_folder: str | None = None,
     ) -> None:
-        self.corpus = corpus
-        self.sequences = sequences
-        self.split = split
-        self.format = sample_format
+        self.corpus, self.sequences, self.split, self.format = corpus, sequences, split, sample_format
         tokens = int(corpus.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if tokens == 0:
             raise DataError(
-                f"{corpus.prefix}: split {split!r} holds no tokens (sequences {sequences.start} to "
-                f"{sequences.stop} of "
-                f"{len(corpus)}): use a larger corpus, or give --split a larger weight for it, or 0 for no "
-                "such data"
+                f"{corpus.prefix}: split {split!r} holds no tokens (sequences {sequences.start} to {sequences.stop} of "
+                f"{len(corpus)}): use a larger corpus, or give --split a larger weight for it, or 0 for no such data"
             )
-        self.plan = plan_epochs(
+        self.plan = index.plan_epochs(
             tokens,
             sample_format.sequence_length,
             requested,
@@ -170,40 +159,26 @@ class GPTDataset:
 
     # Which indices there are and what they say: others of mock data -------------------------------------------
 
-    def _layouts(self) -> dict[str, Layout]:
-        return index_layouts(self.corpus.lengths, self.sequences, self.plan)
+    def _layouts(self) -> dict[str, index.Layout]:
+        return index.index_layouts(self.corpus.lengths, self.sequences, self.plan)
 
     def _index_bytes(self) -> int:
-        return layout_bytes(self._layouts())
+        return index.layout_bytes(self._layouts())
 
     def _fault(self, arrays: Arrays) -> str | None:
         """What is wrong with arrays that were read from disk."""
-        return index_fault(
-            arrays,
-            self.corpus.lengths,
-            self.sequences,
-            self.format.sequence_length,
-            self.plan,
-            extra_token=self.format.extra_token,
-        )
+        return index.index_fault(arrays, self.corpus.lengths, self.sequences, self.plan)
 
     def _build(self) -> Arrays:
         rng = np.random.RandomState(self._seed)
-        document_index = build_document_index(self.sequences, self.plan, rng)
-        sample_index = build_sample_index(
-            self.corpus.lengths,
-            document_index,
-            self.format.sequence_length,
-            self.plan,
-            extra_token=self.format.extra_token,
-        )
+        documents = index.build_document_index(self.sequences, self.plan, rng)
         return {
-            "document_index": document_index,
-            "sample_index": sample_index,
-            "shuffle_index": build_shuffle_index(self.plan, rng),
+            "document_index": documents,
+            "sample_index": index.build_sample_index(self.corpus.lengths, documents, self.plan),
+            "shuffle_index": index.build_shuffle_index(self.plan, rng),
         }
 
-    def _bounds(self, i: int) -> tuple[Place, Place]:
+    def _bounds(self, i: int) -> tuple[Bound, Bound]:
         """Where sample i starts, and where it ends."""
         k = int(self._arrays["shuffle_index"][i])
         (first, offset), (last, last_offset) = self._arrays["sample_index"][k : k + 2].tolist()
@@ -232,55 +207,46 @@ class GPTDataset:
         pieces = []
         for position in range(first, last + 1):
             sequence = int(self._arrays["document_index"][position])
-            end = last_offset + int(self.format.extra_token) if position == last else None
-            stop = int(self.corpus.lengths[sequence]) if end is None else end
-            if stop > offset:
-                pieces.append((sequence, offset, stop - offset))
+            end = (
+                int(self.corpus.lengths[sequence]) if position < last else last_offset + self.plan.extra_token
+            )
+            if end > offset:
+                pieces.append((sequence, offset, end - offset))
             offset = 0
         return pieces
 
     def _text(self, i: int) -> NDArray[np.int64]:
         """Tokens of sample i, int64 [s + x], padded at the end."""
-        pieces = self._pieces(i)
-        text = np.full(
-            self.format.sequence_length + int(self.format.extra_token), self.format.pad, dtype=np.int64
-        )
+        length, vocab_size = self.format.sequence_length + self.plan.extra_token, self.format.vocab_size
+        text = np.full(length, self.format.pad, dtype=np.int64)
         done = 0
-        for sequence, offset, count in pieces:
+        for sequence, offset, count in self._pieces(i):
             tokens = self.corpus.get(sequence, offset, count)
-            if (
-                self.format.vocab_size is not None
-                and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.format.vocab_size
-            ):
-                self._refuse(sequence, offset, tokens, self.format.vocab_size)
+            if vocab_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+                at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+                raise DataError(
+                    f"{self.corpus.prefix}.bin: token {offset + at} of sequence {sequence}: expected an id below the "
+                    f"vocabulary size {vocab_size}, found {int(tokens[at])}; "
+                    "was the corpus made with another tokenizer?"
+                )
             text[done : done + count] = tokens
             done += count
         return text
 
-    def _refuse(self, sequence: int, offset: int, tokens: NDArray[Any], vocab_size: int) -> None:
-        at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
-        raise DataError(
-            f"{self.corpus.prefix}.bin: token {offset + at} of sequence {sequence}: expected an id below the "
-            "vocabulary "
-            f"size {vocab_size}, found {int(tokens[at])}; was the corpus made with another tokenizer?"
-        )
-
 
 def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_format: SampleFormat) -> Sample:
     """Add masks and positions to int64 [s] tokens and labels; both are changed in place where they are padding."""
-    length = len(tokens)
-    loss_mask = np.ones(length, dtype=np.float32)
-    positions = np.arange(length, dtype=np.int64)
-    sample: Sample = {"tokens": tokens, "labels": labels}
-    starts = positions
-    if sample_format.reset_position_ids or sample_format.reset_attention_mask or sample_format.eod_mask_loss:
+    loss_mask = np.ones(len(tokens), dtype=np.float32)
+    starts = positions = np.arange(len(tokens), dtype=np.int64)
+    if sample_format.looks_for_eod:
         is_eod = tokens == sample_format.eod
         if sample_format.eod_mask_loss:
             loss_mask[is_eod] = 0.0
         # Where the document of each position starts: one after the last end of document before it.
-        starts = np.zeros(length, dtype=np.int64)
+        starts = np.zeros(len(tokens), dtype=np.int64)
         np.maximum.accumulate(np.where(is_eod[:-1], positions[1:], 0), out=starts[1:])
-    sample["position_ids"] = positions - starts if sample_format.reset_position_ids else positions
+    own_positions = positions - starts if sample_format.reset_position_ids else positions
+    sample: Sample = {"tokens": tokens, "labels": labels, "position_ids": own_positions}
     if sample_format.create_attention_mask:
         masked = positions[None, :] > positions[:, None]
         if sample_format.reset_attention_mask:

@@ -6,10 +6,10 @@ is over it), `corpus` (fingerprint of the corpus) and `files` (SHA-256 of each a
 written last.
 
 An index is used only if its description equals what this run would write, every array has the digest that the
-description gives and the layout that was asked for, and what the arrays say is possible (index_checks.py); else it is
-stale, damaged or planted, and is built again. Building happens under a lock file, and each file appears by rename, so
-that several jobs may start at once. Arrays are read into memory, not mapped: a file that someone truncates can then not
-end the run (indexed_dataset.py, [Note: no mmap]). Files are opened and published by core/safe_files.
+description gives and the layout that was asked for, and what the arrays say is possible (`index_builders.index_fault`);
+else it is stale, damaged or planted, and is built again. Building happens under a lock file, and each file appears by
+rename, so that several jobs may start at once. Arrays are read into memory, not mapped: a file that someone truncates
+can then not end the run (indexed_dataset.py, [Note: no mmap]). Files are opened and published by core/safe_files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core import safe_files
-from megatron.core.datasets.index_checks import Layout
+from megatron.core.datasets.index_builders import Layout
 
 logger = logging.getLogger(__name__)
 ABSENT = "not there yet"
@@ -54,14 +54,12 @@ class IndexCache:
         layouts: Mapping[str, Layout],
         fault: Callable[[Arrays], str | None],
     ) -> None:
-        self.folder = folder
-        self._layouts = layouts
-        self._fault = fault
-        self.key = dict(key)
-        self.corpus = dict(corpus)
+        self.folder, self.key, self.corpus = folder, dict(key), dict(corpus)
+        self._layouts, self._fault = layouts, fault
         text = json.dumps(self.key, indent=4)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
         self.stem = os.path.join(folder, f"{digest}-{kind}-{split}")
+        self.description_path = f"{self.stem}-description.txt"
 
     def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
         """The arrays, from disk if they are there and right, else built and, where the folder allows, written."""
@@ -89,29 +87,26 @@ class IndexCache:
     def path(self, name: str) -> str:
         return f"{self.stem}-{name}.npy"
 
-    @property
-    def description_path(self) -> str:
-        return f"{self.stem}-description.txt"
-
     def _load(self) -> tuple[Arrays | None, str]:
         """The arrays, or None and why they cannot be used."""
         try:
             description = safe_files.read_json(self.description_path, max_bytes=MAX_DESCRIPTION_BYTES)
+            files = description.get("files") if isinstance(description, dict) else None
+            if not isinstance(files, dict) or files.keys() != self._layouts.keys():
+                return None, f"{self.description_path} is not a description"
+            if description.get("key") != self.key or description.get("corpus") != self.corpus:
+                return None, "the corpus or the settings changed since it was built"
         except FileNotFoundError:
             return None, ABSENT
         except (OSError, ValueError) as error:
             return None, str(error)
-        files = description.get("files") if isinstance(description, dict) else None
-        if not isinstance(files, dict) or files.keys() != self._layouts.keys():
-            return None, f"{self.description_path} is not a description"
-        if description.get("key") != self.key or description.get("corpus") != self.corpus:
-            return None, "the corpus or the settings changed since it was built"
-        arrays: Arrays = {}
-        for name, layout in self._layouts.items():
-            try:
-                arrays[name] = _read_array(self.path(name), files[name], layout)
-            except (OSError, ValueError, EOFError) as error:
-                return None, str(error)
+        try:
+            arrays = {
+                name: _read_array(self.path(name), files[name], layout)
+                for name, layout in self._layouts.items()
+            }
+        except (OSError, ValueError, EOFError) as error:
+            return None, str(error)
         if (fault := self._fault(arrays)) is not None:
             return None, f"{self.description_path} describes arrays that cannot be used: {fault}"
         return arrays, ""

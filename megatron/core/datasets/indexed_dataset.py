@@ -14,11 +14,12 @@ Source: facts on Megatron's data layout, docs/data.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import struct
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +53,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """The code of a token dtype in the header."""
-    for code, known in DTYPES.items():
-        if known == dtype:
-            return code
-    raise AssertionError(f"no dtype code for {dtype}; codes are {DTYPES}")
+    codes = [code for code, known in DTYPES.items() if known == dtype]
+    assert codes, f"no dtype code for {dtype}; codes are {DTYPES}"
+    return codes[0]
 
 
 def index_path(prefix: str) -> str:
@@ -75,8 +75,7 @@ def corpus_exists(prefix: str) -> bool:
 class CorpusIndex:
     """A validated `.idx`.
 
-    dtype: of the tokens.  lengths: int32 [S].  starts: int64 [S + 1], first token of each sequence, and the
-    end.
+    dtype: of the tokens.  lengths: int32 [S].  starts: int64 [S + 1], first token of each sequence, and the end.
     boundaries: int64 [B], sequence index of each document's start, and the end.  sha256: of the whole file.
     """
 
@@ -100,16 +99,15 @@ class IndexedDataset:
             if not os.path.exists(path):
                 raise DataError(_missing(prefix, path))
         self.index = read_index(index_path(prefix))
-        path = data_path(prefix)
+        path, dtype = data_path(prefix), self.index.dtype
         self._fd = _open(path)
         self._close = weakref.finalize(self, os.close, self._fd)
         self.num_tokens = int(self.index.starts[-1])
-        expected = self.num_tokens * self.index.dtype.itemsize
-        found = os.fstat(self._fd).st_size
-        if found != expected:
+        num_bytes, found = self.num_tokens * dtype.itemsize, os.fstat(self._fd).st_size
+        if found != num_bytes:
             self.close()
             raise bad_field(
-                path, "size", None, f"{expected} bytes ({self.num_tokens} x {self.index.dtype.name})", found
+                path, "size", None, f"{num_bytes} bytes ({self.num_tokens} x {dtype.name})", found
             )
 
     def __len__(self) -> int:
@@ -139,8 +137,7 @@ class IndexedDataset:
         data = _pread(self._fd, count * itemsize, start * itemsize)
         if len(data) != count * itemsize:
             raise DataError(
-                f"{data_path(self.prefix)}: read at byte {start * itemsize}: expected {count * itemsize} "
-                "bytes, "
+                f"{data_path(self.prefix)}: read at byte {start * itemsize}: expected {count * itemsize} bytes, "
                 f"found {len(data)}; the file shrank while in use to {os.fstat(self._fd).st_size} bytes "
                 f"(it had {self.num_tokens * itemsize} when opened)"
             )
@@ -173,118 +170,88 @@ def read_index(path: str) -> CorpusIndex:
     fd = _open(path)
     try:
         size = os.fstat(fd).st_size
-        header = _read_header(path, _pread(fd, HEADER.size, 0), size)
+        header = _pread(fd, HEADER.size, 0)
+        dtype, num_sequences, num_boundaries = _check_header(path, header, size)
         require_memory(3 * size, f"{path} of {size} bytes")  # the file, and what is made of it
-        dtype, num_sequences, num_boundaries = header
         body = _pread(fd, size - HEADER.size, HEADER.size)
     finally:
         os.close(fd)
     if len(body) != size - HEADER.size:
         raise bad_field(path, "size", None, f"{size} bytes, as when opened", len(body) + HEADER.size)
-    digest = hashlib.sha256(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), num_sequences, num_boundaries))
+    digest = hashlib.sha256(header)
     digest.update(body)
     lengths = np.frombuffer(body, dtype="<i4", count=num_sequences)
     pointers = np.frombuffer(body, dtype="<i8", count=num_sequences, offset=4 * num_sequences)
     boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
-    starts = _check_sequences(path, lengths, pointers, dtype.itemsize)
-    _check_boundaries(path, boundaries, num_sequences)
+    # int64 cannot overflow: at most 2^31 tokens x 8 bytes a sequence, and 12 bytes of this very file each.
+    starts = np.zeros(num_sequences + 1, dtype=np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+    _check_body(path, lengths, pointers, starts[:-1] * dtype.itemsize, boundaries)
     # Copies, so that the pointers (two thirds of the file) are not kept alive.
     return CorpusIndex(dtype, lengths.copy(), starts, boundaries.copy(), digest.hexdigest())
 
 
-def _read_header(path: str, data: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+def _check_header(path: str, data: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+    """Dtype, number of sequences and of document boundaries, which make up a file of `size` bytes."""
+    bad = functools.partial(bad_field, path)
     if len(data) < HEADER.size:
-        raise bad_field(path, "header", 0, f"{HEADER.size} bytes", len(data))
+        raise bad("header", 0, f"{HEADER.size} bytes", len(data))
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(data)
     if magic != MAGIC:
-        raise bad_field(path, "magic", 0, MAGIC, f"{magic!r} (is this an .idx file?)")
+        raise bad("magic", 0, MAGIC, f"{magic!r} (is this an .idx file?)")
     if version != VERSION:
-        raise bad_field(path, "version", VERSION_OFFSET, VERSION, version)
+        raise bad("version", VERSION_OFFSET, VERSION, version)
     if code not in DTYPES:
-        raise bad_field(path, "dtype code", DTYPE_OFFSET, f"one of {sorted(DTYPES)}", code)
+        raise bad("dtype code", DTYPE_OFFSET, f"one of {sorted(DTYPES)}", code)
     # Python integers: nothing here overflows, whatever the file says.
-    room = size - HEADER.size
-    if 12 * num_sequences > room:
-        raise bad_field(
-            path,
-            "number of sequences",
-            SEQUENCES_OFFSET,
-            f"at most {room // 12} in {size} bytes",
-            num_sequences,
-        )
+    room = size - HEADER.size - 12 * num_sequences  # of the boundaries
+    if room < 0:
+        most = f"at most {(size - HEADER.size) // 12} in {size} bytes"
+        raise bad("number of sequences", SEQUENCES_OFFSET, most, num_sequences)
+    count = ("number of document boundaries", BOUNDARIES_OFFSET)
     if num_boundaries < 1:
-        raise bad_field(
-            path, "number of document boundaries", BOUNDARIES_OFFSET, "at least 1", num_boundaries
-        )
-    expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        raise bad(*count, "at least 1", num_boundaries)
+    expected = size - room + 8 * num_boundaries
     if size == expected + num_sequences and num_sequences > 0:
-        raise bad_field(
-            path, "size", None, f"{expected} bytes", f"{size}: a multimodal corpus, which is not supported"
+        found = f"{size}: a multimodal corpus, which is not supported"
+        raise bad("size", None, f"{expected} bytes", found)
+    if size < expected:
+        raise bad(
+            *count, f"at most {room // 8} after {num_sequences} sequences in {size} bytes", num_boundaries
         )
-    if size != expected:
-        if 8 * num_boundaries > room - 12 * num_sequences:
-            most = (room - 12 * num_sequences) // 8
-            raise bad_field(
-                path,
-                "number of document boundaries",
-                BOUNDARIES_OFFSET,
-                f"at most {most} after {num_sequences} sequences in {size} bytes",
-                num_boundaries,
-            )
-        raise bad_field(
-            path,
-            "size",
-            None,
-            f"{expected} bytes for {num_sequences} sequences and {num_boundaries} document boundaries",
-            size,
-        )
+    if size > expected:
+        counted = f"{num_sequences} sequences and {num_boundaries} document boundaries"
+        raise bad("size", None, f"{expected} bytes for {counted}", size)
     return DTYPES[code], num_sequences, num_boundaries
 
 
-def _check_sequences(
-    path: str, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
-) -> NDArray[np.int64]:
-    """Lengths are not negative and pointers are what back-to-back storage makes them; returns token starts."""
-    count = len(lengths)
+def _check_body(
+    path: str,
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    places: NDArray[np.int64],
+    boundaries: NDArray[np.int64],
+) -> None:
+    """Lengths are not negative; pointers are `places`, those of back-to-back storage; document boundaries run from 0
+    to the number of sequences and never fall."""
+    count, last, first_boundary = len(lengths), len(boundaries) - 1, HEADER.size + 12 * len(lengths)
+
+    def refuse(what: str, i: int, begin: int, values: NDArray[Any], expected: object) -> NoReturn:
+        raise bad_field(path, f"{what} {i}", begin + values.itemsize * i, expected, int(values[i]))
+
     if count and int(lengths.min()) < 0:
-        i = int(np.argmax(lengths < 0))
-        raise bad_field(path, f"length of sequence {i}", HEADER.size + 4 * i, "at least 0", int(lengths[i]))
-    # int64 cannot overflow: at most 2^31 tokens x 8 bytes a sequence, and 12 bytes of this very file each.
-    starts = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-    wrong = pointers != starts[:-1] * itemsize
-    if wrong.any():
+        refuse("length of sequence", int(np.argmax(lengths < 0)), HEADER.size, lengths, "at least 0")
+    if (wrong := pointers != places).any():
         i = int(np.argmax(wrong))
-        raise bad_field(
-            path,
-            f"byte offset of sequence {i}",
-            HEADER.size + 4 * count + 8 * i,
-            f"{int(starts[i]) * itemsize} (sequences lie back to back)",
-            int(pointers[i]),
-        )
-    return starts
-
-
-def _check_boundaries(path: str, boundaries: NDArray[np.int64], num_sequences: int) -> None:
-    """Document boundaries run from 0 to the number of sequences and never fall."""
-    first = HEADER.size + 12 * num_sequences
-    if int(boundaries[0]) != 0:
-        raise bad_field(path, "document boundary 0", first, 0, int(boundaries[0]))
-    falls = boundaries[1:] < boundaries[:-1]
-    if falls.any():
+        back_to_back = f"{places[i]} (sequences lie back to back)"
+        refuse("byte offset of sequence", i, HEADER.size + 4 * count, pointers, back_to_back)
+    if boundaries[0] != 0:
+        refuse("document boundary", 0, first_boundary, boundaries, 0)
+    if (falls := boundaries[1:] < boundaries[:-1]).any():
         i = int(np.argmax(falls)) + 1
-        raise bad_field(
-            path, f"document boundary {i}", first + 8 * i, f"at least {boundaries[i - 1]}", int(boundaries[i])
-        )
-    last = len(boundaries) - 1
-    if int(boundaries[last]) != num_sequences:
-        raise bad_field(
-            path,
-            f"document boundary {last}",
-            first + 8 * last,
-            f"{num_sequences}, the number of sequences",
-            int(boundaries[last]),
-        )
+        refuse("document boundary", i, first_boundary, boundaries, f"at least {boundaries[i - 1]}")
+    if boundaries[last] != count:
+        refuse("document boundary", last, first_boundary, boundaries, f"{count}, the number of sequences")
 
 
 def _missing(prefix: str, path: str) -> str:
@@ -307,15 +274,9 @@ def _open(path: str) -> int:
 
 def _pread(fd: int, count: int, offset: int) -> bytes:
     """Up to `count` bytes; fewer only at the end of the file (one call returns at most 2 GiB)."""
-    data = os.pread(fd, min(count, READ_BLOCK_BYTES), offset)
-    if len(data) == count or not data:
-        return data
-    parts = [data]
-    done = len(data)
-    while done < count:
-        data = os.pread(fd, min(count - done, READ_BLOCK_BYTES), offset + done)
-        if not data:
-            break
-        parts.append(data)
-        done += len(data)
-    return b"".join(parts)
+    parts = [os.pread(fd, min(count, READ_BLOCK_BYTES), offset)]
+    done = len(parts[0])
+    while done < count and parts[-1]:
+        parts.append(os.pread(fd, min(count - done, READ_BLOCK_BYTES), offset + done))
+        done += len(parts[-1])
+    return b"".join(parts) if len(parts) > 1 else parts[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -15,17 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.core.datasets import indexed_dataset as layout
 from megatron.core.datasets.checksums import BlockHasher, checksums_path, encoded
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import (
-    HEADER,
-    MAGIC,
-    VERSION,
-    IndexedDataset,
-    data_path,
-    dtype_code,
-    index_path,
-)
 from megatron.core.safe_files import SHARED_MODE, published, sync_directory
 
 LONGEST_SEQUENCE_TOKENS = 2**31 - 1
@@ -42,22 +35,17 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype)
-        self._code = dtype_code(self.dtype)
+        self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self._code = layout.dtype_code(self.dtype)
         with contextlib.ExitStack() as files:  # ended in the other order: the data is published first
             self._sums, self._idx, self._bin = (
                 files.enter_context(published(path(prefix), mode=SHARED_MODE))
-                for path in (checksums_path, index_path, data_path)
+                for path in (checksums_path, layout.index_path, layout.data_path)
             )
             self._files = files.pop_all()
         self._hasher = BlockHasher()
         self._buffer = bytearray()
-        self._lengths: list[NDArray[np.int32]] = []
-        self._boundaries: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
-        self._pending_lengths: list[int] = []
-        self._pending_boundaries: list[int] = []
-        self._num_sequences = 0
+        self._lengths, self._boundaries = array("i"), array("q", [0])  # int32, int64
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
         """Append one document.
@@ -66,38 +54,32 @@ class IndexedDatasetWriter:
         default, none for an empty document.
         Raises DataError for a token that the dtype cannot hold or a sequence over 2^31 - 1 tokens.
         """
-        array = np.asarray(tokens)
-        if array.dtype != self.dtype:
-            array = self._cast(array)
+        ids = self._cast(np.asarray(tokens))
         if lengths is None:
-            lengths = [len(array)] if len(array) else []
-        assert sum(lengths) == len(array), f"lengths add up to {sum(lengths)}, {len(array)} tokens given"
+            lengths = [len(ids)] if len(ids) else []
+        assert sum(lengths) == len(ids), f"lengths add up to {sum(lengths)}, {len(ids)} tokens given"
         if lengths and max(lengths) > LONGEST_SEQUENCE_TOKENS:
             raise DataError(
                 f"{self.prefix}: a sequence of {max(lengths)} tokens; the layout holds "
                 f"{LONGEST_SEQUENCE_TOKENS} at most"
             )
-        self._write(array)
-        self._pending_lengths.extend(lengths)
-        self._num_sequences += len(lengths)
-        self._pending_boundaries.append(self._num_sequences)
+        self._write(ids)
+        self._lengths.extend(lengths)
+        self._boundaries.append(len(self._lengths))
 
     def add_corpus(self, prefix: str) -> None:
         """Append all documents of another corpus of the same dtype; its `.bin` is copied as it is. Raises DataError."""
-        with IndexedDataset(prefix) as part:
+        with layout.IndexedDataset(prefix) as part:
             if part.index.dtype != self.dtype:
                 raise DataError(f"{prefix}: tokens are {part.index.dtype}, {self.prefix} holds {self.dtype}")
-            self._flush_pending()
-            self._lengths.append(part.index.lengths)
-            self._boundaries.append(part.index.boundaries[1:] + self._num_sequences)
-            self._num_sequences += len(part)
+            self._boundaries.frombytes((part.index.boundaries[1:] + len(self._lengths)).tobytes())
+            self._lengths.frombytes(part.index.lengths.tobytes())
             for start in range(0, part.num_tokens, COPIED_TOKENS):
                 self._write(part.read_tokens(start, min(COPIED_TOKENS, part.num_tokens - start)))
 
     def finish(self) -> None:
         """Write index and checksums, and publish all three files."""
         with self._files:
-            self._flush_pending()
             self._flush_buffer()
             idx_sums = BlockHasher()
             for part in self._index():
@@ -107,7 +89,7 @@ class IndexedDatasetWriter:
             for file in (self._bin, self._idx, self._sums):  # a full disk must leave what was there before
                 file.flush()
                 os.fsync(file.fileno())
-            for path in (index_path(self.prefix), checksums_path(self.prefix)):
+            for path in (layout.index_path(self.prefix), checksums_path(self.prefix)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         sync_directory(os.path.dirname(self.prefix) or ".")
@@ -123,28 +105,26 @@ class IndexedDatasetWriter:
         else:
             self._files.__exit__(kind, error, trace)  # nothing appears under the final names
 
-    def _cast(self, array: NDArray[Any]) -> NDArray[Any]:
-        if not len(array):
-            return array.astype(self.dtype)
-        assert array.dtype.kind in "iu", f"tokens are integers, got {array.dtype}"
-        info = np.iinfo(self.dtype)
-        low, high = int(array.min()), int(array.max())
+    def _cast(self, ids: NDArray[Any]) -> NDArray[Any]:
+        if ids.dtype == self.dtype or not len(ids):
+            return ids.astype(self.dtype, copy=False)
+        assert ids.dtype.kind in "iu", f"tokens are integers, got {ids.dtype}"
+        info, low, high = np.iinfo(self.dtype), int(ids.min()), int(ids.max())
         if low < info.min or high > info.max:
             raise DataError(
                 f"{self.prefix}: token {low if low < info.min else high} does not fit {self.dtype.name}; "
                 "the tokenizer makes ids beyond its own vocabulary size"
             )
-        return array.astype(self.dtype)
+        return ids.astype(self.dtype)
 
     def _index(self) -> Iterator[bytes]:
-        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
-        boundaries = np.concatenate(self._boundaries)
+        lengths, boundaries = np.array(self._lengths), np.array(self._boundaries)
         pointers = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        yield HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries))
-        for array, dtype in ((lengths, "<i4"), (pointers, "<i8"), (boundaries, "<i8")):
-            yield array.astype(dtype, copy=False).tobytes()
+        yield layout.HEADER.pack(layout.MAGIC, layout.VERSION, self._code, len(lengths), len(boundaries))
+        for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (boundaries, "<i8")):
+            yield values.astype(dtype, copy=False).tobytes()
 
     def _write(self, tokens: NDArray[Any]) -> None:
         self._buffer += tokens.tobytes()
@@ -155,8 +135,3 @@ class IndexedDatasetWriter:
         self._hasher.update(self._buffer)
         self._bin.write(self._buffer)
         self._buffer = bytearray()
-
-    def _flush_pending(self) -> None:
-        self._lengths.append(np.array(self._pending_lengths, dtype=np.int32))
-        self._boundaries.append(np.array(self._pending_boundaries, dtype=np.int64))
-        self._pending_lengths, self._pending_boundaries = [], []

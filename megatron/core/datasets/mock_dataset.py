@@ -7,14 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, Place
-from megatron.core.datasets.index_builders import (
-    build_document_index,
-    build_shuffle_index,
-    shuffle_index_dtype,
-)
+from megatron.core.datasets import index_builders as index
+from megatron.core.datasets.gpt_dataset import Bound, GPTDataset
 from megatron.core.datasets.index_cache import Arrays
-from megatron.core.datasets.index_checks import Layout, index_layouts, layout_bytes, shuffle_fault
 from megatron.core.datasets.requested_sizes import MOCK_LONGEST_DOCUMENT
 
 MOCK_DOCUMENTS = 100_000
@@ -30,8 +25,7 @@ class MockCorpus:
     prefix = "mock"
 
     def __init__(self, eod: int, vocab_size: int) -> None:
-        self.eod = eod
-        self.vocab_size = vocab_size
+        self.eod, self.vocab_size = eod, vocab_size
         rng = np.random.default_rng(0)
         self._lengths = rng.integers(1, MOCK_LONGEST_DOCUMENT, size=MOCK_DOCUMENTS, dtype=np.int32)
 
@@ -62,21 +56,21 @@ class MockDataset(GPTDataset):
     """
 
     def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
-        documents = build_document_index(self.sequences, self.plan, np.random.RandomState(self._seed))
+        documents = index.build_document_index(self.sequences, self.plan, np.random.RandomState(self._seed))
         self._ends = np.cumsum(self.corpus.lengths[documents], dtype=np.int64)
         return {**super()._indices(identity, folder), "document_index": documents}
 
-    def _layouts(self) -> dict[str, Layout]:
+    def _layouts(self) -> dict[str, index.Layout]:
         whole = self.plan.num_samples
         kept = whole if self._requested is None else min(self._requested, whole)
-        return {"shuffle_index": (shuffle_index_dtype(self.plan), (kept,))}
+        return {"shuffle_index": (index.shuffle_index_dtype(self.plan), (kept,))}
 
     def _index_bytes(self) -> int:
         ends = 8 * self.plan.num_epochs * len(self.sequences)
-        return ends + layout_bytes(index_layouts(self.corpus.lengths, self.sequences, self.plan))
+        return ends + index.layout_bytes(super()._layouts())
 
     def _fault(self, arrays: Arrays) -> str | None:
-        return shuffle_fault(arrays["shuffle_index"], self.plan.num_samples)
+        return index.shuffle_fault(arrays["shuffle_index"], self.plan.num_samples)
 
     def _build(self) -> Arrays:
         dtype, (kept,) = self._layouts()["shuffle_index"]
@@ -84,19 +78,15 @@ class MockDataset(GPTDataset):
 
     def _order(self) -> NDArray[Any]:
         rng = np.random.RandomState(self._seed)
-        build_document_index(self.sequences, self.plan, rng)  # draws first
-        return build_shuffle_index(self.plan, rng)
+        index.build_document_index(self.sequences, self.plan, rng)  # draws first
+        return index.build_shuffle_index(self.plan, rng)
 
-    def _bounds(self, i: int) -> tuple[Place, Place]:
+    def _bounds(self, i: int) -> tuple[Bound, Bound]:
         if i >= len(self._arrays["shuffle_index"]):
             self._arrays["shuffle_index"] = self._order()
         k = int(self._arrays["shuffle_index"][i])
-        return self._place(k), self._place(k + 1)
-
-    def _place(self, k: int) -> Place:
-        """Of row k of the index that `build_sample_index` would make."""
-        extra = self.format.extra_token
-        start = min(k * self.format.sequence_length, self.plan.tokens - int(extra))
-        position = int(np.searchsorted(self._ends, start, side="right" if extra else "left"))
-        before = int(self._ends[position - 1]) if position else 0
-        return position, start - before
+        starts = self.plan.starts(k, k + 2)
+        positions = np.searchsorted(self._ends, starts, side="right" if self.plan.extra_token else "left")
+        befores = np.where(positions > 0, self._ends[positions - 1], 0)
+        (first, offset), (last, last_offset) = np.stack([positions, starts - befores], axis=1).tolist()
+        return (first, offset), (last, last_offset)

@@ -6,6 +6,8 @@ which a checkpoint stores. Loader processes may be ahead of the training; nothin
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import signal
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -14,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 
 from megatron.core.datasets.errors import DataError
 
@@ -28,21 +29,30 @@ class SizedDataset(Protocol):
     def __getitem__(self, i: int) -> Any: ...
 
 
-class SequentialSampler:
+@dataclasses.dataclass(frozen=True)
+class _Sampler:
+    """This rank's samples of each step: micro_batch_size on each of dp_size ranks, consumed_samples behind them."""
+
+    num_samples: int
+    _: dataclasses.KW_ONLY
+    consumed_samples: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_size, f"dp_rank {self.dp_rank} of {self.dp_size}"
+
+    @property
+    def step_samples(self) -> int:
+        return self.micro_batch_size * self.dp_size
+
+
+class SequentialSampler(_Sampler):
     """`single`: samples consumed_samples, consumed_samples + 1, ...; an incomplete last step is dropped.
 
     Of each micro_batch_size * dp_size consecutive samples, dp_rank r reads [r * micro_batch_size, (r+1) * ...).
     """
-
-    def __init__(
-        self, num_samples: int, *, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
-    ) -> None:
-        assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
-        self.num_samples = num_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.step_samples = micro_batch_size * dp_size
 
     def __len__(self) -> int:
         return max(0, self.num_samples - self.consumed_samples) // self.step_samples
@@ -53,59 +63,44 @@ class SequentialSampler:
             yield list(range(first, first + self.micro_batch_size))
 
 
-class CyclicSampler:
+@dataclasses.dataclass(frozen=True)
+class CyclicSampler(_Sampler):
     """`cyclic`: reshuffled every epoch by a torch generator seeded with the epoch's number; never ends.
 
     data_sharding: each rank draws from its own consecutive share of the samples; else all ranks draw from
     all, strided by rank. Samples beyond the last full step of an epoch are left out of it.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        consumed_samples: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        data_sharding: bool = True,
-    ) -> None:
-        assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
-        self.step_samples = micro_batch_size * dp_size
-        self.steps_per_epoch = num_samples // self.step_samples
-        if not self.steps_per_epoch:
+    data_sharding: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_samples < self.step_samples:
             raise DataError(
-                f"--dataloader-type cyclic: {num_samples} samples are fewer than one step of "
-                f"{self.step_samples} "
+                f"--dataloader-type cyclic: {self.num_samples} samples are fewer than one step of {self.step_samples} "
                 "(--micro-batch-size times data-parallel ranks): use more data or a smaller micro-batch"
             )
-        self.num_samples = num_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.data_sharding = data_sharding
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, position = divmod(self.consumed_samples, self.steps_per_epoch * self.step_samples)
+        in_epoch = self.num_samples // self.step_samples * self.step_samples
+        epoch, position = divmod(self.consumed_samples, in_epoch)
         if position % self.step_samples:
             raise DataError(
-                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are no whole number of "
-                "steps of "
+                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are no whole number of steps of "
                 f"{self.step_samples}: resume with the data-parallel size and micro-batch of the saved run"
             )
-        step = position // self.step_samples
+        first = position // self.dp_size
         while True:
             order = self.epoch_order(epoch)
-            for first in range(step * self.micro_batch_size, len(order), self.micro_batch_size):
-                yield order[first : first + self.micro_batch_size]
-            epoch, step = epoch + 1, 0
+            for begin in range(first, len(order), self.micro_batch_size):
+                yield order[begin : begin + self.micro_batch_size]
+            epoch, first = epoch + 1, 0
 
     def epoch_order(self, epoch: int) -> list[int]:
         """This rank's samples of one epoch."""
         generator = torch.Generator()
         generator.manual_seed(epoch)
-        per_rank = self.steps_per_epoch * self.micro_batch_size
+        per_rank = self.num_samples // self.step_samples * self.micro_batch_size
         if self.data_sharding:
             order = torch.randperm(per_rank, generator=generator) + self.dp_rank * per_rank
         else:
@@ -137,40 +132,25 @@ def build_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset  # type: ignore[return-value]
-    common = {
-        "consumed_samples": consumed_samples,
-        "micro_batch_size": micro_batch_size,
-        "dp_rank": dp_rank,
-        "dp_size": dp_size,
-    }
     assert dataloader_type in ("single", "cyclic"), f"dataloader_type {dataloader_type!r}"
-    num_samples = len(dataset)  # type: ignore[arg-type]
-    sampler: Iterable[list[int]] = (
-        SequentialSampler(num_samples, **common)
-        if dataloader_type == "single"
-        else CyclicSampler(num_samples, data_sharding=data_sharding, **common)
+    make = SequentialSampler
+    if dataloader_type == "cyclic":
+        make = functools.partial(CyclicSampler, data_sharding=data_sharding)  # type: ignore[assignment]
+    sampler = make(
+        len(dataset),  # type: ignore[arg-type]
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
     )
     return DataLoader(
-        _TorchView(dataset),  # type: ignore[arg-type]
+        dataset,  # type: ignore[arg-type]
         batch_sampler=sampler,
         num_workers=num_workers,
         pin_memory=pin_memory,
         multiprocessing_context="fork" if num_workers else None,
         worker_init_fn=_start_worker if num_workers else None,
     )
-
-
-class _TorchView(TorchDataset[Any]):
-    """A dataset as torch's loader wants it."""
-
-    def __init__(self, dataset: SizedDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.dataset[i]
 
 
 def _start_worker(worker: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,15 +17,13 @@ Bounds = tuple[float, float]
 SplitMatrix = tuple[Bounds | None, Bounds | None, Bounds | None]
 """The share of train, valid, test; None for a split of weight zero."""
 
-_NUMBER = re.compile(r"[0-9.]+")
-
 
 def parse_split(split: str) -> SplitMatrix:
     """`--split` as shares: numbers found by pattern, padded to three with zeros, normalised by their sum.
 
     Raises DataError for a text without three or fewer non-negative numbers, one of them positive.
     """
-    words = _NUMBER.findall(split)
+    words = re.findall(r"[0-9.]+", split)
     if re.search(r"[A-Za-z]|-\s*[0-9.]", split):
         raise DataError(f"--split {split!r}: only non-negative decimal numbers, e.g. --split {DEFAULT_SPLIT}")
     try:
@@ -36,8 +35,7 @@ def parse_split(split: str) -> SplitMatrix:
     if not 1 <= len(weights) <= 3:
         raise DataError(f"--split {split!r}: one to three numbers are needed, found {len(weights)}")
     weights += [0.0] * (3 - len(weights))
-    total = weights[0] + weights[1] + weights[2]
-    if not total > 0:
+    if not (total := weights[0] + weights[1] + weights[2]) > 0:
         raise DataError(f"--split {split!r}: at least one weight must be above zero")
     shares = [weight / total for weight in weights]
     # float64 running sums, as they are: rounding them elsewhere would move the borders between splits.
@@ -54,7 +52,7 @@ def sequence_range(bounds: Bounds, num_sequences: int) -> range:
     return range(round(bounds[0] * float(num_sequences)), round(bounds[1] * float(num_sequences)))
 
 
-def normalize(weights: list[float]) -> list[float]:
+def normalize(weights: Sequence[float]) -> list[float]:
     """Weights over their sum, in numpy's float64 arithmetic (its summation order decides the last bit)."""
     array = np.array(weights, dtype=np.float64)
     normalized: list[float] = (array / np.sum(array)).tolist()

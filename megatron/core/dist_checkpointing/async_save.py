@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step
-from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import Guard, Log, PendingSave, begin_save, no_guard, no_log
+from megatron.core.dist_checkpointing.save import (
+    Guard,
+    Log,
+    PendingSave,
+    SaveOptions,
+    begin_save,
+    no_guard,
+    no_log,
+)
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
@@ -63,10 +70,7 @@ class AsyncSaver:
         common: Mapping[str, Any],
         per_rank: Mapping[str, Any],
         ps: ParallelState | None = None,
-        *,
-        retain_interval: int | None = None,
-        owned: Collection[int] | None = None,
-        cache: PlanCache | None = None,
+        **options: Unpack[SaveOptions],
     ) -> Path | None:
         """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this returns.
 
@@ -75,14 +79,11 @@ class AsyncSaver:
         earlier = None
         if self._writer is not None:
             if rank_of(ps) == 0:
-                self._log(
-                    f"waiting for the save of iteration {self.in_flight} before starting that of {iteration}"
-                )
+                before = f"before starting that of {iteration}"
+                self._log(f"waiting for the save of iteration {self.in_flight} {before}")
             earlier = self.maybe_finalize(ps, blocking=True)
-        pending = begin_save(
-            root, iteration, pieces, common, per_rank, ps,
-            retain_interval=retain_interval, owned=owned, cache=cache, log=self._log, guard=self._guard,
-        )  # fmt: skip
+        options["log"], options["guard"] = self._log, self._guard
+        pending = begin_save(root, iteration, pieces, common, per_rank, ps, **options)
         self._buffer = pending.snapshot(self._buffer)
         self._writer = _Writer(pending)
         self._writer.start()

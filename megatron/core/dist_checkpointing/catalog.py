@@ -29,8 +29,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatron.core.dist_checkpointing.schema import Place
 from megatron.core.safe_files import read_bytes
+from megatron.core.schema import Place
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"
@@ -51,7 +51,7 @@ class Kind(Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class IterationFolder:
     """One directory of the folder."""
 
     path: Path
@@ -68,9 +68,13 @@ class Found:
     manifest: Manifest
     manifest_sha256: str
 
+    def place(self, where: str = "") -> Place:
+        """A field of its manifest, for messages."""
+        return Place(self.directory / MANIFEST_NAME, where, CheckpointError)
+
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class LoadChoice:
     """What to load, or None: start from scratch. notes: why, one line each, for the log."""
 
     found: Found | None
@@ -83,16 +87,13 @@ def directory_name(iteration: int, kind: Kind = Kind.COMMITTED, tag: str = "") -
     return name if kind is Kind.COMMITTED else f"{name}.{kind.value}-{tag}"
 
 
-def list_entries(root: Path) -> list[Entry]:
+def list_entries(root: Path) -> list[IterationFolder]:
     """Every directory of the folder that follows the naming, by iteration. A missing folder has none."""
     with named_errors(root):
         names = os.listdir(root) if _is_folder(root) else []
-    entries = [
-        Entry(root / name, int(match[1]), Kind(match[2]))
-        for name in names
-        if (match := _NAME.fullmatch(name))
-    ]
-    return sorted(entries, key=lambda entry: (entry.iteration, entry.path.name))
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    folders = [IterationFolder(root / match[0], int(match[1]), Kind(match[2])) for match in matches]
+    return sorted(folders, key=lambda folder: (folder.iteration, folder.path.name))
 
 
 def _is_folder(path: Path) -> bool:
@@ -106,13 +107,12 @@ def _is_folder(path: Path) -> bool:
     except ValueError as error:  # a name that no file can have
         raise CheckpointError(f"{str(path)!r}: names no folder: {error}") from None
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(
-            f"{path}: not a directory but {describe_file(path, mode)}; --save and --load name folders"
-        )
+        what = describe_file(path, mode)
+        raise CheckpointError(f"{path}: not a directory but {what}; --save and --load name folders")
     return True
 
 
-def candidates(entries: Sequence[Entry]) -> dict[int, Path]:
+def candidates(entries: Sequence[IterationFolder]) -> dict[int, Path]:
     """Directory to load for each iteration. A replaced one counts only while nothing has taken its place."""
     out = {entry.iteration: entry.path for entry in entries if entry.kind is Kind.REPLACED}
     return out | {entry.iteration: entry.path for entry in entries if entry.kind is Kind.COMMITTED}
@@ -135,23 +135,14 @@ def read_tracker(root: Path) -> int | str | None:
 
 def open_directory(directory: Path, iteration: int) -> Found:
     """Check manifest, names and sizes; CheckpointError names the file and what was expected."""
+    stated = directory / MANIFEST_NAME
     if directory.is_symlink() or not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory (links are refused)")
-    if not (directory / MANIFEST_NAME).exists():
-        raise CheckpointError(
-            f"{directory / MANIFEST_NAME}: missing: not a checkpoint of ours, or no longer a whole one"
-        )
+    if not stated.exists():
+        raise CheckpointError(f"{stated}: missing: not a checkpoint of ours, or no longer a whole one")
     manifest, digest = read_manifest(directory)
     if manifest.iteration != iteration:
-        raise CheckpointError(
-            f"{directory / MANIFEST_NAME}: field 'iteration': expected {iteration} as in the name, "
-            f"found {manifest.iteration}"
-        )
-    _check_files(directory, manifest)
-    return Found(directory, iteration, manifest, digest)
-
-
-def _check_files(directory: Path, manifest: Manifest) -> None:
+        Place(stated, "iteration", CheckpointError).fail(f"{iteration} as in the name", manifest.iteration)
     for entry in manifest.files.values():
         path = directory / entry.name
         with open_regular(path) as fd:
@@ -162,9 +153,10 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
     for path in sorted(directory.iterdir()):
         if path.name not in listed and not path.name.startswith("."):  # file systems leave hidden files
             raise CheckpointError(f"{path}: not listed in {MANIFEST_NAME}; a checkpoint holds nothing else")
+    return Found(directory, iteration, manifest, digest)
 
 
-def choose(root: Path, ckpt_step: int | None = None) -> Choice:
+def choose(root: Path, ckpt_step: int | None = None) -> LoadChoice:
     """What `--load ROOT` loads.
 
     With `ckpt_step`: that one. Else the one the tracker names. Where that directory is gone, or the tracker
@@ -176,11 +168,18 @@ def choose(root: Path, ckpt_step: int | None = None) -> Choice:
         there = _ours(root)
         tracker = read_tracker(root)
         if ckpt_step is not None:
-            return _asked_for(root, there, ckpt_step)
+            if ckpt_step not in there:
+                known = ", ".join(map(str, sorted(there))) or "none"
+                raise CheckpointError(
+                    f"{root / directory_name(ckpt_step)}: missing: --ckpt-step {ckpt_step} is not in {root} "
+                    f"(iterations there: {known})"
+                )
+            found = open_directory(there[ckpt_step], ckpt_step)
+            return LoadChoice(found, (f"loading iteration {ckpt_step} (--ckpt-step)",))
         if isinstance(tracker, int) and tracker in there:
-            return Choice(_open_tracked(there, tracker), ())
+            return LoadChoice(_open_tracked(there, tracker), ())
         if not there and tracker is None:
-            return Choice(None, (_nothing_in(root),))
+            return LoadChoice(None, (_nothing_in(root),))
         return _newest_valid(root, there, tracker)
 
 
@@ -207,26 +206,17 @@ def _ours(root: Path) -> dict[int, Path]:
     if any((path / MANIFEST_NAME).exists() for path in there.values()) or not root.exists():
         return there
     if (root / MANIFEST_NAME).exists():
-        raise CheckpointError(f"{root}: {_one_checkpoint(root)}")
+        number = f"the number being field 'iteration' of its {MANIFEST_NAME}"
+        told = f"one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, {number}, and "
+        told += "give --load DIR"
+        if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
+            how = f"--load {root.parent} --ckpt-step {int(match[1])} loads it"
+            told = f"one checkpoint and not the folder of them: {how}"
+        raise CheckpointError(f"{root}: {told}")
     if (what := recognise(root)) is not None:
-        first = min(there.values(), default=None)
-        told = (
-            f"{root}: no checkpoint"
-            if first is None
-            else f"{first / MANIFEST_NAME}: missing: not a checkpoint"
-        )
-        raise CheckpointError(f"{told} of ours but {what}; {CONVERSION}")
+        told = f"{min(there.values()) / MANIFEST_NAME}: missing: not a" if there else f"{root}: no"
+        raise CheckpointError(f"{told} checkpoint of ours but {what}; {CONVERSION}")
     return there
-
-
-def _one_checkpoint(root: Path) -> str:
-    """How to load a directory that is a checkpoint itself."""
-    if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
-        return f"one checkpoint and not the folder of them: --load {root.parent} --ckpt-step {int(match[1])} loads it"
-    return (
-        f"one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the number being "
-        f"field 'iteration' of its {MANIFEST_NAME}, and give --load DIR"
-    )
 
 
 def _nothing_in(root: Path) -> str:
@@ -238,17 +228,6 @@ def _nothing_in(root: Path) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
     return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"
-
-
-def _asked_for(root: Path, there: dict[int, Path], ckpt_step: int) -> Choice:
-    if ckpt_step not in there:
-        known = ", ".join(map(str, sorted(there))) or "none"
-        raise CheckpointError(
-            f"{root / directory_name(ckpt_step)}: missing: --ckpt-step {ckpt_step} is not in {root} "
-            f"(iterations there: {known})"
-        )
-    found = open_directory(there[ckpt_step], ckpt_step)
-    return Choice(found, (f"loading iteration {ckpt_step} (--ckpt-step)",))
 
 
 def _open_tracked(there: dict[int, Path], tracker: int) -> Found:
@@ -263,18 +242,19 @@ def _open_tracked(there: dict[int, Path], tracker: int) -> Found:
         raise
 
 
-def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None) -> Choice:
+def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None) -> LoadChoice:
     """The tracker is of no use: take the newest valid directory not beyond it, else the newest valid one."""
+    hint, note = max(there, default=0), tracker or f"{root / TRACKER_NAME} is missing"
     if isinstance(tracker, int):
         missing = root / directory_name(tracker)
-        notes = [f"{root / TRACKER_NAME} names iteration {tracker}, but {missing} is missing"]
-    else:
-        notes = [tracker or f"{root / TRACKER_NAME} is missing"]
-    hint = tracker if isinstance(tracker, int) else max(there, default=0)
+        hint, note = tracker, f"{root / TRACKER_NAME} names iteration {tracker}, but {missing} is missing"
+    notes = [str(note)]
     for iteration in sorted(there, key=lambda it: (it <= hint, it), reverse=True):
         found = _try_open(there[iteration], iteration)
         if isinstance(found, Found):
-            return Choice(found, (*notes, f"loading iteration {iteration}, the newest valid one of {root}"))
+            return LoadChoice(
+                found, (*notes, f"loading iteration {iteration}, the newest valid one of {root}")
+            )
         notes.append(found)
     raise CheckpointError("; ".join([*notes, f"no valid checkpoint in {root}"]))
 
@@ -305,7 +285,7 @@ def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str
     """The flat configuration that a checkpoint was saved with."""
     config = found.manifest.common.get("config")
     if not isinstance(config, dict):
-        Place(found.directory / MANIFEST_NAME, "common.config").fail("an object", config)
+        found.place("common.config").fail("an object", config)
     if check_config is not None:
         check_config(found, config)
     return config

@@ -23,13 +23,8 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.catalog import (
-    TRACKER_NAME,
-    Kind,
-    directory_name,
-    list_entries,
-    open_directory,
-)
+from megatron.core.dist_checkpointing import catalog
+from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Kind, directory_name, open_directory
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
@@ -52,17 +47,16 @@ def clean(root: Path) -> list[str]:
     Two runs must not save into one folder at once: this would remove the other's unfinished save (training/lease.py
     sees to it). Returns log lines.
     """
-    entries = list_entries(root)
+    entries = catalog.list_entries(root)
     committed = {entry.iteration for entry in entries if entry.kind is Kind.COMMITTED}
     notes = []
     for entry in entries:
         if entry.kind is Kind.REPLACED and entry.iteration not in committed:
-            os.rename(entry.path, root / directory_name(entry.iteration))
+            back = root / directory_name(entry.iteration)
+            os.rename(entry.path, back)
             sync_directory(root)
             committed.add(entry.iteration)
-            notes.append(
-                f"put {root / directory_name(entry.iteration)} back: the save replacing it was not finished"
-            )
+            notes.append(f"put {back} back: the save replacing it was not finished")
         elif entry.kind in (Kind.TEMPORARY, Kind.REPLACED, Kind.TRASH):
             shutil.rmtree(entry.path)
             notes.append(f"removed {entry.path}, left by a save that was not finished")
@@ -77,24 +71,20 @@ def commit(temporary: Path, root: Path, iteration: int, *, may_replace: bool = T
 
     may_replace: whether a whole checkpoint of that iteration goes; else it is kept under another name.
     """
-    tag = temporary.name.rpartition("-")[2]
-    final = root / directory_name(iteration)
+    final, notes, kind = root / directory_name(iteration), [], None
     sync_directory(temporary)
-    notes, replaced = [], None
     if final.is_symlink() or final.exists():
         kind, why = _fate(final, temporary, iteration, may_replace)
-        aside = root / directory_name(iteration, kind, tag)
+        aside = root / directory_name(iteration, kind, temporary.name.rpartition("-")[2])
         os.rename(final, aside)
-        if kind is Kind.REPLACED:
-            replaced = aside
-        else:
+        if kind is not Kind.REPLACED:
             notes.append(f"{final} {why}: put aside as {aside}")
     os.rename(temporary, final)
     sync_directory(root)
     publish_text(root / TRACKER_NAME, str(iteration))  # no newline: as Megatron
     sync_directory(root)
-    if replaced is not None:
-        notes += _remove(replaced)
+    if kind is Kind.REPLACED:
+        notes += _remove(aside)
     return notes
 
 
@@ -136,7 +126,7 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
     """
     ours = {
         entry.iteration: entry.path
-        for entry in list_entries(root)
+        for entry in catalog.list_entries(root)
         if entry.kind is Kind.COMMITTED
         and (entry.path / MANIFEST_NAME).exists()
         and (owned is None or entry.iteration in owned)

@@ -23,9 +23,7 @@ class HashingFile:
     """A new file, written from front to back, its SHA-256 known when the last byte is."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_bytes = 0
-        self._sha256 = hashlib.sha256()
+        self.num_bytes, self._sha256 = 0, hashlib.sha256()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, FILE_MODE)
 

@@ -86,11 +86,8 @@ def recognise(folder: Path) -> str | None:
     top = names_in(folder)
     for directory in ("", *_below(folder, top, _STEPS)):
         names = _names(folder / directory) if directory else top
-        paths = names + [
-            f"{inner}/{name}"
-            for inner in _below(folder, names, _INSIDE)
-            for name in _names(folder / directory / inner)
-        ]
+        inside = _below(folder, names, _INSIDE)
+        paths = names + [f"{inner}/{name}" for inner in inside for name in _names(folder / directory / inner)]
         for form in FORMATS:
             if not fnmatchcase(directory, form.under):
                 continue

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
-from megatron.core.dist_checkpointing.catalog import Choice, Found, choose
+from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
 from megatron.core.dist_checkpointing.safetensors_format import (
     LENGTH_BYTES,
-    Entry,
+    StoredTensor,
     build_header,
     header_length,
     sort_by_place,
@@ -31,12 +31,12 @@ from megatron.core.transport.parallel_state import ParallelState
 _SHOWN = 8  # names that a message lists before it says how many more
 
 
-def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | None = None) -> Choice:
+def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | None = None) -> LoadChoice:
     """The checkpoint to load from `root`, the same on every rank, or none: start from scratch.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together (rules: `catalog.choose`).
     """
-    choice = Choice(None, ())
+    choice = LoadChoice(None, ())
     with step() as chosen:
         if rank_of(ps) == 0:
             choice = choose(Path(root), ckpt_step)
@@ -45,10 +45,10 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
             chosen.value = [place, list(choice.notes)]
     place, notes = chosen.gather(ps)[0]
     if place is None:
-        return Choice(None, tuple(notes))
-    name, iteration, digest = place
+        return LoadChoice(None, tuple(notes))
     with step() as opened:
         if rank_of(ps) != 0:
+            name, iteration, digest = place
             directory = Path(root) / name
             manifest, own_digest = read_manifest(directory)
             if own_digest != digest:
@@ -56,7 +56,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
                     f"{directory / MANIFEST_NAME}: this rank reads SHA-256 {own_digest}, rank 0 {digest}: "
                     f"--load must be one folder that all ranks see"
                 )
-            choice = Choice(Found(directory, iteration, manifest, digest), tuple(notes))
+            choice = LoadChoice(Found(directory, iteration, manifest, digest), tuple(notes))
     opened.gather(ps)
     return choice
 
@@ -78,21 +78,24 @@ def load_pieces(
     Communicates over the whole world. Raises CheckpointError on all ranks together, before any tensor is
     touched unless a file becomes unreadable between check and use.
     """
-    manifest = found.manifest
     with step() as compared:
         _compare(found, pieces, convert)
         compared.value = sorted({piece.name for piece in pieces})
     wanted = {name for names in compared.gather(ps) for name in names}
     unused = sorted(
-        name for name in manifest.tensors if name.startswith(tuple(prefixes)) and name not in wanted
+        name for name in found.manifest.tensors.keys() - wanted if name.startswith(tuple(prefixes))
     )
     if unused:
         raise CheckpointError(
             f"{found.directory / MANIFEST_NAME}: tensors that this run does not have: {_listed(unused)}"
         )
     verify(found, ps)
-    with step() as applied:
-        _read(found, pieces)
+    with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
+        reader, planner = SafeStorageReader(found.directory, found.manifest), PieceLoadPlanner(pieces)
+        metadata = reader.read_metadata()
+        planner.set_up_planner({}, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        reader.read_data(planner.create_local_plan(), planner).wait()
     applied.gather(ps)
 
 
@@ -122,16 +125,6 @@ def _compare(found: Found, pieces: Sequence[LocalPiece], convert: bool) -> None:
             )
 
 
-def _read(found: Found, pieces: Sequence[LocalPiece]) -> None:
-    """DCP's local plan over our storage. Loading needs no global plan: each rank reads what it needs."""
-    reader, planner = SafeStorageReader(found.directory, found.manifest), PieceLoadPlanner(pieces)
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
-
-
 def verify(found: Found, ps: ParallelState | None = None) -> None:
     """Check every file's SHA-256 and header, each by one rank.
 
@@ -155,23 +148,23 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
 
 def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     """The file's own header must be, byte for byte, the one that follows from the manifest."""
-    chunks = sort_by_place(
+    placed = sort_by_place(
         [
-            (chunk.begin, Entry(chunk.key, tensor.dtype, chunk.shape))
+            (chunk.begin, StoredTensor(chunk.key, tensor.dtype, chunk.shape))
             for tensor in manifest.tensors.values()
             for chunk in tensor.chunks
             if chunk.file == name
         ]
     )
-    if len({entry.key for _, entry in chunks}) != len(chunks):
+    if len({stored.key for _, stored in placed}) != len(placed):
         raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
-    expected, begins = build_header([entry for _, entry in chunks])
-    num_bytes = manifest.files[name].num_bytes
+    expected, begins = build_header([stored for _, stored in placed])
+    prefix = bytes(read_exactly(fd, path, 0, LENGTH_BYTES))
     try:
-        length = header_length(bytes(read_exactly(fd, path, 0, LENGTH_BYTES)), num_bytes)
+        length = header_length(prefix, manifest.files[name].num_bytes)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    if LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in chunks]:
+    if LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in placed]:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
     if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")

@@ -24,23 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core import schema
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
-from megatron.core.dist_checkpointing.schema import (
-    MAX_CHARS,
-    MAX_INT,
-    Place,
-    Schema,
-    anything,
-    array,
-    check,
-    integer,
-    mapping,
-    one_of,
-    text,
-)
 from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.schema import Place, array, integer, mapping, one_of, text
 from megatron.core.transport.rank_grid import AXES
 
 MANIFEST_NAME = "manifest.json"
@@ -62,15 +51,10 @@ def _file_name(name: str, place: Place) -> None:
 
 _SHA256 = "[0-9a-f]{64}"
 _DIMS = array(integer(), MAX_DIMS, "dims")
-_CHUNK = {
-    "file": text(),
-    "key": text(max_chars=2 * MAX_CHARS),
-    "begin": integer(low=LENGTH_BYTES),
-    "offset": _DIMS,
-    "shape": _DIMS,
-}
+_KEY = text(max_chars=2 * schema.MAX_CHARS)
+_CHUNK = {"file": text(), "key": _KEY, "begin": integer(low=LENGTH_BYTES), "offset": _DIMS, "shape": _DIMS}
 # Every field of manifest.json. `common` and `per_rank` are checked by whoever reads what is in them.
-SCHEMA: dict[str, Schema] = {
+SCHEMA: dict[str, schema.Schema] = {
     "format": one_of(FORMAT),
     "format_version": one_of(FORMAT_VERSION),
     "iteration": integer(high=MAX_ITERATION),
@@ -82,8 +66,8 @@ SCHEMA: dict[str, Schema] = {
     "torch_version": text(),
     "files": mapping({"bytes": integer(low=LENGTH_BYTES), "sha256": text(_SHA256)}, _file_name),
     "tensors": mapping({"dtype": one_of(*sorted(ITEM_BYTES)), "shape": _DIMS, "chunks": array(_CHUNK)}),
-    "common": mapping(anything),
-    "per_rank": array(anything),
+    "common": mapping(schema.anything),
+    "per_rank": array(schema.anything),
 }
 _AS_IT_IS = SCHEMA.keys() - {"format", "format_version", "files", "tensors", "per_rank"}  # in a Manifest too
 
@@ -98,14 +82,12 @@ class FileEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkEntry:
+class ChunkEntry(Rectangle):
     """A rectangle of a tensor and where its bytes are: in `file`, from byte `begin`, under `key` in its header."""
 
     file: str
     key: str
     begin: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,22 +117,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The text of manifest.json, digest included."""
+        fields = {name: getattr(self, name) for name in (*_AS_IT_IS, "per_rank")}
+        files = {one.name: {"bytes": one.num_bytes, "sha256": one.sha256} for one in self.files.values()}
+        tensors = {name: dataclasses.asdict(entry) for name, entry in self.tensors.items()}
         return sign(
-            {
-                **{name: getattr(self, name) for name in _AS_IT_IS},
-                "format": FORMAT,
-                "format_version": FORMAT_VERSION,
-                "files": {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in self.files.values()},
-                "tensors": {
-                    name: {
-                        "dtype": entry.dtype,
-                        "shape": entry.shape,
-                        "chunks": [dataclasses.asdict(chunk) for chunk in entry.chunks],
-                    }
-                    for name, entry in self.tensors.items()
-                },
-                "per_rank": self.per_rank,
-            }
+            {**fields, "format": FORMAT, "format_version": FORMAT_VERSION, "files": files, "tensors": tensors}
         )
 
 
@@ -178,31 +149,23 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 def _size_limit(directory: Path) -> int:
     """A manifest that is large beside little data is a bomb, not a checkpoint."""
     data = sum(
-        entry.stat(follow_symlinks=False).st_size
-        for entry in directory.iterdir()
-        if entry.name.endswith(".safetensors")
+        one.stat(follow_symlinks=False).st_size for one in directory.iterdir() if one.suffix == ".safetensors"
     )
     return min(MAX_BYTES, FREE_BYTES + data // MAX_SHARE)
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The checked manifest in `raw`; `path` is for messages."""
-    fields, place = _decode(raw, path), Place(path)
+    fields, place = _decode(raw, path), Place(path, error=CheckpointError)
     if fields.get("format") == FORMAT and fields.get("format_version") != FORMAT_VERSION:
         place.at("format_version").fail(f"version {FORMAT_VERSION}", fields.get("format_version"))
-    check(SCHEMA, fields, place)
-    files = {
-        name: FileEntry(name, value["bytes"], value["sha256"]) for name, value in fields["files"].items()
+    schema.check(SCHEMA, fields, place)
+    files = {name: FileEntry(name, one["bytes"], one["sha256"]) for name, one in fields["files"].items()}
+    tensors = {
+        name: _tensor(value, files, place.at(f"tensors.{name}")) for name, value in fields["tensors"].items()
     }
-    manifest = Manifest(
-        files=files,
-        tensors={
-            name: _tensor(value, files, place.at(f"tensors.{name}"))
-            for name, value in fields["tensors"].items()
-        },
-        per_rank=tuple(fields["per_rank"]),
-        **{name: fields[name] for name in _AS_IT_IS},
-    )
+    as_it_is = {name: fields[name] for name in _AS_IT_IS}
+    manifest = Manifest(files=files, tensors=tensors, per_rank=tuple(fields["per_rank"]), **as_it_is)
     _check_agreement(manifest, place)
     return manifest
 
@@ -243,7 +206,7 @@ def _decode(raw: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     if stated != found:
-        Place(path, "digest").fail(f"{found} from the content", stated)
+        Place(path, "digest", CheckpointError).fail(f"{found} from the content", stated)
     return fields
 
 
@@ -261,21 +224,17 @@ def _refuse_constant(name: str) -> NoReturn:
 def _tensor(value: Mapping[str, Any], files: Mapping[str, FileEntry], place: Place) -> TensorEntry:
     """A tensor whose chunks lie in their files and fill it exactly once."""
     dtype, shape = value["dtype"], tuple(value["shape"])
-    if math.prod(shape) * ITEM_BYTES[dtype] > MAX_INT:
-        place.at("shape").fail(f"at most {MAX_INT} bytes", shape)
+    if math.prod(shape) * ITEM_BYTES[dtype] > schema.MAX_INT:
+        place.at("shape").fail(f"at most {schema.MAX_INT} bytes", shape)
     chunks = []
     for index, fields in enumerate(value["chunks"]):
         chunk = ChunkEntry(**{**fields, "offset": tuple(fields["offset"]), "shape": tuple(fields["shape"])})
-        _check_chunk(chunk, ITEM_BYTES[dtype], files, place.at("chunks")[index])
         chunks.append(chunk)
-    if problem := fill_error(shape, [Rectangle(chunk.offset, chunk.shape) for chunk in chunks]):
+        at, end = place.at("chunks")[index], chunk.begin + chunk.numel * ITEM_BYTES[dtype]
+        if chunk.file not in files:
+            at.at("file").fail(f"one of the {len(files)} files listed", chunk.file)
+        if end > (num_bytes := files[chunk.file].num_bytes):
+            at.at("begin").fail(f"bytes inside {chunk.file} ({num_bytes} bytes)", [chunk.begin, end])
+    if problem := fill_error(shape, chunks):
         place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", found_words=problem)
     return TensorEntry(dtype, shape, tuple(chunks))
-
-
-def _check_chunk(chunk: ChunkEntry, item_bytes: int, files: Mapping[str, FileEntry], place: Place) -> None:
-    if chunk.file not in files:
-        place.at("file").fail(f"one of the {len(files)} files listed", chunk.file)
-    num_bytes, end = files[chunk.file].num_bytes, chunk.begin + math.prod(chunk.shape) * item_bytes
-    if end > num_bytes:
-        place.at("begin").fail(f"bytes inside {chunk.file} ({num_bytes} bytes)", [chunk.begin, end])

@@ -10,30 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.core.dist_checkpointing.agree import gather_json, rank_of
+from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.manifest import canonical
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.rectangles import Rectangle, fill_error
@@ -54,25 +42,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def chunk_metadata(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
+def chunk_metadata(offset: Sequence[int], shape: Sequence[int]) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
 
 
-def piece_index(piece: LocalPiece) -> MetadataIndex:
-    return MetadataIndex(piece.name, torch.Size(piece.offset))
-
-
-def index_pieces(pieces: Sequence[LocalPiece]) -> dict[MetadataIndex, LocalPiece]:
+def index_pieces(pieces: Sequence[LocalPiece]) -> dict[dcp.MetadataIndex, LocalPiece]:
     """Pieces by name and offset. Empty pieces of tensors that have elements are left out."""
-    out: dict[MetadataIndex, LocalPiece] = {}
+    out: dict[dcp.MetadataIndex, LocalPiece] = {}
     for piece in pieces:
-        box = (len(piece.global_shape), len(piece.offset), piece.tensor.dim())
-        assert box[0] == box[1] == box[2], f"{piece.name}: dims of global shape, offset, tensor: {box}"
-        if piece.tensor.numel() == 0 and 0 not in piece.global_shape:
-            continue
-        index = piece_index(piece)
-        assert index not in out, f"{piece.name}: two pieces at offset {piece.offset} on one rank"
-        out[index] = piece
+        dims = (len(piece.global_shape), len(piece.offset), piece.tensor.dim())
+        assert len(set(dims)) == 1, f"{piece.name}: dims of global shape, offset, tensor: {dims}"
+        assert dtype_name(piece.tensor.dtype)
+        if piece.tensor.numel() or 0 in piece.global_shape:
+            index = dcp.MetadataIndex(piece.name, torch.Size(piece.offset))
+            assert index not in out, f"{piece.name}: two pieces at offset {piece.offset} on one rank"
+            out[index] = piece
     return out
 
 
@@ -85,16 +69,29 @@ class PieceSavePlanner(DefaultSavePlanner):
         self.set_up_planner({})
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(_describe(piece)) for piece in self._pieces.values()])
+        self.plan = SavePlan(
+            [
+                write_item(
+                    piece.name, piece.tensor.dtype, piece.global_shape, piece.offset, piece.tensor.shape
+                )
+                for piece in self._pieces.values()
+            ]
+        )
         return self.plan
 
-    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
         _check_replicas(all_plans)
         plans, metadata = super()._create_global_plan(all_plans)
-        _check_filled(metadata)
+        for name, entry in metadata.state_dict_metadata.items():  # all pieces are every element, once
+            assert isinstance(entry, dcp.TensorStorageMetadata), (
+                f"{name}: only tensors enter DCP, found {entry}"
+            )
+            boxes = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            problem = fill_error(tuple(entry.size), boxes)
+            assert problem is None, f"{name}: {problem}"
         return plans, metadata
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
+    def lookup_object(self, index: dcp.MetadataIndex) -> Tensor:
         return self._pieces[index].tensor
 
 
@@ -107,57 +104,45 @@ class PieceLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None, "set_up_planner(metadata=...) comes first"
-        by_name: dict[str, list[LocalPiece]] = {}
-        for piece in self._pieces.values():
-            by_name.setdefault(piece.name, []).append(piece)
-        items: list[ReadItem] = []
-        for name, pieces in by_name.items():
+        plan = LoadPlan([])
+        ordered = sorted(self._pieces.values(), key=lambda piece: piece.name)
+        for name, pieces in itertools.groupby(ordered, lambda piece: piece.name):
             saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata), f"{name}: only tensors enter DCP, found {saved}"
+            assert isinstance(saved, dcp.TensorStorageMetadata), (
+                f"{name}: only tensors enter DCP, found {saved}"
+            )
             chunks = [chunk_metadata(piece.offset, piece.tensor.shape) for piece in pieces]
-            items += create_read_items_for_chunk_list(name, saved, chunks)
-        return LoadPlan(items)
+            plan.items += create_read_items_for_chunk_list(name, saved, chunks)
+        return plan
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+    def lookup_tensor(self, index: dcp.MetadataIndex) -> Tensor:
         return self._pieces[index].tensor
 
 
-def _describe(piece: LocalPiece) -> list[Any]:
-    """A piece without its values, as JSON."""
-    return [
-        piece.name,
-        dtype_name(piece.tensor.dtype),
-        list(piece.global_shape),
-        list(piece.offset),
-        list(piece.tensor.shape),
-    ]
-
-
-def _write_item(description: list[Any]) -> WriteItem:
-    name, dtype, global_shape, offset, shape = description
-    return WriteItem(
-        index=MetadataIndex(name, torch.Size(offset)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=chunk_metadata(offset, shape),
-            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
-            size=torch.Size(global_shape),
-        ),
-    )
+def write_item(
+    name: str, dtype: torch.dtype, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> WriteItem:
+    """What DCP is told of a rectangle that this rank can write."""
+    chunk, properties = chunk_metadata(offset, shape), dcp.TensorProperties(dtype=dtype)
+    data = TensorWriteData(chunk, properties, torch.Size(global_shape))
+    return WriteItem(dcp.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def plan_to_json(plan: SavePlan) -> list[Any]:
-    """A local plan for the other ranks."""
-    out = []
-    for item in plan.items:
-        data = tensor_data(item)
-        dtype = dtype_name(data.properties.dtype)
-        out.append([item.index.fqn, dtype, list(data.size), list(data.chunk.offsets), list(data.chunk.sizes)])
-    return out
+    """A local plan for the other ranks: name, dtype, global shape, offset and shape of each piece."""
+    rows = [(item.index.fqn, tensor_data(item)) for item in plan.items]
+    return [
+        [
+            name,
+            dtype_name(data.properties.dtype),
+            *map(list, (data.size, data.chunk.offsets, data.chunk.sizes)),
+        ]
+        for name, data in rows
+    ]
 
 
 def plan_from_json(value: list[Any]) -> SavePlan:
-    return SavePlan([_write_item(description) for description in value])
+    return SavePlan([write_item(name, TORCH_DTYPES[dtype], *box) for name, dtype, *box in value])
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
@@ -167,50 +152,36 @@ def tensor_data(item: WriteItem) -> TensorWriteData:
 
 def _check_replicas(all_plans: list[SavePlan]) -> None:
     """Ranks that hold a piece at the same place must mean the same one."""
-    seen: dict[MetadataIndex, tuple[int, TensorWriteData]] = {}
+    seen: dict[dcp.MetadataIndex, tuple[int, TensorWriteData]] = {}
     tensors: dict[str, tuple[int, tuple[torch.Size, torch.dtype]]] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
-            data = tensor_data(item)
+            data, name = tensor_data(item), item.index.fqn
             first_rank, first = seen.setdefault(item.index, (rank, data))
             assert first.chunk.sizes == data.chunk.sizes, (
-                f"{item.index.fqn} at {tuple(data.chunk.offsets)}: rank {first_rank} holds shape "
+                f"{name} at {tuple(data.chunk.offsets)}: rank {first_rank} holds shape "
                 f"{tuple(first.chunk.sizes)}, rank {rank} holds {tuple(data.chunk.sizes)}"
             )
             facts = (data.size, data.properties.dtype)
-            first_rank, first_facts = tensors.setdefault(item.index.fqn, (rank, facts))
-            assert first_facts == facts, (
-                f"{item.index.fqn}: rank {first_rank} {first_facts}, rank {rank} {facts}"
-            )
-
-
-def _check_filled(metadata: Metadata) -> None:
-    """All ranks' pieces together are every element of every tensor, once."""
-    for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata), f"{name}: only tensors enter DCP, found {entry}"
-        boxes = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-        problem = fill_error(tuple(entry.size), boxes)
-        assert problem is None, f"{name}: {problem}"
+            first_rank, first_facts = tensors.setdefault(name, (rank, facts))
+            assert first_facts == facts, f"{name}: rank {first_rank} {first_facts}, rank {rank} {facts}"
 
 
 @dataclasses.dataclass
 class PlanCache:
-    """The global plan of the last save. Ranks' pieces rarely change, so most saves exchange digests only."""
+    """The plans of the last save. Ranks' pieces rarely change, so most saves exchange digests only."""
 
     digests: list[str] = dataclasses.field(default_factory=list)
     plans: list[SavePlan] = dataclasses.field(default_factory=list)
-    metadata: Metadata | None = None
 
 
-def plan_save(
-    planner: PieceSavePlanner, ps: ParallelState | None, cache: PlanCache
-) -> tuple[list[SavePlan], Metadata]:
-    """What every rank writes, and the metadata of the whole. Communicates over the whole world."""
+def plan_save(planner: PieceSavePlanner, ps: ParallelState | None, cache: PlanCache) -> list[SavePlan]:
+    """What every rank writes. Communicates over the whole world."""
     local = plan_to_json(planner.create_local_plan())
     digests = gather_json(hashlib.sha256(canonical(local)).hexdigest(), ps)
-    if cache.metadata is None or digests != cache.digests:
-        all_plans = [plan_from_json(value) for value in gather_json(local, ps)]
-        cache.plans, cache.metadata = planner.create_global_plan(all_plans)
+    if digests != cache.digests:
+        cache.plans, _ = planner.create_global_plan(
+            [plan_from_json(value) for value in gather_json(local, ps)]
+        )
         cache.digests = digests
-    planner.finish_plan(cache.plans[rank_of(ps)])
-    return cache.plans, cache.metadata
+    return cache.plans

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor of a file."""
 
     key: str
@@ -36,21 +36,21 @@ class Entry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def file_order(entries: Sequence[Entry]) -> list[int]:
+def file_order(entries: Sequence[StoredTensor]) -> list[int]:
     """Indices of the entries in the order of the file: widest elements first, so that each is aligned."""
     return sorted(range(len(entries)), key=lambda i: _rank(entries[i]))
 
 
-def _rank(entry: Entry) -> tuple[int, str]:
+def _rank(entry: StoredTensor) -> tuple[int, str]:
     return -ITEM_BYTES[entry.dtype], entry.key
 
 
-def sort_by_place(placed: Sequence[tuple[int, Entry]]) -> list[tuple[int, Entry]]:
+def sort_by_place(placed: Sequence[tuple[int, StoredTensor]]) -> list[tuple[int, StoredTensor]]:
     """(begin, entry) pairs back in file order; entries without elements share a beginning with the next."""
     return sorted(placed, key=lambda pair: (pair[0], _rank(pair[1])))
 
 
-def build_header(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
+def build_header(entries: Sequence[StoredTensor]) -> tuple[bytes, list[int]]:
     """The bytes before the data, and where in the file each tensor begins. Entries in file order."""
     table: dict[str, Any] = {}
     begins, position = [], 0

@@ -7,8 +7,7 @@ import math
 
 from torch import Tensor
 
-from megatron.core.param_meta import ParamMeta
-from megatron.core.param_parts import region_parts
+from megatron.core.param_meta import ParamMeta, region_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ def part_pieces(prefix: str, meta: ParamMeta, part: Tensor, start: int, end: int
         return pieces_of(prefix, meta, part.view(meta.local_shape))
     part = part.detach()
     return [
-        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, piece.offset, piece.tensor)
+        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, offset, view)
         for region in meta.parts
-        for piece in region_parts(region, meta.local_shape, part, start, end)
+        for offset, view in region_parts(region, meta.local_shape, part, start, end)
     ]

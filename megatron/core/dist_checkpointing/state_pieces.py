@@ -28,7 +28,7 @@ _OF_THE_WHOLE = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class FlatSpan:
     """Elements [start, end) of a parameter's flattened local tensor. refusal: why torch.distributed.checkpoint cannot
     save what an optimizer keeps for them; empty where it can."""
 
@@ -45,10 +45,10 @@ class StatePiece(Tensor):
     """A rank's 1-D part of a tensor; size and shape are the whole tensor's."""
 
     local: Tensor
-    place: Place
+    place: FlatSpan
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place) -> StatePiece:
+    def __new__(cls, local: Tensor, place: FlatSpan) -> StatePiece:
         shape = tuple(local.shape) if place.refusal else place.meta.global_shape
         piece: StatePiece = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         piece.local, piece.place = local, place
@@ -113,38 +113,29 @@ class StatePiece(Tensor):
     # torch.distributed.checkpoint ------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # slow to import
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from megatron.core.dist_checkpointing.planning import write_item  # slow to import
 
-        properties = TensorProperties(dtype=self.local.dtype)
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self._chunks()
+            write_item(fqn, self.local.dtype, self.size(), piece.offset, piece.tensor.shape)
+            for piece in self._pieces()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
+        from megatron.core.dist_checkpointing.planning import chunk_metadata  # slow to import
+
         if not self.local.numel():
             self.local.zero_()
-        return self._chunks()
+        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self._pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)
         return next(piece.tensor for piece in self.place.pieces(self.local) if piece.offset == offset)
 
-    def _chunks(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # slow to import
-
+    def _pieces(self) -> list[LocalPiece]:
         if self.place.refusal:
             raise ModelError(self.place.refusal)
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
-            for piece in self.place.pieces(self.local)
-        ]
+        return self.place.pieces(self.local)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -162,7 +153,7 @@ def as_local(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, StatePiece) else tensor
 
 
-def taken(value: Any, place: Place) -> Any:
+def taken(value: Any, place: FlatSpan) -> Any:
     """What is loaded into a place: a piece of just this place, or of a whole tensor this rank's part. Raises ModelError
     for a piece of another place."""
     if isinstance(value, StatePiece):
@@ -178,7 +169,7 @@ def taken(value: Any, place: Place) -> Any:
     return value
 
 
-def as_pieces(value: Any, place: Place, optimizer: str) -> Any:
+def as_pieces(value: Any, place: FlatSpan, optimizer: str) -> Any:
     """What an optimizer keeps of a shard: single numbers stay, what has the shard's shape is cut as it is, and the rest
     is refused where torch.distributed.checkpoint is to save it."""
 
@@ -198,13 +189,13 @@ def as_pieces(value: Any, place: Place, optimizer: str) -> Any:
     return map_tensors(value, piece)
 
 
-def own_parts(kept: Any, place: Place) -> Any:
+def own_parts(kept: Any, place: FlatSpan) -> Any:
     """This rank's parts of the pieces in what an optimizer kept of a shard."""
     return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
 
 
 def optimizer_pieces(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, Place]
+    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, FlatSpan]
 ) -> dict[str, Any]:
     """What `Optimizer.state_dict()` gives, with pieces of what it keeps of shards. places: by id of a shard."""
     name = type(optimizer).__name__
@@ -212,7 +203,7 @@ def optimizer_pieces(
 
 
 def optimizer_parts(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, Place]
+    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, FlatSpan]
 ) -> dict[str, Any]:
     """What `Optimizer.load_state_dict()` is given, with this rank's parts in the place of pieces."""
     return _repacked(optimizer, packed, places, own_parts)
@@ -221,8 +212,8 @@ def optimizer_parts(
 def _repacked(
     optimizer: torch.optim.Optimizer,
     packed: dict[str, Any],
-    places: Mapping[int, Place],
-    change: Callable[[Any, Place], Any],
+    places: Mapping[int, FlatSpan],
+    change: Callable[[Any, FlatSpan], Any],
 ) -> dict[str, Any]:
     """Keys of a packed state are what its groups list in the place of the parameters."""
     pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ

@@ -1,11 +1,11 @@
-"""Whole weights out of what ranks hold at rest: gathered, waited for and freed, unit by unit.
+"""Param all-gather: whole weights out of what ranks hold at rest, gathered, waited for and freed unit by unit.
 
 When each happens is for others to say: a plan, or hooks. All ranks of a group call alike, in the same order.
 
-[Note: at rest and whole] Where weights are cut (optim_grads_params), `start` gathers a unit into memory that `free`
-takes away. Where the optimizer is cut finer than the weights at rest, each rank has written a part of these only (optim
-and optim_grads; with HFSDP over instances): `weights_changed` begins to gather them in place, and whoever needs them
-waits.
+[Note: at rest and whole] Where weights are sharded (optim_grads_params), `start` gathers a unit into memory that `free`
+takes away. Where the optimizer is sharded finer than the weights at rest, each rank has written a part of these only
+(optim and optim_grads; with HFSDP over instances): `weights_changed` begins to gather them in place, and whoever needs
+them waits.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from megatron.core.distributed.custom_fsdp.memory import TransientMemory
+from torch import Tensor
+
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.transient_memory import AllocatedMemory
 from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import Group
 
 
 class UnitState(Enum):
@@ -31,27 +34,27 @@ class UnitState(Enum):
 class AllGatherPipeline:
     """units: their names, in the order of the forward, which is that of the gathers behind a step. overlap: return from
     `weights_changed` before these have come. Communicates over the gather groups of the buffer's arenas, and over the
-    outer ones where the optimizer is cut over instances. Raises PeerLostError where it waits."""
+    outer ones where the optimizer is sharded over instances. Raises PeerLostError where it waits."""
 
     def __init__(
-        self, units: Sequence[str], buffer: FlatBuffer, memory: TransientMemory, *, overlap: bool
+        self, units: Sequence[str], buffer: FlatBuffer, memory: AllocatedMemory, overlap: bool
     ) -> None:
         self._memory, self._overlap = memory, overlap
-        self._cut = buffer.sharding.weights is not Cut.WHOLE
-        self._units = [_Unit(name, buffer, is_cut=self._cut) for name in units]
+        self._is_sharded = buffer.sharding.weights is not Cut.WHOLE
+        self._units = [_Unit(name, buffer, is_sharded=self._is_sharded) for name in units]
 
     def state(self, unit: int) -> UnitState:
         return self._units[unit].state
 
     def is_blocked(self, unit: int) -> bool:
         """Whether the unit's slot of a double buffer is in use by another one."""
-        return self._cut and self._memory.is_blocked("weights", self._units[unit].name)
+        return self._is_sharded and self._memory.is_blocked("weights", self._units[unit].name)
 
     def start(self, unit: int) -> None:
-        """Begin to gather; nothing to do where weights are whole at rest. Where the unit's slot of a double buffer is
+        """Begin to gather; nothing to do where weights are unsharded. Where the unit's slot of a double buffer is
         still in use, the gather begins when it is waited for."""
         one = self._units[unit]
-        if self._cut:
+        if self._is_sharded:
             assert one.state is UnitState.SHARDED, f"unit {one.name!r} is {one.state.value} already"
             one.asked = True
             if not self.is_blocked(unit):
@@ -66,9 +69,9 @@ class AllGatherPipeline:
         one.wait()
 
     def free(self, unit: int) -> None:
-        """Whole weights have no memory on return; nothing to do where weights are whole at rest."""
+        """Whole weights have no memory on return; nothing to do where weights are unsharded."""
         one = self._units[unit]
-        if self._cut:
+        if self._is_sharded:
             assert one.state is not UnitState.SHARDED, f"unit {one.name!r} is not gathered"
             one.wait()  # memory is never taken from a collective under way
             self._memory.release("weights", one.name, one.fulls)
@@ -79,7 +82,7 @@ class AllGatherPipeline:
         freed; what other ranks have written is gathered."""
         self.settle()
         for number, unit in enumerate(self._units):
-            if self._cut and unit.state is not UnitState.SHARDED:
+            if self._is_sharded and unit.state is not UnitState.SHARDED:
                 self.free(number)
         for unit in self._units:
             unit.gather_at_rest()
@@ -116,32 +119,25 @@ class AllGatherPipeline:
 class _Unit:
     """fulls: its whole weights. asked: somebody wants them gathered. See [Note: at rest and whole]."""
 
-    def __init__(self, name: str, buffer: FlatBuffer, *, is_cut: bool) -> None:
+    def __init__(self, name: str, buffer: FlatBuffer, *, is_sharded: bool) -> None:
         buckets = buffer.buckets_of_unit(name)
         self.name = name
         self.fulls = [bucket.full_weights for bucket in buckets]
-        self.state = UnitState.SHARDED if is_cut else UnitState.UNSHARDED
+        self.state = UnitState.SHARDED if is_sharded else UnitState.UNSHARDED
         self.asked = False
-        self._is_cut = is_cut
+        self._is_sharded = is_sharded
         self._pending: list[collectives.Pending] = []
-        self._rounded = [(one.weights, one.resting) for one in buckets if one.rounds]
-        self._gathers = [
-            (groups.gather, collectives.Kept((one.full_weights, one.weights) for one in together))
-            for groups, together in buffer.by_groups(buckets)
-        ]
-        finer = buffer.sharding.optimizer is not buffer.sharding.weights
-        self._at_rest = [
-            (
-                groups.outer if is_cut else groups.gather,
-                [
-                    (bucket.weights, bucket.optimizer_weights)
-                    for bucket in together
-                    if bucket.optimizer_weights is not None
-                ],
-            )
-            for groups, together in buffer.by_groups(buckets)
-            if finer
-        ]
+        self._rounded = [(one.weights, one.weights_at_rest) for one in buckets if one.gathers_from_main]
+        # What is gathered where it is needed, and what of weights at rest is, behind a step.
+        self._gathers: list[tuple[Group, collectives.Kept]] = []
+        self._at_rest: list[tuple[Group, list[tuple[Tensor, Tensor]]]] = []
+        for groups, together in buffer.by_groups(buckets):
+            full = collectives.Kept((one.full_weights, one.weights) for one in together)
+            self._gathers.append((groups.gather, full))
+            if buffer.sharding.optimizer is not buffer.sharding.weights:
+                trained = [(one.weights, one.optimizer_weights) for one in together]
+                pairs = [(whole, part) for whole, part in trained if part is not None]
+                self._at_rest.append((groups.outer if is_sharded else groups.gather, pairs))
 
     def gather(self) -> None:
         self.state = UnitState.GATHERING
@@ -150,7 +146,7 @@ class _Unit:
         self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._gathers]
 
     def gather_at_rest(self) -> None:
-        if self._at_rest and not self._is_cut:
+        if self._at_rest and not self._is_sharded:
             self.state = UnitState.GATHERING
         self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._at_rest]
 

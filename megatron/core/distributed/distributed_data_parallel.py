@@ -1,7 +1,7 @@
 """The data parallel engine, for every row of the table of sharding strategies (`sharding.py`) and all chunks of a rank.
 
 It holds what gathers weights and what reduces gradients, unit by unit. Both do so when they are told: by a pipeline's
-plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are whole:
+plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are unsharded:
 
     ddp.begin_step(num_microbatches)
     forwards and backwards, in any order       # gradients arrive in the flat buffer
@@ -24,19 +24,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups
-from megatron.core.distributed.custom_fsdp.debug import watch_released
-from megatron.core.distributed.custom_fsdp.memory import (
-    AllocatedMemory,
-    DoubleBuffer,
-    TransientMemory,
-    plan_slots,
-)
+from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
+from megatron.core.distributed.buffer_maker import Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.parameter_views import Reading, as_they_are
+from megatron.core.distributed.released_tensors import watch_released
 from megatron.core.distributed.sharding import (
     Cut,
     Sharding,
@@ -47,6 +41,11 @@ from megatron.core.distributed.sharding import (
     sharding_of,
 )
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
+from megatron.core.distributed.transient_memory import (
+    AllocatedMemory,
+    DoubleBuffer,
+    plan_slots,
+)
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
@@ -86,60 +85,47 @@ class DistributedDataParallel(GradSync):
         reading: Reading = as_they_are,
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
-        self._chunks = ModelChunks(modules, None if stages is None else tuple(stages))
+        self._chunks = own = ModelChunks(modules, None if stages is None else tuple(stages))
         self.ps, self.config = ps, config
         self.place = place_of(ps)
         self.sharding = effective_sharding(config, self.place)
         self.memory_tracker = MemoryTracker()
         if param_meta is None:
-            param_meta = {name: fact for module in modules for name, fact in _param_meta(module).items()}
+            found = [m.param_meta if isinstance(m, MegatronModule) else infer_param_meta(m) for m in modules]
+            param_meta = {name: fact for facts in found for name, fact in facts.items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
-        self._found = (
-            units
-            if isinstance(units, EngineUnits)
-            else find_engine_units(self._chunks, units, config, self.sharding, self.place.dp_size)
-        )
-        self.units = self._found.units
+        if not isinstance(units, EngineUnits):
+            units = find_engine_units(own, units, config, self.sharding, self.place.dp_size)
+        self._found, self.units = units, units.units
         names = [unit.name for unit in self.units]
-        self._numbers = [chunk.numbers for chunk in self._found.chunks]
         memory = self._new_memory()
+        unit_of = {name: unit.name for unit in self.units for name in unit.names}
         self.buffer = FlatBuffer(
-            self._chunks.parameters,
+            own.parameters,
             param_meta,
             config,
             sharding=self.sharding,
             place=self.place,
             device=ps.device.torch_device,
-            stages=self._chunks.stage_of,
-            units=dict.fromkeys(self._chunks.parameters, "")
-            | {name: unit.name for unit in self.units for name in unit.names},
+            stages=own.stage_of,
+            units=dict.fromkeys(own.parameters, "") | unit_of,
             new_full=memory.new,
             reading=reading,
             groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
+            tracker=self.memory_tracker,
         )
-        self.gathers = AllGatherPipeline(names, self.buffer, memory, overlap=config.overlap_param_gather)
-        self.reductions = GradReducePipeline(
-            names,
-            self.buffer,
-            memory,
-            self.memory_tracker,
-            order=self._found.backward_order,
-            tp=ps.tp_group,
-            embedding=ps.embedding_group,
-        )
+        self.gathers = AllGatherPipeline(names, self.buffer, memory, config.overlap_param_gather)
+        order = units.backward_order
+        self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
         self._hooks: list[RemovableHandle] = []
         self._reports = connect(
-            self._chunks, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
+            own, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
         )
-        self._counted_from = self._of_step = Traffic()
-        self._of_weights = (
-            Traffic()
-        )  # what the last `weights_changed` has moved, for the step that comes next
+        self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
-        if self.sharding.main_grads is not Cut.WHOLE:
-            del held["main_grads"]  # they come and go: booked unit by unit
+        held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit
         self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
             watch_released(self, self.buffer, self.units)
@@ -151,7 +137,7 @@ class DistributedDataParallel(GradSync):
         return self._chunks.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the only chunk, whose weights are whole at rest, once those of the last step have come."""
+        """The forward of the only chunk, whose weights are unsharded, once those of the last step have come."""
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
         for unit in range(len(self.units)):
             self.gathers.wait(unit)
@@ -169,7 +155,7 @@ class DistributedDataParallel(GradSync):
 
     def unit_number(self, chunk: int, unit: int) -> int:
         """In `units`, of a chunk's unit."""
-        return self._numbers[chunk][unit]
+        return self._found.chunks[chunk].numbers[unit]
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
@@ -197,6 +183,7 @@ class DistributedDataParallel(GradSync):
         sums.
         """
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
+        # With what the last `weights_changed` has moved.
         self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
         self.reductions.begin_step(
             reduce_gradients=reduce_gradients, accumulate=accumulate, keep=keep_gradients
@@ -219,9 +206,7 @@ class DistributedDataParallel(GradSync):
 
     def resting_grad_bytes(self) -> int:
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
-        return (
-            self.buffer.persistent_bytes()["main_grads"] if self.sharding.main_grads is not Cut.WHOLE else 0
-        )
+        return num_bytes(self.buffer.grads_at_rest()) if self.sharding.main_grads is not Cut.WHOLE else 0
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
@@ -276,7 +261,7 @@ class DistributedDataParallel(GradSync):
         """Who hears of contributions."""
         return self.reductions
 
-    def _new_memory(self) -> TransientMemory:
+    def _new_memory(self) -> AllocatedMemory:
         config = self.config
         if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
             return AllocatedMemory(self.memory_tracker)
@@ -285,9 +270,9 @@ class DistributedDataParallel(GradSync):
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
                 "reads another unit's weights and cannot be told from one that was not; leave out one of them"
             )
-        all_last = config.fsdp_reshard_policy != "memory"
-        nested = {unit.index for unit in self.units if unit.nested}
-        lasting = range(len(self.units)) if all_last else self._found.lasting | nested
+        lasting = self._found.lasting | {unit.index for unit in self.units if unit.nested}
+        if config.fsdp_reshard_policy != "memory":
+            lasting = frozenset(range(len(self.units)))
         slots = plan_slots(len(self.units), lasting=lasting)
         return DoubleBuffer(self.memory_tracker, {unit.name: slots[unit.index] for unit in self.units})
 
@@ -307,7 +292,3 @@ def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace)
             "and --outer-dp-sharding-strategy optim needs something sharded: use fewer instances"
         )
     return row.at(place)
-
-
-def _param_meta(module: nn.Module) -> Mapping[str, ParamMeta]:
-    return module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module)

@@ -9,7 +9,7 @@ Two kinds, both rare, both found in `ParamMeta` and fixed when the engine is bui
 - shared parameters (tied embeddings): the first and the last pipeline stage each have the gradient of their own use.
   Their buckets are their own and cut alike on both stages. Whole gradients are added before they go to data parallel
   ranks: a sum of two has one order, so it is, bit for bit, what one process gets from adding the uses.
-  Of gradients that are cut the parts are added, afterwards: fewer bytes, and other bits than one process.
+  Of sharded gradients the parts are added, afterwards: fewer bytes, and other bits than one process.
 """
 
 from __future__ import annotations
@@ -25,28 +25,19 @@ from torch import Tensor
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.param_meta import Region
-from megatron.core.param_parts import RegionPart, region_parts
+from megatron.core.param_meta import region_parts
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import Group
 
 MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large enough for any link
 
 
-@dataclasses.dataclass(frozen=True)
-class _Packed:
-    """A piece of a partial region and its place in the packed buffer: from `start` on lie this rank's block's elements.
-    grad: the piece of the gradient at rest, a view."""
-
-    grad: Tensor
-    start: int
-
-
 @dataclasses.dataclass
 class _Pack:
-    """What travels in one collective: `numel` elements of the packed buffer."""
+    """What travels in one collective: `numel` elements of the packed buffer. items: pieces of gradients at rest, views,
+    and where in the packed buffer this rank's block's elements of each begin."""
 
-    items: list[_Packed] = dataclasses.field(default_factory=list)
+    items: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     numel: int = 0
 
 
@@ -68,76 +59,69 @@ class PartialSums:
         tracker: MemoryTracker | None = None,
     ) -> None:
         assert max_packed >= group.size, f"{max_packed} elements for {group.size} slots"
-        self._buffer = buffer
-        self._group = group
-        self._max_packed = max_packed
+        self._group, self._max_packed = group, max_packed
         self._tracker = MemoryTracker() if tracker is None else tracker
         self._packs: dict[torch.dtype, list[_Pack]] = {}
         plan = []
         for name in buffer.names:
             start, end = buffer.part(name, buffer.sharding.optimizer)
             grad, meta = buffer.main_grad_part(name), buffer.param_meta[name]
-            for region in meta.parts:
-                for held in (
-                    region_parts(region, meta.local_shape, grad, start, end) if region.partial else ()
-                ):
+            for region in (one for one in meta.parts if one.partial):
+                for _, held in region_parts(region, meta.local_shape, grad, start, end):
                     self._add_held(name, held, region.copies)
-                    plan.append([str(grad.dtype), name, list(held.tensor.shape), region.copies])
+                    plan.append([str(grad.dtype), name, list(held.shape), region.copies])
         _assert_agreed([max_packed, plan], group, "partial regions")
 
-    def _add_held(self, name: str, held: RegionPart, copies: int) -> None:
+    def _add_held(self, name: str, held: Tensor, copies: int) -> None:
         """What this rank holds of a partial region: a place for each block of ranks that has the same."""
-        size, shape = self._group.size, tuple(held.tensor.shape)
+        size = self._group.size
         assert size % copies == 0, f"{name}: {copies} copies of a region over {size} tensor parallel ranks"
-        packs = self._packs.setdefault(held.tensor.dtype, [])
+        packs = self._packs.setdefault(held.dtype, [])
         slots = size // copies
-        for piece in _cut(Region((0,) * len(shape), held.offset, shape), self._max_packed // slots):
-            if not packs or packs[-1].numel + slots * piece.numel > self._max_packed:
+        for piece in _cut(held, self._max_packed // slots):
+            if not packs or packs[-1].numel + slots * piece.numel() > self._max_packed:
                 packs.append(_Pack())
             pack = packs[-1]
-            start = pack.numel + self._group.rank // copies * piece.numel
-            pack.items.append(_Packed(piece.view(held.tensor), start))
-            pack.numel += slots * piece.numel
+            pack.items.append((piece, pack.numel + self._group.rank // copies * piece.numel()))
+            pack.numel += slots * piece.numel()
 
     def add(self) -> None:
         """Every partial region holds the sum over its copies. Raises PeerLostError."""
         for dtype, packs in self._packs.items():
-            most = max(_round_up(pack.numel, self._group.size) for pack in packs)
-            with self._tracker.holding("packed", most * dtype.itemsize):
-                packed = torch.empty(most, dtype=dtype, device=packs[0].items[0].grad.device)
-                for pack in packs:
-                    self._add_pack(pack, packed[: _round_up(pack.numel, self._group.size)])
-                del packed
-
-    def _add_pack(self, pack: _Pack, flat: Tensor) -> None:
-        flat.zero_()
-        for item in pack.items:
-            _part(flat, item).copy_(item.grad)
-        _sum(flat, self._group, self._tracker)
-        for item in pack.items:
-            item.grad.copy_(_part(flat, item))
+            numels = [math.ceil(pack.numel / self._group.size) * self._group.size for pack in packs]
+            with self._tracker.holding("packed", max(numels) * dtype.itemsize):
+                packed = torch.empty(max(numels), dtype=dtype, device=packs[0].items[0][0].device)
+                for pack, numel in zip(packs, numels, strict=True):
+                    flat = packed[:numel].zero_()
+                    parts = [
+                        flat[start : start + grad.numel()].view(grad.shape) for grad, start in pack.items
+                    ]
+                    for part, (grad, _) in zip(parts, pack.items, strict=True):
+                        part.copy_(grad)
+                    _sum(flat, self._group, self._tracker)
+                    for part, (grad, _) in zip(parts, pack.items, strict=True):
+                        grad.copy_(part)
+                del packed, flat, parts
 
 
 class SharedSums:
-    """Adds the gradients of parameters that the first and the last stage share: whole ones, where they are whole at
-    rest, else what the optimizer updates. tracker: is told of what exchanges take. Communicates over embedding."""
+    """Adds the gradients of parameters that the first and the last stage share: whole ones, where they are unsharded,
+    else what the optimizer updates. tracker: is told of what exchanges take. Communicates over embedding."""
 
     def __init__(self, buffer: FlatBuffer, group: Group, *, tracker: MemoryTracker | None = None) -> None:
         self._tracker = MemoryTracker() if tracker is None else tracker
         self._group = group
-        whole = buffer.sharding.main_grads is Cut.WHOLE
         buckets = [bucket for bucket in buffer.buckets if buffer.arenas[bucket.arena].layout.shared]
-        buckets.sort(
-            key=lambda bucket: bucket.bucket.names
-        )  # places in their stages' lists differ, names do not
+        # Places in their stages' lists differ, names do not.
+        buckets.sort(key=lambda bucket: bucket.bucket.names)
         names = [name for bucket in buckets for name in bucket.bucket.names]
         assert group.size > 1 or not names, (
             f"{names} are shared with another stage, and group {group.purpose!r} has one rank"
         )
+        whole = buffer.sharding.main_grads is Cut.WHOLE
         grads = [bucket.full_grads if whole else bucket.optimizer_grads for bucket in buckets]
         self._grads = [grad for grad in grads if grad is not None]
-        plan = [[*names], [grad.numel() for grad in self._grads]]
-        _assert_agreed(plan, group, "shared parameters")
+        _assert_agreed([names, [grad.numel() for grad in self._grads]], group, "shared parameters")
 
     def add(self) -> None:
         """Every shared parameter's gradient holds the sum over its uses. Raises PeerLostError."""
@@ -152,34 +136,14 @@ def _sum(flat: Tensor, group: Group, tracker: MemoryTracker) -> None:
         pending.wait()
 
 
-def _cut(region: Region, most: int) -> Iterator[Region]:
-    """The region in pieces of at most `most` elements, in order: by rows, and rows that are too long by theirs."""
-    if region.numel <= most:
-        yield region
+def _cut(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Views of at most `most` elements, in order: by rows, and rows that are too long by theirs."""
+    if tensor.numel() <= most:
+        yield tensor
         return
-    dim = next(dim for dim, size in enumerate(region.shape) if size > 1)
-    num_rows = max(1, most // (region.numel // region.shape[dim]))
-    for row in range(0, region.shape[dim], num_rows):
-        rows = min(num_rows, region.shape[dim] - row)
-        piece = dataclasses.replace(
-            region,
-            local=_with(region.local, dim, region.local[dim] + row),
-            offset=_with(region.offset, dim, region.offset[dim] + row),
-            shape=_with(region.shape, dim, rows),
-        )
-        yield from _cut(piece, most)
-
-
-def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
-
-
-def _part(flat: Tensor, item: _Packed) -> Tensor:
-    return flat[item.start : item.start + item.grad.numel()].view(item.grad.shape)
-
-
-def _round_up(numel: int, unit: int) -> int:
-    return math.ceil(numel / unit) * unit
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    for rows in tensor.split(max(1, most // (tensor.numel() // tensor.shape[dim])), dim):
+        yield from _cut(rows, most)
 
 
 def _assert_agreed(plan: list[Any], group: Group, what: str) -> None:

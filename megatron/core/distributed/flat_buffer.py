@@ -1,8 +1,8 @@
-"""The one buffer behind all data parallelism: weights, main weights and main gradients, each flat and cut as a row of
-`sharding` says.
+"""The one buffer behind all data parallelism: weights, main weights and main gradients, each flat and sharded as a row
+of `sharding` says.
 
 Per dtype of the model's weights there is one `Arena`, laid out by `shard_layout` (and one of frozen parameters, where
-weights are cut):
+weights are sharded):
 
     weights       the model's dtype
     main_weights  what the optimizer updates: fp32 for 16-bit weights, else the very memory of the weights; where both
@@ -10,37 +10,29 @@ weights are cut):
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
-on: where a buffer is whole these are the buffer at rest, where it is cut they are transient (`bucket_memory`), and
-whoever gathers or frees them gives their storage memory or takes it away.
+on (`buffer_maker`): where a buffer is unsharded these are the buffer at rest, where it is sharded they are transient,
+and whoever gathers or frees them gives their storage memory or takes it away.
 
 A parameter with several uses (tied embeddings) has one accumulator a use: the first is its slot in the full gradients,
-the others live outside the layout, and whoever reduces adds them to it. Where weights are whole, frozen parameters
-keep a storage of their own: nothing is ever reduced or updated there.
+the others live outside the layout, and whoever reduces adds them to it. Where weights are unsharded, frozen
+parameters keep a storage of their own: nothing is ever reduced or updated there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket_memory import (
-    Arena,
-    ArenaGroups,
-    ArenaMaker,
-    BucketMemory,
-    NewFull,
-    num_bytes,
-    own_storage,
-    with_memory,
-)
+from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMemory, num_bytes, trained
+from megatron.core.distributed.buffer_maker import BufferMaker, NewFull, Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.parameter_views import ParameterViews, Reading, as_they_are
 from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
 from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
+from megatron.core.distributed.transient_memory import own_storage, with_memory
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
@@ -55,7 +47,7 @@ class FlatBuffer:
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
     (config's sizes of buckets have no effect); None: buckets by size.
     new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
-    reduces; None where nobody does.
+    reduces; None where nobody does. tracker: is told of weights that are rounded for checkpoints.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device get memory here and no value: the caller fills them (`write_weight`).
@@ -76,21 +68,20 @@ class FlatBuffer:
         reading: Reading = as_they_are,
         placement: Placement = "flat",
         groups: ArenaGroups | None = None,
+        tracker: MemoryTracker | None = None,
     ) -> None:
         _check(parameters, param_meta, units)
         self.config, self.sharding, self.place = config, sharding, place
         self.param_meta = dict(param_meta)
-        self._stages = dict(stages or {})
+        self._stages, self._tracker = dict(stages or {}), tracker or MemoryTracker()
         self.frozen = tuple(name for name, p in parameters.items() if not p.requires_grad)
         self.names = tuple(name for name, p in parameters.items() if p.requires_grad)
         self._param_of_key = {key: name for name in self.names for key in param_meta[name].grad_keys}
-
-        weights_cut = sharding.weights is not Cut.WHOLE
         layouts = plan_layouts(
             [
                 _spec(name, p, param_meta[name], "" if units is None else units[name])
                 for name, p in parameters.items()
-                if p.requires_grad or weights_cut
+                if p.requires_grad or sharding.weights is not Cut.WHOLE
             ],
             place.dp_size,
             bucket_size=config.ddp_bucket_size if units is None else None,
@@ -98,26 +89,17 @@ class FlatBuffer:
             by_unit=units is not None,
             placement=placement,
         )
-        dtypes = {str(p.dtype): p.dtype for p in parameters.values()}
-        maker = ArenaMaker(
-            layouts, [dtypes[layout.dtype] for layout in layouts], config, sharding, place, device
-        )
-        self.arenas = tuple(dataclasses.replace(arena, groups=groups) for arena in maker.arenas)
-        self._main_grads_flat: Mapping[torch.dtype, Tensor] = maker.main_grads_flat
-        views = ParameterViews(
-            parameters, self.param_meta, config, sharding, place, device, new_full, reading
-        )
-        self.buckets: tuple[BucketMemory, ...] = tuple(
-            views.bucket(maker, index, bucket)
-            for index, arena in enumerate(self.arenas)
-            for bucket in arena.layout.buckets
-        )
+        made = BufferMaker(parameters, self.param_meta, config, sharding, place, device, new_full, reading)
+        made.make(layouts, groups)
+        self.arenas, self.buckets = tuple(made.arenas), tuple(made.buckets)
         self._bucket_of = {name: memory for memory in self.buckets for name in memory.bucket.names}
-        for name in parameters:
-            if name not in self._bucket_of:
-                views.alone(name)
-        self._shapes, self._weights, self._grads = views.shapes, views.weights, views.grads
-        self.extra_grads = views.extra_grads  # key of a further use -> its accumulator, 1-D
+        self._flat_grads, self._shapes, self._weights, self._grads = (
+            made.flat_grads,
+            made.shapes,
+            made.weights,
+            made.grads,
+        )
+        self.extra_grads = made.extra_grads  # key of a further use -> its accumulator, 1-D
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
 
@@ -141,16 +123,16 @@ class FlatBuffer:
         return self._bucket_of.get(name)
 
     def weight(self, name: str) -> Tensor:
-        """The model's weight, a view without autograd. Readable where weights are whole, or gathered."""
+        """The model's weight, a view without autograd. Readable where weights are unsharded, or gathered."""
         return self._weights[name]
 
     def main_grad(self, key: str) -> Tensor:
         """Where contributions filed under `key` are added (`ParamMeta.grad_keys`), of the parameter's shape. Where
-        gradients are cut, it has memory only while its bucket's full gradients have."""
+        gradients are sharded, it has memory only while its bucket's full gradients have."""
         return self._grads[key]
 
     def main_weight(self, name: str) -> Tensor:
-        """What the optimizer updates, in the parameter's shape; only where the optimizer is whole."""
+        """What the optimizer updates, in the parameter's shape; only where the optimizer is unsharded."""
         assert self.place.ways(self.sharding.optimizer) == 1, (
             f"main weight of {name}: this rank holds a part only ({self.sharding} at {self.place})"
         )
@@ -165,12 +147,13 @@ class FlatBuffer:
 
     def weight_part(self, name: str) -> Tensor:
         """1-D: what this rank holds of a weight at rest. As `main_grad_part` and `main_weight_part`, memory in use; but
-        where main weights alone rest, a rounded copy of these, written in vain, outside of `resting_weights`."""
+        where main weights alone rest, outside of `resting_weights`, a rounded copy, which torch refuses to write."""
         arena = self.arena_of(name)
         if arena is None:
             return self._weights[name].view(-1)
         if not arena.weights_rest:
-            return self.main_weight_part(name).to(arena.weights.dtype)
+            with torch.inference_mode():  # its tensors are read-only outside
+                return self.main_weight_part(name).to(arena.weights.dtype)
         return self._part(arena, arena.weights, self.sharding.weights, name, self.sharding.weights)
 
     def main_weight_part(self, name: str, cut: Cut | None = None) -> Tensor:
@@ -184,14 +167,15 @@ class FlatBuffer:
     def main_grad_part(self, name: str, cut: Cut | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
         arena, memory, held = self._trained_arena_of(name), self._bucket_of[name], self.sharding.main_grads
-        assert memory.main_grads is not None, name
         start = arena.layout.rest_start(memory.bucket.index, self.place, held)
-        return self._part(arena, memory.main_grads, held, name, cut or self.sharding.optimizer, start)
+        return self._part(
+            arena, trained(memory.main_grads), held, name, cut or self.sharding.optimizer, start
+        )
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
-        """All gradients at rest, one allocation each: one a dtype where they are whole, one a bucket where cut."""
+        """All gradients at rest, one allocation each: one a dtype where they are unsharded, one a bucket where cut."""
         if self.sharding.main_grads is Cut.WHOLE:
-            return tuple(self._main_grads_flat.values())
+            return tuple(self._flat_grads.values())
         return tuple(memory.main_grads for memory in self.buckets if memory.main_grads is not None)
 
     def view_part(self, flat: Tensor, name: str) -> Tensor:
@@ -223,22 +207,24 @@ class FlatBuffer:
         assert tuple(whole.shape) == self._shapes[name], (
             f"{name}: a value of shape {tuple(whole.shape)}, the parameter has {self._shapes[name]}"
         )
-        if name not in self._bucket_of:
-            self._weights[name].copy_(whole)
-            return
-        start, end = self.part(name, self.sharding.weights)
-        held = self.weight_part(name)
-        held.copy_(whole.reshape(-1)[start:end])
-        if name in self.names and self.has_own_main_weight(name):
-            first, last = self.part(name, self.sharding.optimizer)  # inside [start, end), or empty
-            self.main_weight_part(name).copy_(
-                held[first - start : last - start] if last > first else held[:0]
-            )
+        arena, flat = self.arena_of(name), whole.reshape(-1)
+        if arena is None or arena.weights_rest:
+            start, end = self.part(name, self.sharding.weights)
+            self.weight_part(name).copy_(flat[start:end])
+        if arena is not None and arena.own_main_weights is not None:
+            start, end = self.part(name, self.sharding.optimizer)
+            self.main_weight_part(name).copy_(flat[start:end].to(arena.weights.dtype))
+
+    def rounded_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the memory tracker counts the copies that `weight_part` makes of all weights, where it makes some."""
+        arenas = (arena for arena in self.arenas if not arena.weights_rest)
+        return self._tracker.holding("casts", num_bytes(arena.weights for arena in arenas))
 
     @contextlib.contextmanager
     def resting_weights(self) -> Iterator[None]:
-        """Inside, all weights at rest have memory, to be written before `copy_weights_to_main`."""
+        """Inside, all weights at rest have memory: to be read, or to be written before `copy_weights_to_main`."""
         with contextlib.ExitStack() as held:
+            held.enter_context(self.rounded_weights())
             for arena in self.arenas:
                 held.enter_context(with_memory(arena.weights))
             self.copy_main_to_weights()
@@ -259,10 +245,10 @@ class FlatBuffer:
         """Bytes held for the whole run, by what they are for (the optimizer's moments come on top)."""
         alone = [self._weights[name] for name in self.frozen if name not in self._bucket_of]
         extra = self.extra_grads.values() if self.sharding.main_grads is Cut.WHOLE else ()
-        own = [arena.own_main_weights for arena in self.arenas]
+        weights = [arena.weights for arena in self.arenas if not arena.gathers_from_main]
         return {
-            "weights": num_bytes([arena.weights for arena in self.arenas if not arena.rounds] + alone),
-            "main_weights": num_bytes(tensor for tensor in own if tensor is not None),
+            "weights": num_bytes(weights + alone),
+            "main_weights": num_bytes(arena.own_main_weights for arena in self.arenas),
             "main_grads": num_bytes(self.grads_at_rest()),
             "extra_grads": num_bytes(extra),
         }
@@ -278,19 +264,17 @@ class FlatBuffer:
                 continue
             for memory in self.buckets:
                 if memory.arena == index:
-                    assert memory.optimizer_weights is not None, memory.name
-                    assert memory.main_weights is not None, memory.name
-                    yield memory.optimizer_weights, memory.main_weights
+                    yield trained(memory.optimizer_weights), trained(memory.main_weights)
 
     def _part(
         self, arena: Arena, flat: Tensor, flat_cut: Cut, name: str, wanted: Cut, start: int = 0
     ) -> Tensor:
-        """What of a parameter belongs to `wanted` in a flat buffer at rest that is cut by the coarser `flat_cut`.
+        """What of a parameter belongs to `wanted` in a flat buffer at rest that is sharded by the coarser `flat_cut`.
         start: of the buffer's elements, where `flat` begins."""
-        outer, _ = arena.layout.part_of(name, self.place, flat_cut)
         low, high = arena.layout.part_of(name, self.place, wanted)
         if low == high:
             return flat[:0]
+        outer, _ = arena.layout.part_of(name, self.place, flat_cut)
         first = arena.layout.part_at_rest(name, self.place, flat_cut)[0] - start + low - outer
         return flat[first : first + high - low]
 

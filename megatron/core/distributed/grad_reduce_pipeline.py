@@ -3,8 +3,8 @@
 When a unit is reduced is for others to say: a plan, or hooks. Nothing here counts microbatches. Nothing is zeroed: the
 first contribution overwrites. All ranks of a group call alike, in the same order.
 
-[Note: whole gradients] Where gradients are whole at rest (no_shard, optim), they are what is reduced, once a step.
-Where they are cut, whole gradients have memory from a unit's first contribution to the end of its reduction, however
+[Note: whole gradients] Where gradients are unsharded (no_shard, optim), they are what is reduced, once a step. Where
+they are sharded, whole gradients have memory from a unit's first contribution to the end of its reduction, however
 often that comes in a step, and the sums over ranks are added to the shard that stays.
 
 [Note: final sums] A contribution to a unit whose sum is final in this step is refused before it is written: it would be
@@ -15,8 +15,8 @@ another order, and 16-bit sums round at every hop; there a bucket is exchanged, 
 gathered. The result then depends neither on the buckets nor on the run.
 
 [Note: shared parameters first] What another pipeline stage shares (tied embeddings) is summed over the stages before it
-is summed over data parallel ranks, where gradients are whole: a rank's uses are added first, as one process does, and
-every schedule gets the same bits. Its buckets wait for the end of the step.
+is summed over data parallel ranks, where gradients are unsharded: a rank's uses are added first, as one process does,
+and every schedule gets the same bits. Its buckets wait for the end of the step.
 
 [Note: when to wait] The second half of some sums over instances is sent by whoever waits for them (`sum_gradients`), so
 these are waited for at points that all ranks reach alike. A contribution waits for reductions of its own unit only.
@@ -30,17 +30,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory
-from megatron.core.distributed.custom_fsdp.memory import TransientMemory
-from megatron.core.distributed.custom_fsdp.resting_grads import RestingGrads
+from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, trained
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
 from megatron.core.transport import collectives
-from megatron.core.transport.parallel_state import Group
+from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError
 
 Calls = list[tuple[ArenaGroups, list[BucketMemory]]]
@@ -57,22 +56,19 @@ class GradState:
 
     def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:
         self.name = name
-        self.is_cut = buffer.sharding.main_grads is not Cut.WHOLE
+        is_sharded, optimizer = buffer.sharding.main_grads is not Cut.WHOLE, buffer.sharding.optimizer
         buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
-        waiting = [one for one in buckets if not self.is_cut and buffer.arenas[one.arena].layout.shared]
+        waiting = [one for one in buckets if not is_sharded and buffer.arenas[one.arena].layout.shared]
         calls = buffer.by_groups(one for one in buckets if one not in waiting)
         last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
-        optimizer = buffer.sharding.optimizer
-        self.sums, self.last_sums = (
-            _inner(one, optimizer, is_cut=self.is_cut) for one in (calls, last_calls)
-        )
+        self.sums, self.last_sums = (_inner(one, optimizer, is_sharded) for one in (calls, last_calls))
         self.outer, self.last_outer = (_outer(one, optimizer) for one in (calls, last_calls))
-        self.fulls = [_trained(bucket.full_grads) for bucket in buckets]
+        self.fulls = [trained(bucket.full_grads) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.bucket.names]
         self.uses = [buffer.param_meta[name].grad_keys for name in names]
         self.keys = frozenset(key for uses in self.uses for key in uses)
         self.further = frozenset(key for uses in self.uses for key in uses[1:])
-        shards = [_trained(bucket.main_grads) for bucket in buckets] if self.is_cut else []
+        shards = [trained(bucket.main_grads) for bucket in buckets] if is_sharded else []
         self.resting = RestingGrads(name, shards, tracker)
         self.fresh = set(self.keys)
         self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
@@ -96,17 +92,15 @@ class GradReducePipeline:
         self,
         units: Sequence[str],
         buffer: FlatBuffer,
-        memory: TransientMemory,
+        memory: AllocatedMemory,
         tracker: MemoryTracker,
-        *,
         order: Iterable[int],
-        tp: Group,
-        embedding: Group,
+        ps: ParallelState,
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
-        self._is_cut = buffer.sharding.main_grads is not Cut.WHOLE
-        self._partial = PartialSums(buffer, tp, tracker=tracker)
-        self._shared = SharedSums(buffer, embedding, tracker=tracker)
+        self._is_sharded = buffer.sharding.main_grads is not Cut.WHOLE
+        self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
+        self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
@@ -127,7 +121,7 @@ class GradReducePipeline:
             self._drop(unit)
             unit.has_sum = accumulate
             unit.reduced = unit.summed_outer = unit.final = False
-            added_to = accumulate and not self._is_cut
+            added_to = accumulate and not self._is_sharded
             unit.fresh = set(unit.further if added_to else unit.keys)
         if not accumulate and not keep:
             self.release()
@@ -152,7 +146,7 @@ class GradReducePipeline:
             )
         self._hold(unit)
         unit.fresh.discard(key)
-        if self._is_cut and key in unit.further:
+        if self._is_sharded and key in unit.further:
             self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
         return True
 
@@ -161,12 +155,12 @@ class GradReducePipeline:
 
     def start(self, unit: int) -> None:
         """Begin to sum over ranks what was contributed to a unit since the last time: zeros, where nothing was."""
-        self._assert_stepping("start()")
+        assert self.is_stepping, "start() outside of a step: call begin_step() first"
         self._start(self.units[unit])
 
     def start_outer(self, unit: int) -> None:
         """Begin to sum a unit over instances, behind its last `start`."""
-        self._assert_stepping("start_outer()")
+        assert self.is_stepping, "start_outer() outside of a step: call begin_step() first"
         one = self.units[unit]
         assert not one.summed_outer, f"unit {one.name!r} is summed over instances already"
         if self._reduce:
@@ -181,12 +175,12 @@ class GradReducePipeline:
 
     def finish(self) -> None:
         """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it."""
-        self._assert_stepping("finish()")
+        assert self.is_stepping, "finish() outside of a step: call begin_step() first"
         assert self._reduce, "finish() of a step begun without reduce_gradients"
         for unit in self._order:
             if not unit.reduced or len(unit.fresh) < len(unit.keys):
                 self._start(unit)
-        if not self._is_cut:
+        if not self._is_sharded:
             self._shared.add()
         for unit in self._order:
             self._launch(unit, unit.last_sums, inner=True)
@@ -194,7 +188,7 @@ class GradReducePipeline:
             late = unit.last_outer if unit.summed_outer else unit.outer + unit.last_outer
             self._start_outer(unit, late)
         self._wait_for(lambda one: True)
-        if self._is_cut:
+        if self._is_sharded:
             self._shared.add()
         self._partial.add()
         self.is_stepping = False
@@ -206,9 +200,6 @@ class GradReducePipeline:
         return tuple(dict.fromkeys(self._nonfinite))
 
     # ---
-
-    def _assert_stepping(self, what: str) -> None:
-        assert self.is_stepping, f"{what} outside of a step: call begin_step() first"
 
     def _start(self, unit: GradState) -> None:
         assert not unit.final, f"unit {unit.name!r} was reduced for the last time in this step"
@@ -225,7 +216,7 @@ class GradReducePipeline:
             for key in further:
                 if key not in unit.fresh:
                     grad.add_(self._buffer.main_grad(key))
-        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not self._is_cut
+        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not self._is_sharded
         unit.resting.hold()
         self._launch(unit, unit.sums, inner=True)
         unit.has_sum = True
@@ -243,7 +234,7 @@ class GradReducePipeline:
             return
         while len(self._under_way) >= MOST_UNDER_WAY:
             self._wait_for_one(self._under_way[0])
-        add = inner and self._is_cut and unit.has_sum
+        add = inner and self._is_sharded and unit.has_sum
         pending = [
             collectives.sum_gradients(what, group)
             if isinstance(what, Tensor)
@@ -255,7 +246,7 @@ class GradReducePipeline:
 
     def _hold(self, unit: GradState) -> None:
         """Whole gradients have memory on return. See [Note: when to wait]."""
-        if not self._is_cut:
+        if not self._is_sharded:
             return
         self._wait_for(lambda one: one.unit is unit)
         if unit.held:
@@ -298,17 +289,17 @@ class GradReducePipeline:
         self._drop(unit)
 
 
-def _inner(calls: Calls, optimizer: Cut, *, is_cut: bool) -> list[Sum]:
+def _inner(calls: Calls, optimizer: Cut, is_sharded: bool) -> list[Sum]:
     """Over the ranks that share shards."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.reduce.size == 1:
             continue
         if optimizer is Cut.WHOLE:
-            sums += [(groups.reduce, _trained(one.full_grads)) for one in buckets]
+            sums += [(groups.reduce, trained(one.full_grads)) for one in buckets]
             continue
-        shards = [_trained(one.main_grads if is_cut else one.optimizer_grads) for one in buckets]
-        fulls = [_trained(one.full_grads) for one in buckets]
+        shards = [trained(one.main_grads if is_sharded else one.optimizer_grads) for one in buckets]
+        fulls = [trained(one.full_grads) for one in buckets]
         sums.append((groups.reduce, collectives.Kept(zip(shards, fulls, strict=True))))
     return sums
 
@@ -319,14 +310,9 @@ def _outer(calls: Calls, optimizer: Cut) -> list[Sum]:
     for groups, buckets in calls:
         if groups.outer.size == 1:
             continue
-        parts = [(_trained(one.optimizer_grads), _trained(one.main_grads)) for one in buckets]
+        parts = [(trained(one.optimizer_grads), trained(one.main_grads)) for one in buckets]
         if optimizer is Cut.FULL:
             sums.append((groups.outer, parts))
         else:
             sums += [(groups.outer, part) for part, _ in parts]
     return sums
-
-
-def _trained(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a frozen bucket"
-    return tensor

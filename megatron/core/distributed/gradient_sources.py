@@ -36,12 +36,14 @@ def connect(
     scale: of every contribution. hooks: takes up what removes those of parameters. Returns how often each key is
     reported in a microbatch.
     """
-    sink_of = _sink_of_each_chunk(chunks, sinks)
+    if sinks is None or isinstance(sinks, WeightGradAccumulator):
+        sinks = (sinks,) * len(chunks.modules)
+    assert len(sinks) == len(chunks.modules), f"{len(sinks)} sinks for {len(chunks.modules)} chunks"
     reports: dict[str, int] = {}
     keys_of: dict[int, tuple[WeightGradAccumulator, dict[str, Tensor]]] = {}
     for name in buffer.names:
         meta, holders = buffer.param_meta[name], chunks.holders[name]
-        here = [sink for chunk in holders if (sink := sink_of[chunk]) is not None]
+        here = [sink for chunk in holders if (sink := sinks[chunk]) is not None]
         assert len(here) in (0, len(holders)), f"{name}: of chunks {holders} only some have a sink"
         reports |= dict.fromkeys(meta.grad_keys, 1)
         for sink in here:
@@ -56,13 +58,6 @@ def connect(
     for sink, grads in keys_of.values():
         sink.bind(grads, listener, scale=scale)
     return reports
-
-
-def _sink_of_each_chunk(chunks: ModelChunks, sinks: Sinks) -> tuple[WeightGradAccumulator | None, ...]:
-    if sinks is None or isinstance(sinks, WeightGradAccumulator):
-        return (sinks,) * len(chunks.modules)
-    assert len(sinks) == len(chunks.modules), f"{len(sinks)} sinks for {len(chunks.modules)} chunks"
-    return tuple(sinks)
 
 
 def _autograd_hook(

@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -130,20 +130,17 @@ class FlatLayout:
 
     def numel_at_rest(self, place: ShardPlace, cut: Cut) -> int:
         """Elements of the buffer at rest on one rank."""
-        self._check(place)
-        return self.numel // place.ways(cut)
+        return self.numel // self._ways(place, cut)
 
     def shard(self, bucket: int, place: ShardPlace, cut: Cut) -> tuple[int, int]:
         """Elements [start, end) of the whole flat buffer that are this rank's part of a bucket."""
-        self._check(place)
-        size = self.buckets[bucket].numel // place.ways(cut)
+        size = self.buckets[bucket].numel // self._ways(place, cut)
         start = self.buckets[bucket].start + place.index(cut) * size
         return start, start + size
 
     def rest_start(self, bucket: int, place: ShardPlace, cut: Cut) -> int:
         """Where that part begins in the buffer at rest."""
-        self._check(place)
-        return self.buckets[bucket].start // place.ways(cut)
+        return self.buckets[bucket].start // self._ways(place, cut)
 
     def part_of(self, name: str, place: ShardPlace, cut: Cut) -> tuple[int, int]:
         """Elements [start, end) *of the parameter* that lie in this rank's part; may be empty."""
@@ -156,11 +153,11 @@ class FlatLayout:
         """Elements [start, end) of the buffer at rest where these are."""
         slot = self.by_name[name]
         low, high = self.part_of(name, place, cut)
-        if low == high:  # nowhere: lies before or behind this rank's part
-            start = self.rest_start(slot.bucket, place, cut)
-            return start, start
-        shift = self.rest_start(slot.bucket, place, cut) - self.shard(slot.bucket, place, cut)[0]
-        return slot.start + low + shift, slot.start + high + shift
+        rest, (first, _) = self.rest_start(slot.bucket, place, cut), self.shard(slot.bucket, place, cut)
+        start = (
+            rest if low == high else slot.start + low - first + rest
+        )  # nowhere: before or behind this rank's part
+        return start, start + high - low
 
     def spans_at_rest(self, place: ShardPlace, cut: Cut) -> tuple[Span, ...]:
         """What this rank holds of `spans`, as elements of the buffer at rest. Without padding."""
@@ -173,28 +170,22 @@ class FlatLayout:
                 spans.append(Span(span.group, span.bucket, low + shift, high + shift))
         return tuple(spans)
 
-    def _check(self, place: ShardPlace) -> None:
+    def _ways(self, place: ShardPlace, cut: Cut) -> int:
         assert place.dp_size == self.dp_size, f"{place} of a layout over {self.dp_size} ranks"
-
-
-def default_bucket_size(dp_size: int) -> int:
-    """Elements of a bucket where the flags say nothing: long enough to keep the links of many ranks busy."""
-    return max(40_000_000, 1_000_000 * dp_size)
+        return place.ways(cut)
 
 
 def bucket_size_of(
     total_numel: int, dp_size: int, bucket_size: int | None = None, num_buckets: int | None = None
 ) -> int:
-    """Elements at which a bucket closes: --ddp-num-buckets before --ddp-bucket-size before the default."""
+    """Elements at which a bucket closes: --ddp-num-buckets before --ddp-bucket-size before the default, which is long
+    enough to keep the links of many ranks busy."""
+    for flag, value in (("--ddp-num-buckets", num_buckets), ("--ddp-bucket-size", bucket_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value}: must be at least 1")
     if num_buckets is not None:
-        if num_buckets < 1:
-            raise ValueError(f"--ddp-num-buckets {num_buckets}: must be at least 1")
         return max(1, math.ceil(total_numel / num_buckets))
-    if bucket_size is not None:
-        if bucket_size < 1:
-            raise ValueError(f"--ddp-bucket-size {bucket_size}: must be at least 1")
-        return bucket_size
-    return default_bucket_size(dp_size)
+    return max(40_000_000, 1_000_000 * dp_size) if bucket_size is None else bucket_size
 
 
 def plan_layouts(
@@ -211,8 +202,8 @@ def plan_layouts(
     by_unit: a bucket a unit, units in the reverse of their first appearance: what is gathered and reduced together is
     the unit, and no size of a bucket can be asked for. Raises ValueError for sizes that make no bucket.
     """
-    names = [spec.name for spec in specs]
-    assert len(set(names)) == len(names), "two parameters have one name"
+    assert dp_size >= 1, f"dp_size {dp_size}"
+    assert len({spec.name for spec in specs}) == len(specs), "two parameters have one name"
     assert not by_unit or (bucket_size is None and num_buckets is None), (
         f"a bucket a unit, and buckets of size {bucket_size} or {num_buckets} of them"
     )
@@ -220,47 +211,26 @@ def plan_layouts(
     if not by_unit:
         limit = bucket_size_of(sum(spec.numel for spec in specs), dp_size, bucket_size, num_buckets)
     units = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
+    kinds: dict[
+        tuple[str, bool, bool, bool], list[ParamSpec]
+    ] = {}  # what lies in one flat buffer, in backward order
+    for spec in reversed(specs):
+        kinds.setdefault((spec.dtype, spec.trained, spec.expert, spec.shared), []).append(spec)
     layouts = []
-    for kind in dict.fromkeys(_kind(spec) for spec in reversed(specs)):
-        backward = [spec for spec in reversed(specs) if _kind(spec) == kind]
+    for (dtype, trained, _, shared), backward in kinds.items():
         if by_unit:
             backward.sort(key=lambda spec: -units[spec.unit])
-        buckets = _cut(backward, limit, by_unit=by_unit)
-        dtype, trained, _, shared = kind
-        layout = layout_of_buckets(dtype, dp_size, buckets, trained=trained, placement=placement)
-        layouts.append(dataclasses.replace(layout, shared=shared))
+        buckets: list[Bucket] = []
+        slots: list[Slot] = []
+        start = 0
+        for index, members in enumerate(_cut(backward, limit, by_unit=by_unit)):
+            placed, part = (_in_a_row if placement == "flat" else _atomic)(members, dp_size)
+            slots += [Slot(spec.name, spec.group, index, start + at, spec.numel) for at, spec in placed]
+            names, own = (spec.name for spec in members), dict.fromkeys(spec.unit for spec in members)
+            buckets.append(Bucket(index, start, start + part * dp_size, tuple(names), tuple(own)))
+            start = buckets[-1].end
+        layouts.append(FlatLayout(dtype, dp_size, start, tuple(buckets), tuple(slots), trained, shared))
     return tuple(layouts)
-
-
-def _kind(spec: ParamSpec) -> tuple[str, bool, bool, bool]:
-    """What lies in one flat buffer."""
-    return spec.dtype, spec.trained, spec.expert, spec.shared
-
-
-def layout_of_buckets(
-    dtype: str,
-    dp_size: int,
-    buckets: Iterable[Sequence[ParamSpec]],
-    *,
-    trained: bool = True,
-    placement: Placement = "flat",
-) -> FlatLayout:
-    """The layout for buckets that are already chosen (by size, or one a unit), each in backward order."""
-    assert dp_size >= 1, f"dp_size {dp_size}"
-    made: list[Bucket] = []
-    slots: list[Slot] = []
-    start = 0
-    for index, members in enumerate(buckets):
-        if placement == "flat":
-            placed, part = _in_a_row(members, dp_size)
-        else:
-            placed, part = _atomic(members, dp_size)
-        slots += [Slot(spec.name, spec.group, index, start + at, spec.numel) for at, spec in placed]
-        end = start + part * dp_size
-        names, units = (spec.name for spec in members), dict.fromkeys(spec.unit for spec in members)
-        made.append(Bucket(index, start, end, tuple(names), tuple(units)))
-        start = end
-    return FlatLayout(dtype, dp_size, start, tuple(made), tuple(slots), trained)
 
 
 def _cut(specs: Sequence[ParamSpec], limit: int, *, by_unit: bool) -> list[list[ParamSpec]]:
@@ -304,9 +274,9 @@ def _atomic(specs: Sequence[ParamSpec], dp_size: int) -> tuple[list[tuple[int, P
 def _in_bucket_order(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
     """Group by group (by first appearance), larger power of two first, else backward order (stable)."""
     groups = list(dict.fromkeys(spec.group for spec in specs))
-    return sorted(specs, key=lambda spec: (groups.index(spec.group), -_param_alignment(spec.numel)))
 
+    def alignment(numel: int) -> int:
+        """The largest power of two that divides numel, up to MAX_PARAM_ALIGNMENT."""
+        return math.gcd(numel, MAX_PARAM_ALIGNMENT) if numel else MAX_PARAM_ALIGNMENT
 
-def _param_alignment(numel: int) -> int:
-    """The largest power of two that divides numel, up to MAX_PARAM_ALIGNMENT."""
-    return math.gcd(numel, MAX_PARAM_ALIGNMENT) if numel else MAX_PARAM_ALIGNMENT
+    return sorted(specs, key=lambda spec: (groups.index(spec.group), -alignment(spec.numel)))

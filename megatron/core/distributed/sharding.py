@@ -1,7 +1,7 @@
 """What each data parallel rank holds of weights, gradients and optimizer state between steps, and what plans are asked
 for by it (floor 0, pure).
 
-Ranks are inner x outer: the inner ranks share one copy of everything that is cut, the outer ones (distributed
+Ranks are inner x outer: the inner ranks share one copy of everything that is sharded, the outer ones (distributed
 optimizer instances) repeat it. With one instance all data parallel ranks are inner.
 """
 
@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 
 
 class Cut(Enum):
-    """Over which ranks a buffer is cut."""
+    """Over which ranks a buffer is sharded."""
 
     WHOLE = "whole"  # each rank has all of it
     INNER = "inner"  # over the inner ranks; the same on all outer ones
@@ -37,7 +37,7 @@ class Sharding:
         cuts = (self.weights, self.main_grads, self.optimizer)
         return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
 
-    def rounds(self, place: ShardPlace) -> bool:
+    def gathers_from_main(self, place: ShardPlace) -> bool:
         """Whether gathers round main weights, where these have another dtype, so that nothing else rests: weights and
         optimizer are cut into the same parts, more than one."""
         return 1 < place.ways(self.weights) == place.ways(self.optimizer)
@@ -70,12 +70,12 @@ def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
     return dataclasses.replace(row, optimizer=Cut.FULL)
 
 
-def weights_are_cut(strategy: str) -> bool:
+def weights_are_sharded(strategy: str) -> bool:
     """Whether weights are sharded at rest: ZeRO-3."""
     return sharding_of(strategy).weights is not Cut.WHOLE
 
 
-def grads_are_cut(strategy: str) -> bool:
+def grads_are_sharded(strategy: str) -> bool:
     """Whether main gradients are sharded at rest: ZeRO-2 and ZeRO-3."""
     return sharding_of(strategy).main_grads is not Cut.WHOLE
 
@@ -86,7 +86,7 @@ def grads_are_cut(strategy: str) -> bool:
 
 def goes_with_outer(strategy: str, outer: str) -> bool:
     """Whether --outer-dp-sharding-strategy has a sharded model to cut the optimizer of."""
-    return outer == "no_shard" or weights_are_cut(strategy)
+    return outer == "no_shard" or weights_are_sharded(strategy)
 
 
 def outer_cut_of_nothing(outer: str, place: ShardPlace) -> bool:
@@ -104,7 +104,7 @@ def debug_in_slots(config: DistributedDataParallelConfig) -> bool:
     return (
         config.fsdp_debug
         and config.fsdp_double_buffer
-        and grads_are_cut(config.data_parallel_sharding_strategy)
+        and grads_are_sharded(config.data_parallel_sharding_strategy)
     )
 
 
@@ -152,7 +152,7 @@ class ShardPlace:
         return self.inner_size * self.outer_size
 
     def ways(self, cut: Cut) -> int:
-        """Into how many equal parts a buffer is cut."""
+        """Into how many equal parts a buffer is sharded."""
         if cut is Cut.WHOLE:
             return 1
         return self.inner_size if cut is Cut.INNER else self.dp_size

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from megatron.core.distributed.bucket_memory import num_bytes, present
+from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
@@ -40,10 +41,11 @@ class ChunkUnits:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Its units; a unit's place here is its number in the chunk."""
-        return tuple(dict.fromkeys(itertools.chain(*self.forward, *self.backward)))
+        return _distinct(itertools.chain(*self.forward, *self.backward))
 
     def renumbered(self, numbers: Mapping[int, int]) -> ChunkUnits:
-        """With other numbers for units; those without one are left out."""
+        """With other numbers for units; those without one are left out, and accesses one after the other of the same
+        units are one."""
         return ChunkUnits(_renumbered(self.forward, numbers), _renumbered(self.backward, numbers))
 
 
@@ -58,17 +60,16 @@ class EngineUnits:
     def backward_order(self) -> tuple[int, ...]:
         """In which order backwards leave them for the last time: the last chunk first."""
         passed = [unit for chunk in reversed(self.chunks) for unit in _by_last_use(chunk.backward)]
-        return tuple(dict.fromkeys(reversed(passed)))[::-1]
+        return _distinct(reversed(passed))[::-1]
 
     @property
     def lasting(self) -> frozenset[int]:
         """Those that are in use several times in a computation, or together with others: they cannot take turns."""
-        found: set[int] = set()
-        for row in (row for chunk in self.chunks for row in (chunk.forward, chunk.backward)):
-            uses = list(itertools.chain(*row))
-            found |= {unit for unit in uses if uses.count(unit) > 1}
-            found |= {unit for access in row if len(access) > 1 for unit in access}
-        return frozenset(found)
+        rows = [row for chunk in self.chunks for row in (chunk.forward, chunk.backward)]
+        several = {unit for row in rows for unit, n in Counter(itertools.chain(*row)).items() if n > 1}
+        return frozenset(
+            several | {unit for row in rows for access in row if len(access) > 1 for unit in access}
+        )
 
     def modules(self, chunks: Sequence[nn.Module]) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the unit's modules in the chunk."""
@@ -96,13 +97,10 @@ class EngineUnits:
         held: set[int] = set()
         stages = []
         for chunk in self.chunks:
-            again = [number in held for number in chunk.numbers]
-            units = (
-                dataclasses.replace(costs[number], backward_reads=True, extra_grad_bytes=0)
-                if other
-                else costs[number]
-                for number, other in zip(chunk.numbers, again, strict=True)
-            )
+            units = []
+            for number in chunk.numbers:
+                again = dataclasses.replace(costs[number], backward_reads=True, extra_grad_bytes=0)
+                units.append(again if number in held else costs[number])
             accesses = chunk.renumbered({number: place for place, number in enumerate(chunk.numbers)})
             stages.append(StageUnits(tuple(units), accesses.forward, accesses.backward))
             held.update(chunk.numbers)
@@ -112,26 +110,27 @@ class EngineUnits:
 def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
     """Its bytes in a buffer, padding included. shard_bytes: without the optimizer's moments."""
     buckets, extra = buffer.buckets_of_unit(unit.name), buffer.extra_grads
-    uses = (key for name in unit.names for key in buffer.param_meta[name].grad_keys)
     trained = [bucket for bucket in buckets if bucket.trained]
-    own = [one.main_weights for one in trained if buffer.arenas[one.arena].own_main_weights is not None]
-    at_rest = [
-        *(one.weights for one in buckets if not one.rounds),
-        *own,
-        *(bucket.main_grads for bucket in trained),
+    arenas = [buffer.arenas[one.arena] for one in trained]
+    own = [
+        one.main_weights
+        for one, arena in zip(trained, arenas, strict=True)
+        if arena.own_main_weights is not None
     ]
     scattered = buffer.sharding.optimizer is Cut.FULL
-    outer = (one.main_grads if scattered else one.optimizer_grads for one in trained)
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
-    shared = [buffer.arenas[one.arena].layout.shared for one in trained]
+    shared = [arena.layout.shared for arena in arenas]
     later = buffer.sharding.main_grads is Cut.WHOLE and any(shared) and not all(shared)
     return UnitCosts(
         unit.name,
         weight_bytes=num_bytes(bucket.full_weights for bucket in buckets),
-        grad_bytes=num_bytes(present(bucket.full_grads for bucket in trained)),
-        extra_grad_bytes=num_bytes(extra[key] for key in uses if key in extra),
-        shard_bytes=num_bytes(present(at_rest)),
-        outer_grad_bytes=num_bytes(present(outer)),
+        grad_bytes=num_bytes(bucket.full_grads for bucket in trained),
+        extra_grad_bytes=num_bytes(
+            extra[key] for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra
+        ),
+        shard_bytes=num_bytes(one.weights for one in buckets if not one.gathers_from_main)
+        + num_bytes([*own, *(one.main_grads for one in trained)]),
+        outer_grad_bytes=num_bytes(one.main_grads if scattered else one.optimizer_grads for one in trained),
         outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
         reduce_calls=len(trained) if buffer.sharding.optimizer is Cut.WHOLE else 1 + later,
         outer_calls=1 + later if scattered else len(trained),
@@ -147,7 +146,8 @@ def find_engine_units(
     sharding: Sharding,
     dp_size: int,
 ) -> EngineUnits:
-    """The units of an engine: those of the rank; where gradients stay whole merged ones. declared: see `find_units_of`.
+    """The units of an engine: those of the rank; where gradients are unsharded merged ones. declared: see
+    `find_units_of`.
 
     Raises ModelError as that does, ValueError for sizes that make no bucket.
     """
@@ -158,10 +158,11 @@ def find_engine_units(
     if sharding.main_grads is not Cut.WHOLE:
         return found
     numel = [
-        sum(parameters[name].numel() for name in set(unit.names).difference(frozen)) for unit in found.units
+        sum(parameters[name].numel() for name in unit.names if name not in frozen) for unit in found.units
     ]
-    limit = bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
-    return merged(found, numel, limit)
+    return merged(
+        found, numel, bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
+    )
 
 
 def find_units_of(
@@ -176,26 +177,25 @@ def find_units_of(
 
     Raises ModelError where a word matches nothing, or where a parameter of a chunk is in two units.
     """
-    given = _declared(chunks, unit_modules) if declared is None else declared
+    inside = [{id(one) for one in module.modules()} for module in chunks.modules]
+    given, silent = (
+        (declared, set[int]()) if declared is not None else _declared(chunks, inside, unit_modules)
+    )
     units = find_units(chunks.modules, chunks.parameters, given, None)
     number_of = {id(module): unit.index for unit in units for module in unit.modules}
-    rest = _rest(chunks, unit_modules) if declared is None else set()
+    heard = {one: number for one, number in number_of.items() if one not in silent}
     owner = {name: unit.index for unit in units for name in unit.names}
-    called = {
-        unit.name: number_of[id(unit.modules[0])] for unit in reversed(given) if _known(unit, number_of)
-    }
+    known = [unit for unit in given if id(unit.modules[0]) in number_of]  # those that have parameters
+    called = {unit.name: number_of[id(unit.modules[0])] for unit in reversed(known)}
     found = []
-    for module, names in zip(chunks.modules, chunks.names_of, strict=True):
-        inside = {id(one) for one in module.modules()}
-        own = [unit for unit in given if _known(unit, number_of) and id(unit.modules[0]) in inside]
-        here = called | {unit.name: number_of[id(unit.modules[0])] for unit in own}
+    for module, names, within in zip(chunks.modules, chunks.names_of, inside, strict=True):
+        own = {unit.name: number_of[id(unit.modules[0])] for unit in known if id(unit.modules[0]) in within}
         told = module.unit_accesses() if isinstance(module, MegatronModule) and own else None
         if told is None:
-            needed = {here[unit.name] for unit in own} | {owner[name] for name in names}
-            heard = {one: number for one, number in number_of.items() if one not in rest}
-            forward = _as_registered(module, heard, needed)
+            forward = _as_registered(module, heard, {*own.values(), *(owner[name] for name in names)})
             found.append(ChunkUnits(forward, forward[::-1]))
         else:
+            here = called | own
             rows = (
                 tuple(tuple(here[name] for name in access if name in here) for access in row)
                 for row in (told.forward, told.backward)
@@ -212,27 +212,25 @@ def find_units_of(
 def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
     """With units of at least `limit` elements, as far as neighbours in the backward are there to be merged. numel: of
     each unit. What several chunks need stays a unit of its own. See [Note: merged units]."""
-    counts = [number for chunk in found.chunks for number in chunk.numbers]
-    groups: list[list[int]] = []
+    counts = Counter(number for chunk in found.chunks for number in chunk.numbers)
+    groups: list[list[int]] = [[number] for number, n in counts.items() if n > 1]
     for chunk in found.chunks:
         own: list[list[int]] = []
-        for number in _by_last_use(chunk.backward):
-            if counts.count(number) > 1:
-                continue
+        for number in (number for number in _by_last_use(chunk.backward) if counts[number] == 1):
             if not own or sum(numel[one] for one in own[-1]) >= limit:
                 own.append([])
             own[-1].append(number)
         groups += own
-    groups += [[number] for number in dict.fromkeys(counts) if counts.count(number) > 1]
     groups = sorted(sorted(group) for group in groups)
-    units: list[Unit] = []
-    for group in groups:
+    units = []
+    for index, group in enumerate(groups):
         members = [found.units[number] for number in group]
+        first, last = members[0], members[-1]
         units.append(
             dataclasses.replace(
-                members[0],
-                index=len(units),
-                name=members[0].name if len(group) == 1 else f"{members[0].name}..{members[-1].name}",
+                first,
+                index=index,
+                name=first.name if len(group) == 1 else f"{first.name}..{last.name}",
                 modules=tuple(module for one in members for module in one.modules),
                 names=tuple(name for one in members for name in one.names),
                 backward_reads=any(one.backward_reads for one in members),
@@ -242,34 +240,26 @@ def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
     numbers = {number: index for index, group in enumerate(groups) for number in group}
     chunks = (chunk.renumbered(numbers) for chunk in found.chunks)
     return EngineUnits(
-        tuple(units),
-        tuple(ChunkUnits(_describe_apart(one.forward), _describe_apart(one.backward)) for one in chunks),
+        tuple(units), tuple(ChunkUnits(_told_apart(one.forward), _told_apart(one.backward)) for one in chunks)
     )
 
 
-def _declared(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> list[ModelUnit]:
-    """What chunks say themselves, and units for those that say nothing, chunk by chunk."""
+def _declared(
+    chunks: ModelChunks, inside: Sequence[Collection[int]], unit_modules: Sequence[UnitModule]
+) -> tuple[list[ModelUnit], set[int]]:
+    """What chunks say themselves, and units for those that say nothing, chunk by chunk.
+
+    Of these chunks also the ids of the modules that `unit_modules` does not name: nobody knows whether their forwards
+    are called, or others read their parameters, so their units are always in use.
+    """
     own = [module.units() if isinstance(module, MegatronModule) else None for module in chunks.modules]
     plain = [module for module, units in zip(chunks.modules, own, strict=True) if units is None]
     derived = derive_units(plain, unit_modules, one_rest=not unit_modules) if plain else ()
     found: list[ModelUnit] = []
-    for module, units in zip(chunks.modules, own, strict=True):
-        inside = {id(one) for one in module.modules()}
-        found += units if units is not None else [one for one in derived if id(one.modules[0]) in inside]
-    return found
-
-
-def _rest(chunks: ModelChunks, unit_modules: Sequence[UnitModule]) -> set[int]:
-    """Ids of the modules of chunks that say nothing themselves but those that `unit_modules` names: nobody knows
-    whether their forwards are called, or others read their parameters, so their units are always in use."""
-    plain = [one for one in chunks.modules if not isinstance(one, MegatronModule) or one.units() is None]
+    for within, units in zip(inside, own, strict=True):
+        found += units if units is not None else [one for one in derived if id(one.modules[0]) in within]
     named = {id(one) for chunk in plain for group in matched_units(chunk, unit_modules) for one in group}
-    return {id(one) for chunk in plain for one in chunk.modules()} - named
-
-
-def _known(unit: ModelUnit, number_of: Mapping[int, int]) -> bool:
-    """Whether it has parameters."""
-    return id(unit.modules[0]) in number_of
+    return found, {id(one) for chunk in plain for one in chunk.modules()} - named
 
 
 def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[int]) -> Row:
@@ -280,7 +270,7 @@ def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[
     def visit(one: nn.Module, around: Access) -> None:
         number = number_of.get(id(one))
         if number is not None:
-            around = tuple(dict.fromkeys((*around, number)))
+            around = _distinct((*around, number))
             accesses.append(around)
         for child in one.children():
             visit(child, around)
@@ -291,12 +281,11 @@ def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[
 
 
 def _renumbered(row: Row, numbers: Mapping[int, int]) -> Row:
-    """Accesses one after the other of the same units are one."""
     others = (_distinct(numbers[unit] for unit in access if unit in numbers) for access in row)
     return tuple(access for access, _ in itertools.groupby(access for access in others if access))
 
 
-def _describe_apart(row: Row) -> Row:
+def _told_apart(row: Row) -> Row:
     """Of merged units nobody hears where one access of a unit ends and another of it, with more units, begins."""
     accesses: list[Access] = []
     for access in row:
@@ -313,4 +302,4 @@ def _distinct(units: Iterable[int]) -> Access:
 
 def _by_last_use(row: Row) -> list[int]:
     last = {unit: place for place, access in enumerate(row) for unit in access}
-    return sorted(last, key=lambda unit: last[unit])
+    return sorted(last, key=last.__getitem__)

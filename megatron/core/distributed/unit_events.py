@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.protocols import UnitListener
 from megatron.core.weight_grad import WeightGradAccumulator
-
-ModulesOfUnit = tuple[int, Sequence[nn.Module]]
 
 
 class UnitEvents:
@@ -28,13 +25,16 @@ class UnitEvents:
     chunks: of each, its units' numbers and modules. Modules whose forward is never called tell nothing.
     """
 
-    def __init__(self, chunks: Sequence[Iterable[ModulesOfUnit]], listener: UnitListener) -> None:
-        self._listener = listener
-        self.handles: list[RemovableHandle] = []
-        for chunk, units in enumerate(chunks):
-            for unit, modules in units:
-                for module in modules:
-                    self._watch(module, chunk, unit)
+    def __init__(
+        self, chunks: Sequence[Iterable[tuple[int, Sequence[nn.Module]]]], listener: UnitListener
+    ) -> None:
+        self.handles = [
+            handle
+            for chunk, units in enumerate(chunks)
+            for unit, modules in units
+            for module in modules
+            for handle in _watch(module, functools.partial(listener.unit_begins, chunk, unit))
+        ]
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that there are keep theirs."""
@@ -42,18 +42,17 @@ class UnitEvents:
             handle.remove()
         self.handles.clear()
 
-    def _watch(self, module: nn.Module, chunk: int, unit: int) -> None:
-        def begins(*_: Any) -> None:
-            self._listener.unit_begins(chunk, unit)
 
-        def returns(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled():
-                nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-                for node in nodes:
-                    node.register_prehook(begins)
+def _watch(module: nn.Module, tell: Any) -> tuple[Any, Any]:
+    def begins(*_: Any) -> None:
+        tell()
 
-        self.handles.append(module.register_forward_pre_hook(begins))
-        self.handles.append(module.register_forward_hook(returns))
+    def returns(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+                node.register_prehook(begins)
+
+    return module.register_forward_pre_hook(begins), module.register_forward_hook(returns)
 
 
 def watch_units(
@@ -70,12 +69,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
     elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
+        inside = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        inside = (getattr(value, field.name) for field in dataclasses.fields(value))
+    for item in inside:
+        yield from tensors_in(item)

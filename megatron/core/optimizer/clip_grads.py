@@ -1,13 +1,13 @@
-"""Sizes of gradients: norm, zeros, what is not finite.
+"""Sizes of gradients: norm, zeros; and what follows from them: by how much a step is clipped, and whether it is taken.
 
 [Note: one norm] The norm is built from one fp64 squared sum a region of a parameter (`ParamMeta.parts`: the whole
-parameter where it is not cut), added in the model's order (`model_vector`). It depends on no bucket, group of
+parameter where it is not cut), added in the model's order (`global_norm_index`). It depends on no bucket, group of
 parameters or pipeline stage, so every way of running a model whose optimizer state is whole clips alike, and a pipeline
 clips with the bits of one process.
 
-[Note: the norm's bits] Where the optimizer is cut over data parallel ranks, each squares its own part of a region, and
-the region's sum is the sum of these parts' sums: right to the last bits of fp64, but not with the very bits of the sum
-over the whole, nor with those of another number of ranks (they differ by about 1e-16 of it). What gradients are
+[Note: the norm's bits] Where the optimizer is sharded over data parallel ranks, each squares its own part of a region,
+and the region's sum is the sum of these parts' sums: right to the last bits of fp64, but not with the very bits of the
+sum over the whole, nor with those of another number of ranks (they differ by about 1e-16 of it). What gradients are
 multiplied with is made of the norm and rounded once to their precision, so fp32 and shorter gradients are clipped alike
 unless the exact number lies that close to where fp32 rounds the other way: of steps that clip, about one in 10^8. fp64
 gradients are clipped by a number that differs in its last bits. Steps that do not clip do not use the norm.
@@ -15,12 +15,14 @@ gradients are clipped by a number that differs in its last bits. Steps that do n
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
 from megatron.core.squared_sums import device_of
 
 
@@ -47,3 +49,23 @@ def zero_counts_of_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
         for tensor in tensors:
             count += tensor.numel() - tensor.count_nonzero()
     return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRules:
+    """max_norm: `--clip-grad`, 0 = off. skips_nonfinite: gradients that are not finite make no step (else they are
+    used, as without `--check-for-nan-in-loss-and-grad`)."""
+
+    max_norm: float
+    skips_nonfinite: bool = True
+
+    def decide(self, state: ValidationState, norm: float) -> Decision:
+        """norm: of the state's sums, divided."""
+        if not state.finite and self.skips_nonfinite:
+            return Decision(None, clean=False)
+        coefficient = clip_coefficient(norm, self.max_norm)
+        return Decision(coefficient, clean=state.finite and coefficient == 1.0)
+
+    def is_clean(self, partial: ValidationState, norm: float) -> bool:
+        """Whether a rank that knows no more than this steps."""
+        return self.decide(partial, norm).clean

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.dist_checkpointing.schema import MAX_INT, Schema, integer, number, optional
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.schema import MAX_INT, Schema, integer, number, optional
 
 # `GradScaler.state` of either kind. The budget goes below zero while steps overflow.
 SCALER_SCHEMA: Schema = {
@@ -69,16 +69,13 @@ class DynamicGradScaler(GradScaler):
         return self.scale <= self.min_scale
 
     def update(self, nonfinite: bool) -> None:
+        self.clean_steps = 0 if nonfinite else self.clean_steps + 1
         if nonfinite:
-            self.clean_steps = 0
             self.budget -= 1
             if self.budget <= 0:
                 self.scale = max(self.scale * 0.5, self.min_scale)
-            return
-        self.clean_steps += 1
-        if self.clean_steps >= self.window:  # more in a checkpoint of a run with a longer window
-            self.clean_steps = 0
-            self.budget = self.hysteresis
+        elif self.clean_steps >= self.window:  # more in a checkpoint of a run with a longer window
+            self.clean_steps, self.budget = 0, self.hysteresis
             self.scale *= 2.0
 
     def state(self) -> dict[str, Any]:
@@ -88,12 +85,10 @@ class DynamicGradScaler(GradScaler):
         """Go on where the checkpoint stopped. One written with a constant scale starts this scaler afresh."""
         if set(state) == {"scale"}:
             return
-        missing = {"scale", "clean_steps", "budget"} - set(state)
-        if missing:
+        if missing := self.state().keys() - state.keys():
             raise GradScalerStateError(f"the checkpoint's loss scaler state lacks {sorted(missing)}: {state}")
         self.scale = float(state["scale"])
-        self.clean_steps = int(state["clean_steps"])
-        self.budget = int(state["budget"])
+        self.clean_steps, self.budget = int(state["clean_steps"]), int(state["budget"])
 
 
 def build_grad_scaler(config: OptimizerConfig) -> GradScaler:
@@ -102,9 +97,5 @@ def build_grad_scaler(config: OptimizerConfig) -> GradScaler:
         return GradScaler(config.loss_scale)
     if not config.fp16:
         return GradScaler()
-    return DynamicGradScaler(
-        scale=config.initial_loss_scale,
-        min_scale=config.min_loss_scale,
-        window=int(config.loss_scale_window),
-        hysteresis=config.hysteresis,
-    )
+    window = int(config.loss_scale_window)
+    return DynamicGradScaler(config.initial_loss_scale, config.min_loss_scale, window, config.hysteresis)

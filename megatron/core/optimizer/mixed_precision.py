@@ -5,8 +5,8 @@ changes), then `step`, or not. Gradients arrive as sums over microbatches and ra
 microbatches, ranks, loss scale) and the clipping are one multiplication here.
 
 For 16-bit weights the main weights are fp32, and are rounded into the model's after each step. For fp32 and
-fp64 weights they are the same memory. Where the optimizer is cut, a rank keeps moments for its part and updates it; the
-engine gathers what others have updated.
+fp64 weights they are the same memory. Where the optimizer is sharded, a rank keeps moments for its part and updates it;
+the engine gathers what others have updated.
 """
 
 from __future__ import annotations
@@ -21,29 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.schema import Schema, integer, text
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
-from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes
+from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import Cut
-from megatron.core.finite import all_finite
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate
-from megatron.core.optimizer.model_vector import ModelVector
+from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.param_parts import region_slices
+from megatron.core.param_meta import region_slices
+from megatron.core.pipeline_parallel.post_validation.state import ValidationState
 from megatron.core.protocols import Stepper
-from megatron.core.squared_sums import squared_sums_of_parts
+from megatron.core.schema import Schema, integer, text
+from megatron.core.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.validation_state import ValidationState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
-
-
 OPTIMIZER_SCHEMA: Schema = {"optimizer": text(), "num_steps": integer()}  # `MixedPrecisionOptimizer.state`
 
 
@@ -65,14 +62,6 @@ class GradStats:
     num_zeros: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Snapshot:
-    """Copies of everything that a step changes, but what is rounded from it."""
-
-    num_steps: int
-    tensors: list[Tensor]
-
-
 class RollbackBy(enum.Enum):
     """`--post-validation-rollback`. SNAPSHOT: copies, exact. INVERSE: arithmetic, approximate, without copies."""
 
@@ -81,10 +70,12 @@ class RollbackBy(enum.Enum):
 
 
 @dataclasses.dataclass
-class _Inverse:
-    """No copies: what steps since then multiplied gradients with is enough to take them back."""
+class _Kept:
+    """What `rollback` goes back to. copies: of everything that a step changes, but what is rounded from it; None: no
+    copies, what steps since then multiplied gradients with (`factors`) is enough to take them back."""
 
     num_steps: int
+    copies: list[Tensor] | None
     factors: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -106,9 +97,9 @@ class MixedPrecisionOptimizer(Stepper):
         self.ps = ps
         self.num_steps = 0
         self.rollback_by = RollbackBy.SNAPSHOT
-        self._kept: _Snapshot | _Inverse | None = None
-        self._vector = ModelVector(buffer, ps)
-        if not self._vector.size:
+        self._kept: _Kept | None = None
+        self._index = GlobalNormIndex(buffer, ps)
+        if not self._index.size:
             raise ModelError("nothing to train: all parameters are frozen; leave requires_grad on for some")
         self._update = FlatUpdate(config, buffer, ps.device.torch_device)
         # Of memory that lasts, so found once.
@@ -121,17 +112,17 @@ class MixedPrecisionOptimizer(Stepper):
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
         """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over dp and world
-        where the optimizer is cut; changes nothing. See [Note: the norm's bits] in clip_grads."""
+        where the optimizer is sharded; changes nothing. See [Note: the norm's bits] in clip_grads."""
         full = self._figures(count_zero_grads)
-        if self._vector.over_world and self.ps.dp_size > 2:
+        if self._index.over_world and self.ps.dp_size > 2:
             # In rank order, and told by the first: the sum of two is the same in any order, that of three is not.
             full = self._summed_over_dp(full)
             if self.ps.dp_rank > 0:
                 full.zero_()
-        sums, *zeros = self._vector.whole(full)
-        names = self._vector.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
+        sums, *zeros = self._index.whole(full)
+        names = self._index.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
         nonfinite = not all(map(math.isfinite, sums))
-        if not self._vector.over_world:  # data parallel ranks were not asked
+        if not self._index.over_world:  # data parallel ranks were not asked
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
             nonfinite = bool(flag.item())  # sync: the host decides whether to step
@@ -156,7 +147,7 @@ class MixedPrecisionOptimizer(Stepper):
         Added up over the pipeline it is what `prepare` goes by, bit for bit.
         """
         full = self._figures(count_zero_grads)
-        if self._vector.over_world:
+        if self._index.over_world:
             full = self._summed_over_dp(full)
         collectives.all_reduce(full, self.ps.tp_group)
         rows = full.tolist()  # sync: figures that the host decides on
@@ -175,7 +166,7 @@ class MixedPrecisionOptimizer(Stepper):
         others are converted into temporaries, a few buckets at a time. Updates this rank's parts only.
         """
         factor = clip_coefficient * self.buffer.grads_divided_by / divisor
-        if isinstance(self._kept, _Inverse):
+        if self._kept is not None:
             self._kept.factors.append(factor)
         self._update.step(self._converted(factor))
         self.num_steps += 1
@@ -184,22 +175,15 @@ class MixedPrecisionOptimizer(Stepper):
     def weights_finite(self) -> Tensor:
         """Whether this rank's part of the model's weights is finite: 0-d bool. Main weights are finite then, too, as
         they are what is rounded into them. Meant for right after `step`: one reading pass over that part."""
-        trained = (
-            memory.resting.to(memory.weights.dtype) if memory.rounds else memory.optimizer_weights
-            for memory in self.buffer.buckets
-            if memory.trained
-        )
-        return all_finite(weights for weights in trained if weights is not None)
+        return all_finite(memory.updated_weights() for memory in self.buffer.buckets if memory.trained)
 
     def snapshot(self) -> None:
         """Keep copies of this rank's part of main weights, moments and step counts; nothing with
         `RollbackBy.INVERSE`."""
         assert self._kept is None, "a snapshot is kept already: commit() forgets it"
-        if self.rollback_by is RollbackBy.INVERSE:
-            self._kept = _Inverse(self.num_steps)
-            return
-        self._kept = _Snapshot(self.num_steps, [tensor.clone() for tensor in self._mutable()])
-        self._tracker.hold("snapshot", "", num_bytes(self._kept.tensors))
+        self._tracker.hold("snapshot", "", self.snapshot_bytes())
+        inverse = self.rollback_by is RollbackBy.INVERSE
+        self._kept = _Kept(self.num_steps, None if inverse else [one.clone() for one in self._mutable()])
 
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit, and this rank's part of the model's weights, which are rounded
@@ -209,12 +193,12 @@ class MixedPrecisionOptimizer(Stepper):
         rates have to be those of the step.
         """
         assert self._kept is not None, "rollback() without snapshot()"
-        if isinstance(self._kept, _Inverse):
+        if self._kept.copies is None:
             while self._kept.factors:
                 self._update.undo(self._converted(self._kept.factors.pop()), self.num_steps)
                 self.num_steps -= 1
         else:
-            for tensor, kept in zip(self._mutable(), self._kept.tensors, strict=True):
+            for tensor, kept in zip(self._mutable(), self._kept.copies, strict=True):
                 tensor.copy_(kept)
         self.buffer.copy_main_to_weights()
         self.num_steps = self._kept.num_steps
@@ -222,8 +206,7 @@ class MixedPrecisionOptimizer(Stepper):
     def commit(self) -> None:
         """Forget what `snapshot` kept."""
         assert self._kept is not None, "commit() without snapshot()"
-        if isinstance(self._kept, _Snapshot):
-            self._tracker.free("snapshot", "", num_bytes(self._kept.tensors))
+        self._tracker.free("snapshot", "", num_bytes(self._kept.copies or ()))
         self._kept = None
 
     def snapshot_bytes(self) -> int:
@@ -231,9 +214,10 @@ class MixedPrecisionOptimizer(Stepper):
         return 0 if self.rollback_by is RollbackBy.INVERSE else num_bytes(self._mutable())
 
     def params_norm(self) -> float:
-        """L2 norm of the main weights (--log-params-norm). Communicates over mp (world where the optimizer is cut)."""
+        """L2 norm of the main weights (--log-params-norm). Communicates over mp; over world where the optimizer is
+        sharded."""
         sums = squared_sums_of_parts(self._owned(self.buffer.main_weight_part))
-        return norm_of(self._vector.whole(self._vector.place([sums]))[0])
+        return norm_of(self._index.whole(self._index.place([sums]))[0])
 
     def pieces(self) -> list[LocalPiece]:
         """What this rank holds of main weights (where they are not the model's) and moments, as pieces of global
@@ -241,14 +225,12 @@ class MixedPrecisionOptimizer(Stepper):
         buffer, pieces = self.buffer, []
         for name in buffer.names:
             start, end = buffer.part(name, buffer.sharding.optimizer)
-            parts = {}
-            if buffer.has_own_main_weight(name):
-                parts["main_weight"] = buffer.main_weight_part(name)
-            index = self._arena_index(name)
-            parts |= {
-                moment: buffer.view_part(flats[index], name) for moment, flats in self._update.moments.items()
-            }
-            written = name not in self._vector.of_earlier_stages  # which cut it at other places
+            parts = {"main_weight": buffer.main_weight_part(name)} if buffer.has_own_main_weight(name) else {}
+            memory = buffer.bucket_of(name)
+            assert memory is not None, f"{name} is frozen"
+            for moment, flats in self._update.moments.items():
+                parts[moment] = buffer.view_part(flats[memory.arena], name)
+            written = name not in self._index.of_earlier_stages  # which cut it at other places
             for what, part in parts.items():
                 held = part_pieces(f"optimizer.{what}", buffer.param_meta[name], part, start, end)
                 pieces += [dataclasses.replace(piece, written=written) for piece in held]
@@ -277,7 +259,7 @@ class MixedPrecisionOptimizer(Stepper):
         figures = [squared_sums_of_parts(self._grads)]
         if count_zero_grads:
             figures.append(zero_counts_of_parts(self._grads))
-        return self._vector.place(figures)
+        return self._index.place(figures)
 
     def _summed_over_dp(self, full: Tensor) -> Tensor:
         """The sum over data parallel ranks in their order: the same bits on all of them, and for every transport."""
@@ -292,10 +274,10 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _owned(self, part_of: Callable[[str, Cut], Tensor]) -> list[list[Tensor]]:
         """What this rank answers for of the regions that it owns, of every parameter's gradient or weight: all of them
-        where the optimizer is whole, else a part as small as all data parallel ranks together can make it."""
-        cut = Cut.FULL if self._vector.over_world else Cut.WHOLE
+        where the optimizer is unsharded, else a part as small as all data parallel ranks together can make it."""
+        cut = Cut.FULL if self._index.over_world else Cut.WHOLE
         found = []
-        for name, region in self._vector.owned:
+        for name, region in self._index.owned:
             start, end = self.buffer.part(name, cut)
             shape = self.buffer.param_meta[name].local_shape
             found.append(region_slices(region, shape, part_of(name, cut), start, end))
@@ -317,9 +299,9 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _batches(self, factor: float) -> list[list[BucketMemory]]:
         """Trained buckets: first all those that need no temporary, then the others, as many at once as may be."""
-        trained = [memory for memory in self.buffer.buckets if memory.optimizer_grads is not None]
-        batches, left = [[one for one in trained if not self._cast_bytes(one, factor)]], 0
-        for memory in trained:
+        buckets = [memory for memory in self.buffer.buckets if memory.trained]
+        batches, left = [[one for one in buckets if not self._cast_bytes(one, factor)]], 0
+        for memory in buckets:
             if needed := self._cast_bytes(memory, factor):
                 if needed > left:
                     batches.append([])
@@ -330,14 +312,14 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _cast_bytes(self, memory: BucketMemory, factor: float) -> int:
         """What `_scaled` allocates."""
-        grads, dtype = self._grads_and_dtype(memory)
+        grads, dtype = trained(memory.optimizer_grads), self.buffer.arenas[memory.arena].main_dtype
         if grads.dtype == dtype:
             return 0 if factor == 1.0 or self._kept is None else num_bytes([grads])
         return grads.numel() * dtype.itemsize
 
     def _scaled(self, memory: BucketMemory, factor: float) -> Tensor:
         """A bucket's gradients * factor in the dtype of main weights, rounded at most twice."""
-        grads, dtype = self._grads_and_dtype(memory)
+        grads, dtype = trained(memory.optimizer_grads), self.buffer.arenas[memory.arena].main_dtype
         if factor == 1.0:
             return grads.to(dtype)
         if grads.dtype == dtype:
@@ -347,29 +329,12 @@ class MixedPrecisionOptimizer(Stepper):
         with self._tracker.holding("casts", num_bytes([grads]), memory.name):
             return (grads * factor).to(dtype)
 
-    def _grads_and_dtype(self, memory: BucketMemory) -> tuple[Tensor, torch.dtype]:
-        """The bucket's gradients, and the dtype of what the optimizer updates with them."""
-        assert memory.optimizer_grads is not None, "a frozen bucket"
-        return memory.optimizer_grads, self.buffer.arenas[memory.arena].main_dtype
-
     def _mutable(self) -> Iterator[Tensor]:
         """Everything that `step` changes and cannot be made of the rest: this rank's part of main weights, moments."""
         for memory in self.buffer.buckets:
-            if memory.trained and memory.main_weights is not None:
+            if memory.main_weights is not None:
                 yield memory.main_weights
         yield from self._update.mutable()
 
-    def _arena_index(self, name: str) -> int:
-        memory = self.buffer.bucket_of(name)
-        assert memory is not None, f"{name} is frozen"
-        return memory.arena
 
-
-def build_optimizer(
-    config: OptimizerConfig,
-    buffer: FlatBuffer,
-    ps: ParallelState,
-    tracker: MemoryTracker | None = None,
-) -> MixedPrecisionOptimizer:
-    """The optimizer of the flags over a flat buffer."""
-    return MixedPrecisionOptimizer(config, buffer, ps, tracker)
+build_optimizer = MixedPrecisionOptimizer  # the optimizer of the flags over a flat buffer

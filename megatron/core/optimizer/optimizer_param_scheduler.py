@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.schema import Schema, fields_of, integer, one_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
+from megatron.core.schema import Schema, fields_of, integer, one_of
 
 
 class ScheduleError(ValueError):
@@ -78,7 +78,7 @@ SCHEDULER_SCHEMA: Schema = {
 
 def learning_rate(schedule: Schedule, samples: int, max_lr: float, min_lr: float) -> float:
     """The rate after `samples` samples for a group with this peak and floor."""
-    warmup, decay = schedule.warmup_samples, schedule.decay_samples
+    warmup, decay, tail = schedule.warmup_samples, schedule.decay_samples, schedule.wsd_samples
     if warmup > 0 and samples <= warmup:
         return schedule.init_lr + (max_lr - schedule.init_lr) * samples / warmup
     if schedule.decay_style == "constant":
@@ -87,19 +87,13 @@ def learning_rate(schedule: Schedule, samples: int, max_lr: float, min_lr: float
         return min_lr
     if schedule.decay_style == "inverse-square-root":
         return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
-    if schedule.decay_style == "WSD":
-        height = _wsd_height(schedule, samples)
-    else:
+    if schedule.decay_style != "WSD":
         height = _height(schedule.decay_style, (samples - warmup) / (decay - warmup))
+    elif samples <= decay - tail:  # stable until the tail begins, then down to 0 at its end
+        height = 1.0
+    else:
+        height = _height(schedule.wsd_style, (samples - (decay - tail)) / tail)
     return min_lr + height * (max_lr - min_lr)
-
-
-def _wsd_height(schedule: Schedule, samples: int) -> float:
-    """Stable until the tail begins, then down to 0 at its end."""
-    tail_start = schedule.decay_samples - schedule.wsd_samples
-    if samples <= tail_start:
-        return 1.0
-    return _height(schedule.wsd_style, (samples - tail_start) / schedule.wsd_samples)
 
 
 def _height(style: str, done: float) -> float:
@@ -185,32 +179,29 @@ class OptimizerParamScheduler:
             saved, told = Schedule(**state["schedule"]), None
         except ScheduleError as error:
             raise CheckpointError(f"no schedule: {error}") from None
-        if not (self.use_checkpoint or self.override) and saved != self.schedule and self._cut_to(saved):
+        mine = self.schedule
+        if not (self.use_checkpoint or self.override) and saved != mine:
+            # As earlier versions had it, which cut --lr-warmup-fraction to samples.
+            cut = dataclasses.replace(mine, warmup_samples=int(mine.warmup_samples))
+            if saved != cut or not isinstance(saved.warmup_samples, int):
+                ours, theirs = dataclasses.asdict(mine), dataclasses.asdict(saved)
+                differences = [
+                    f"{k}: checkpoint {theirs[k]}, flags {v}" for k, v in ours.items() if theirs[k] != v
+                ]
+                raise ScheduleError(
+                    f"the checkpoint's schedule is not this run's ({'; '.join(differences)}): take the flags' with "
+                    "--override-opt_param-scheduler or the checkpoint's with --use-checkpoint-opt_param-scheduler"
+                )
             told = (
                 f"the checkpoint's warm-up is {saved.warmup_samples} samples, the flags' share of the schedule cut to "
-                f"whole ones, as it once was: the run keeps to it, not to {self.schedule.warmup_samples} "
+                f"whole ones, as it once was: the run keeps to it, not to {mine.warmup_samples} "
                 "(--override-opt_param-scheduler)"
             )
         if self.use_checkpoint or told is not None:
             self._take(saved)
-        elif not self.override and saved != self.schedule:
-            mine, theirs = dataclasses.asdict(self.schedule), dataclasses.asdict(saved)
-            differences = [
-                f"{k}: checkpoint {theirs[k]}, flags {v}" for k, v in mine.items() if theirs[k] != v
-            ]
-            raise ScheduleError(
-                f"the checkpoint's schedule is not this run's ({'; '.join(differences)}): take the "
-                "flags' with --override-opt_param-scheduler or the checkpoint's with "
-                "--use-checkpoint-opt_param-scheduler"
-            )
         self.samples = int(state["samples"])
         self.step(0)
         return told
-
-    def _cut_to(self, saved: Schedule) -> bool:
-        """Whether `saved` is this schedule as earlier versions had it, which cut --lr-warmup-fraction to samples."""
-        cut = dataclasses.replace(self.schedule, warmup_samples=int(self.schedule.warmup_samples))
-        return isinstance(saved.warmup_samples, int) and saved == cut
 
     def _take(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -254,22 +245,8 @@ def build_schedule(
 
 def idle_scheduler(param_groups: Sequence[ParamGroup]) -> OptimizerParamScheduler:
     """A scheduler for groups that are never stepped (--skip-train): no flag need make a schedule."""
-    schedule = Schedule(
-        max_lr=0.0,
-        min_lr=0.0,
-        init_lr=0.0,
-        decoupled_max_lr=None,
-        decoupled_min_lr=None,
-        warmup_samples=0,
-        decay_samples=1,
-        decay_style="constant",
-        wsd_samples=0,
-        wsd_style="linear",
-        start_weight_decay=0.0,
-        end_weight_decay=0.0,
-        weight_decay_samples=0,
-        weight_decay_style="constant",
-    )
+    config = OptimizerConfig(lr=0.0, weight_decay=0.0, lr_decay_style="constant", lr_wsd_decay_style="linear")
+    schedule = build_schedule(config, train_iters=1, train_samples=None, global_batch_size=1)
     return OptimizerParamScheduler(param_groups, schedule)
 
 

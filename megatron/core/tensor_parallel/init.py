@@ -10,7 +10,6 @@ from the same model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,19 +18,6 @@ from megatron.core.param_meta import InitKind, ParamMeta
 from megatron.core.tensor_parallel.random import stable_seed
 
 ROW_BLOCK = 128
-
-
-def _blocks(meta: ParamMeta, seed: int, row_start: int, rows: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(first row, end row, values [end - first, columns]) covering the rows asked for, block by block."""
-    columns = math.prod(meta.global_shape[1:])
-    for block in range(row_start // ROW_BLOCK, -(-(row_start + rows) // ROW_BLOCK)):
-        generator = torch.Generator(device="cpu").manual_seed(stable_seed(seed, meta.name, block))
-        values = torch.empty(ROW_BLOCK, columns, dtype=torch.float32).normal_(
-            0.0, meta.init_std, generator=generator
-        )
-        first = max(row_start, block * ROW_BLOCK)
-        end = min(row_start + rows, (block + 1) * ROW_BLOCK)
-        yield first, end, values[first - block * ROW_BLOCK : end - block * ROW_BLOCK]
 
 
 def fill(tensor: Tensor, meta: ParamMeta, seed: int) -> None:
@@ -54,19 +40,18 @@ def fill_rectangle(
     tensor: [rows, columns], or of the parameter's own number of dims when it holds whole rows; any float
     dtype and device. A 1-D tensor is one column.
     """
-    if meta.init is InitKind.ZEROS:
-        tensor.zero_()
+    if meta.init is not InitKind.NORMAL:
+        tensor.fill_(1.0 if meta.init is InitKind.ONES else 0.0)
         return
-    if meta.init is InitKind.ONES:
-        tensor.fill_(1.0)
-        return
-    rows = tensor.shape[0]
-    columns = math.prod(tensor.shape[1:])
-    all_columns = math.prod(meta.global_shape[1:])
-    assert row_start + rows <= meta.global_shape[0], (
-        f"{meta.name}: rows {row_start}+{rows} of {meta.global_shape}"
-    )
-    assert col_start + columns <= all_columns, f"{meta.name}: columns {col_start}+{columns} of {all_columns}"
-    for first, end, values in _blocks(meta, seed, row_start, rows):
+    row_end, col_end = row_start + tensor.shape[0], col_start + math.prod(tensor.shape[1:])
+    all_rows, all_columns = meta.global_shape[0], math.prod(meta.global_shape[1:])
+    assert row_end <= all_rows, f"{meta.name}: rows {row_start} to {row_end} of {meta.global_shape}"
+    assert col_end <= all_columns, f"{meta.name}: columns {col_start} to {col_end} of {all_columns}"
+    for block in range(row_start // ROW_BLOCK, -(-row_end // ROW_BLOCK)):
+        generator = torch.Generator(device="cpu").manual_seed(stable_seed(seed, meta.name, block))
+        values = torch.empty(ROW_BLOCK, all_columns, dtype=torch.float32)
+        values.normal_(0.0, meta.init_std, generator=generator)
+        start = block * ROW_BLOCK
+        first, end = max(row_start, start), min(row_end, start + ROW_BLOCK)
         part = tensor[first - row_start : end - row_start]
-        part.copy_(values[:, col_start : col_start + columns].reshape(part.shape))
+        part.copy_(values[first - start : end - start, col_start:col_end].reshape(part.shape))

@@ -36,23 +36,20 @@ class DropoutSite:
 
     def __init__(self, context: ModelContext, layer: int, site: str, tp_rank: int | None = None) -> None:
         self.context = context
-        self.layer = layer
-        self.site = site
-        self.tp_rank = -1 if tp_rank is None else tp_rank
+        self.place = (layer, site, -1 if tp_rank is None else tp_rank)
 
     def seed(self) -> int:
         """The seed of this site in the context's microbatch."""
         clock = self.context
-        return stable_seed(clock.seed, clock.iteration, clock.microbatch, self.layer, self.site, self.tp_rank)
+        return stable_seed(clock.seed, clock.iteration, clock.microbatch, *self.place)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probability: float, seed: int) -> Tensor:
         generator = torch.Generator(device=x.device).manual_seed(seed)
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
-            1.0 - probability, generator=generator
-        )
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        keep.bernoulli_(1.0 - probability, generator=generator)
         ctx.save_for_backward(keep)
         ctx.scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
         return (x * keep).mul_(ctx.scale)
@@ -88,23 +85,3 @@ def seeded_default_generator(device: torch.device, seed: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-class Clock:
-    """The dropout clock of a context at one moment, to be set again while something is recomputed."""
-
-    def __init__(self, context: ModelContext) -> None:
-        self.context = context
-        self.iteration = context.iteration
-        self.microbatch = context.microbatch
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside, the context shows this moment again; only the dropout clock, not the sink's microbatch."""
-        context = self.context
-        now = (context.iteration, context.microbatch)
-        context.iteration, context.microbatch = self.iteration, self.microbatch
-        try:
-            yield
-        finally:
-            context.iteration, context.microbatch = now

@@ -79,13 +79,11 @@ class HuggingFaceTokenizer(_Backend):
 
     def _end_of_document(self, file: str, eos_token: str | None) -> int:
         names = (eos_token,) if eos_token is not None else END_OF_DOCUMENT_CANDIDATES
-        for name in names:
-            found = self.backend.token_to_id(name)
+        for found in map(self.backend.token_to_id, names):
             if found is not None:
                 return int(found)
         raise TokenizerError(
-            f"{file}: no end-of-document token: none of {', '.join(names)} is in the vocabulary; "
-            "give eos_token in "
+            f"{file}: no end-of-document token: none of {', '.join(names)} is in the vocabulary; give eos_token in "
             "tokenizer_config.json beside it"
         )
 
@@ -119,12 +117,8 @@ class GPT2BPETokenizer(_Backend):
 
 def _pairs(merges: bytes) -> list[tuple[str, ...]]:
     """The lines of a merges.txt, two tokens each, without its comment."""
-    lines = merges.decode().split("\n")
-    return [
-        tuple(line.rstrip("\r").split(" "))
-        for line in lines
-        if line.strip() and not line.startswith("#version")
-    ]
+    lines = [line for line in merges.decode().split("\n") if line.strip() and not line.startswith("#version")]
+    return [tuple(line.rstrip("\r").split(" ")) for line in lines]
 
 
 def _special_tokens(path: str) -> dict[str, str]:
@@ -137,11 +131,6 @@ def _special_tokens(path: str) -> dict[str, str]:
         raise TokenizerError(str(error)) from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    found = {}
-    for role in (*SPECIAL_ROLES, "pad_token"):
-        token = content.get(role)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            found[role] = token
-    return found
+    tokens = {role: content.get(role) for role in (*SPECIAL_ROLES, "pad_token")}
+    texts = {role: one.get("content") if isinstance(one, dict) else one for role, one in tokens.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}

@@ -28,9 +28,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.bos = int(self.model.bos_id())
         self._add_special_tokens()
         if self.eod < 0:
-            raise TokenizerError(
-                f"--tokenizer-model {path}: the model has no end-of-sentence token to end documents"
-            )
+            told = "the model has no end-of-sentence token to end documents"
+            raise TokenizerError(f"--tokenizer-model {path}: {told}")
         ids = {self.eod, self.bos, int(self.model.eos_id()), int(self.model.unk_id()), *self.special_ids}
         self.special_ids = frozenset(i for i in ids if i >= 0)
 
@@ -94,9 +93,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         found = int(self.model.piece_to_id(piece))
         if str(self.model.id_to_piece(found)) == piece:
             return found
-        for known, name in self._added.items():
-            if name == piece:
-                return known
-        self._added[self.vocab_size] = piece
-        self.vocab_size += 1
-        return self.vocab_size - 1
+        if piece not in self._added.values():
+            self._added[self.vocab_size] = piece
+            self.vocab_size += 1
+        return next(known for known, name in self._added.items() if name == piece)

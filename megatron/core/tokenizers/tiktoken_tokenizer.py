@@ -56,14 +56,12 @@ class TikTokenizer(Tokenizer):
         room = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
         if vocab_size is not None and not 256 <= room <= len(ranks):
             raise TokenizerError(
-                f"--vocab-size {vocab_size} with {num_special_tokens} special tokens takes "
-                f"{room} of the {len(ranks)} "
+                f"--vocab-size {vocab_size} with {num_special_tokens} special tokens takes {room} of the {len(ranks)} "
                 f"tokens of {path}: give {num_special_tokens + 256} to {num_special_tokens + len(ranks)}"
             )
         ranks = {token: rank for token, rank in ranks.items() if rank < room}
-        self.num_special_tokens = num_special_tokens
+        self.num_special_tokens, self._names = num_special_tokens, names
         self.vocab_size = num_special_tokens + len(ranks)
-        self._names = names
         self._encoding: Any = require("tiktoken", "tiktoken").Encoding(
             name="megatron", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
@@ -76,10 +74,8 @@ class TikTokenizer(Tokenizer):
         return [i + self.num_special_tokens for i in self._encoding.encode_ordinary(text)]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [
-            np.array(self._encoding.encode_ordinary(text), dtype=np.int64) + self.num_special_tokens
-            for text in texts
-        ]
+        encode, first = self._encoding.encode_ordinary, self.num_special_tokens
+        return [np.array(encode(text), dtype=np.int64) + first for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         words = [
@@ -101,12 +97,11 @@ def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
     """
     try:
         if data.lstrip()[:1] == b"[":
-            pairs = [
-                (base64.b64decode(row["token_bytes"], validate=True), row["rank"]) for row in json.loads(data)
-            ]
+            rows = [(row["token_bytes"], row["rank"]) for row in json.loads(data)]
         else:
-            rows = [line.split() for line in data.splitlines() if line.strip()]
-            pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in rows]
+            lines = [line.split() for line in data.splitlines() if line.strip()]
+            rows = [(token, int(rank)) for token, rank in lines]
+        pairs = [(base64.b64decode(token, validate=True), rank) for token, rank in rows]
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise TokenizerError(
             f"{name}: expected a JSON list of rank and token_bytes, or lines of base64 and rank: {error}"

@@ -63,9 +63,8 @@ def read_file(path: str | None, flag: str, tokenizer: str) -> bytes:
     try:
         return safe_files.read_bytes(path, max_bytes=MAX_FILE_BYTES, follow=True)
     except FileNotFoundError:
-        raise TokenizerError(
-            f"{flag} {path}: no such file; tokenizers are read from local files only"
-        ) from None
+        told = "no such file; tokenizers are read from local files only"
+        raise TokenizerError(f"{flag} {path}: {told}") from None
     except OSError as error:
         raise TokenizerError(f"{flag} {path}: {error.strerror}") from error
 

@@ -1,21 +1,111 @@
-"""Self-attention: QKV projection, norm and rotation of heads, attention, output projection."""
+"""Self-attention: QKV projection, norm and rotation of heads, softmax(Q K^T / sqrt(d)) V, output projection.
+
+Attention proper is torch's fused kernels, or the same written out as the exact reference.
+"""
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory
-from megatron.core.transformer.core_attention import CoreAttention
-from megatron.core.transformer.inference_cache import InferenceCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
+
+
+class InferenceCache:
+    """One pair of buffers a layer, [b, groups, max_tokens, d]; `length` tokens are filled in every layer.
+
+    The model reads and writes it during `forward`; whoever generates calls `advance` after each forward.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Files new keys and values [b, groups, new, d] of a layer; returns all of them up to the newest."""
+        end = self.length + key.shape[2]
+        assert end <= self.max_tokens, f"cache of {self.max_tokens} tokens, asked for {end}"
+        if layer not in self._layers:
+            shape = (key.shape[0], key.shape[1], self.max_tokens, key.shape[3])
+            self._layers[layer] = (key.new_empty(shape), value.new_empty(shape))
+        keys, values = self._layers[layer]
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` more are filled, in every layer."""
+        self.length += tokens
+
+    def causal_mask(self, new_tokens: int, device: torch.device) -> Tensor | None:
+        """[1, 1, new, all] True = masked, or None where plain causal attention says the same."""
+        if self.length == 0:
+            return None
+        query = torch.arange(self.length, self.length + new_tokens, device=device)[:, None]
+        return (torch.arange(self.length + new_tokens, device=device)[None, :] > query)[None, None]
+
+
+class CoreAttention(nn.Module):
+    """Attention proper of one layer; no parameters.
+
+    query [s, b, heads, d], key and value [s_all, b, groups, d] -> [s, b, heads * d]. mask: bool, True = may
+    not be seen, broadcastable to [b, heads, s, s_all]; None = causal. tp_rank: where heads are sharded.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, context: ModelContext, layer: int, tp_rank: int | None = None
+    ) -> None:
+        super().__init__()
+        self.written_out = config.attention_backend in ("unfused", "local")
+        self.dropout = config.attention_dropout
+        self.site = DropoutSite(context, layer, "attention", tp_rank)
+        self.scale = 1.0 / math.sqrt(config.kv_channels)
+        # `--apply-query-key-layer-scaling` keeps fp16 products small and is undone in an fp32 softmax; fused
+        # kernels hold scores in fp32 and need neither.
+        self.layer_scaling = float(layer + 1) if config.apply_query_key_layer_scaling else 1.0
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, heads, s, d]
+        out = self._exact(q, k, v, mask) if self.written_out else self._fused(q, k, v, mask)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        probability = self.dropout if self.training else 0.0
+        allowed, grouped = None if mask is None else ~mask, q.shape[1] != k.shape[1]
+        with seeded_default_generator(q.device, self.site.seed()) if probability else nullcontext():
+            return F.scaled_dot_product_attention(
+                q, k, v, allowed, probability, mask is None, scale=self.scale, enable_gqa=grouped
+            )
+
+    def _exact(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        heads_per_group = q.shape[1] // k.shape[1]
+        if heads_per_group > 1:
+            k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
+        scores = torch.matmul(q * (self.scale / self.layer_scaling), k.transpose(-1, -2))
+        if self.softmax_in_fp32:
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self.layer_scaling != 1.0:
+            scores = scores * self.layer_scaling
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        probabilities = scores.masked_fill(mask, -math.inf).softmax(-1).to(v.dtype)
+        return torch.matmul(dropout(probabilities, self.dropout, self.site, self.training), v)
 
 
 def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tuple[Band, ...]:

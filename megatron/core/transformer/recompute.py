@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.module import ModelContext
-from megatron.core.tensor_parallel.random import Clock
 
 Segment = Callable[..., Tensor]
 
@@ -25,9 +24,9 @@ Segment = Callable[..., Tensor]
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, segment: Segment, clock: Clock, anchor: Tensor | None, *inputs: Tensor | None
+        ctx: Any, segment: Segment, context: ModelContext, anchor: Tensor | None, *inputs: Tensor | None
     ) -> Tensor:
-        ctx.segment, ctx.clock = segment, clock
+        ctx.segment, ctx.context, ctx.moment = segment, context, (context.iteration, context.microbatch)
         ctx.save_for_backward(*inputs)
         return segment(*inputs)
 
@@ -38,8 +37,15 @@ class _Recompute(torch.autograd.Function):
             None if saved is None else saved.detach().requires_grad_(need)
             for saved, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        with torch.enable_grad(), ctx.clock.restored():
-            output = ctx.segment(*inputs)
+        context, now = ctx.context, (ctx.context.iteration, ctx.context.microbatch)
+        context.iteration, context.microbatch = (
+            ctx.moment
+        )  # the dropout clock only, not the sink's microbatch
+        try:
+            with torch.enable_grad():
+                output = ctx.segment(*inputs)
+        finally:
+            context.iteration, context.microbatch = now
         # It does not where all of the segment is frozen and only its input's gradient is asked for.
         if output.requires_grad:
             torch.autograd.backward(output, grads[0])
@@ -49,12 +55,12 @@ class _Recompute(torch.autograd.Function):
 def recomputed(
     segment: Segment, context: ModelContext, *inputs: Tensor | None, anchor: Tensor | None = None
 ) -> Tensor:
-    """segment(*inputs), keeping only the inputs for the backward pass.
+    """segment(*inputs), keeping only the inputs for the backward pass. Source: arXiv 1604.06174.
 
     anchor: a parameter of the segment, so that the segment is part of the graph even where no input needs a
     gradient. Without gradients (evaluation) the segment just runs.
     """
     if not torch.is_grad_enabled():
         return segment(*inputs)
-    output: Tensor = _Recompute.apply(segment, Clock(context), anchor, *inputs)
+    output: Tensor = _Recompute.apply(segment, context, anchor, *inputs)
     return output

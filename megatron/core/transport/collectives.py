@@ -11,26 +11,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.transport.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
 from megatron.core.transport.peer_loss import blame
+from megatron.core.transport.pending import Call, Kept, Pending, done
 from megatron.core.transport.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
-    from megatron.core.transport.parallel_state import (
-        Group,  # gathers a few numbers itself before it makes groups
-    )
-    from megatron.core.transport.shm_transport import HostTransport, Operation
-
-    Running: TypeAlias = dist.Work | Works | Operation
-    # The work under way, what is to be done once it has arrived, temporaries.
-    _Begun: TypeAlias = tuple[Running, Callable[[], None] | None, tuple[Tensor, ...]]
+    from megatron.core.transport.parallel_state import Group, ParallelState  # uses these
+    from megatron.core.transport.pending import Begun, Running
+    from megatron.core.transport.shm_transport import ShmTransport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed it and warns about the old name; both take (output, input, group, async_op).
@@ -39,58 +35,15 @@ _all_gather_flat = dist.all_gather_single if _TORCH >= (2, 13) else dist.all_gat
 _reduce_scatter_flat = dist.reduce_scatter_single if _TORCH >= (2, 13) else dist.reduce_scatter_tensor
 
 
-class Pending:
-    """A collective under way. `wait()` completes it (once; later calls do nothing).
-
-    buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
-    rank of the other end, of a point to point message. temporary_bytes: of buffers that are neither the caller's
-    input nor output, so every one of these under way takes memory of its own.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        group: Group,
-        work: Running | None,
-        buffers: tuple[Tensor, ...] = (),
-        finish: Callable[[], None] | None = None,
-        peer: int | None = None,
-    ) -> None:
-        self.temporary_bytes = 0
-        self._op = op
-        self._group = group
-        self._work = work
-        self._buffers = buffers
-        self._finish = finish
-        self._peer = peer
-        self._started = time.monotonic()
-
-    def is_completed(self) -> bool:
-        """Whether `wait()` would return at once, or raise. gloo says so of what was waited for, and of nothing else."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
-            finish, self._finish = self._finish, None  # never on what has not arrived
-            try:
-                self._group.traffic.wait_for(work.wait)
-            except RuntimeError as error:
-                blame(error, self._op, self._group, self._started, self._peer)
-            if finish is not None:
-                finish()
-        self._buffers = ()
-
-
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Pending:
     """tensor <- sum, max or min over the group, in place."""
     if group.size == 1:
-        return _done("all_reduce", group)
+        return done("all_reduce", group)
 
-    def begin() -> _Begun:
+    def begin() -> Begun:
         return dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True), None, ()
 
-    return _Call("all_reduce", group, begin, (tensor,), tensor.nbytes).launch(async_op)
+    return Call("all_reduce", group, begin, (tensor,), tensor.nbytes).launch(async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -115,10 +68,10 @@ def all_gather_units(
     if group.size == 1 or not flat:
         for row, input in _own_rows(flat, 0):
             row.copy_(input)
-        return _done("all_gather", group)
+        return done("all_gather", group)
     begin = (_gather_each if group.backend == "gloo" else _gather_at_once)(flat, group)
     payload = sum(output.nbytes for output, _ in flat)
-    call = _Call("all_gather", group, begin, _tensors(pairs), payload)
+    call = Call("all_gather", group, begin, _tensors(pairs), payload)
     if isinstance(pairs, Kept):
         pairs.calls[None] = call
     return call.launch(async_op)
@@ -162,9 +115,9 @@ def reduce_scatter_units(
     if group.size == 1 or not parts:
         for part in parts:
             part.take(part.full[0])
-        return _done("reduce_scatter", group)
+        return done("reduce_scatter", group)
     payload = sum(part.full.nbytes for part in parts)
-    call = _Call("reduce_scatter", group, _reduce(parts, group), _tensors(items), payload)
+    call = Call("reduce_scatter", group, _reduce(parts, group), _tensors(items), payload)
     if isinstance(items, Kept) and one is not None:
         items.calls[one] = call
     return call.launch(async_op)
@@ -185,58 +138,17 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     group.traffic.count("all_reduce", bucket.nbytes)
     reduce = _reduce([_Part(share, parts, False)], group)
 
-    def begin() -> _Begun:
+    def begin() -> Begun:
         work, sum_parts, temporaries = reduce()
 
         def gather_sums() -> None:
             if sum_parts is not None:
                 sum_parts()
-            _Call("all_gather", group, _gather_each([(parts, share)], group), (bucket,)).launch(False)
+            Call("all_gather", group, _gather_each([(parts, share)], group), (bucket,)).launch(False)
 
         return work, gather_sums, temporaries
 
-    return _Call("sum_gradients", group, begin, (bucket,)).launch(True)
-
-
-class Kept(list[tuple[Tensor, Tensor]]):
-    """Items that are gathered, or reduced, again and again, always over one group: `all_gather_units` and
-    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call. Between two
-    computations nothing is in the caches, and each view takes as long as the copy of many kB. Storages may be without
-    memory from one call to the next.
-    """
-
-    def __init__(self, items: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(items)
-        # Gathers: None; reductions: whether they accumulate.
-        self.calls: dict[bool | None, _Call] = {}
-
-
-class _Call(NamedTuple):
-    """A collective that may be called many times. payload_bytes: what it counts as; 0 where that was counted."""
-
-    op: str
-    group: Group
-    begin: Callable[[], _Begun]
-    buffers: tuple[Tensor, ...]
-    payload_bytes: int = 0
-
-    def launch(self, async_op: bool, over: Group | None = None) -> Pending:
-        op, group, begin, buffers, payload_bytes = self
-        assert over in (None, group), f"{op} kept for {group.purpose}, called over {over}"
-        if payload_bytes:
-            group.traffic.count(op, payload_bytes)
-        _observe(op, group)
-        started = time.monotonic()
-        try:
-            work, finish, temporaries = begin()
-        except RuntimeError as error:
-            blame(error, op, group, started)
-        pending = Pending(op, group, work, buffers + temporaries, finish)
-        if temporaries:
-            pending.temporary_bytes = sum(tensor.nbytes for tensor in temporaries)
-        if not async_op:
-            pending.wait()
-        return pending
+    return Call("sum_gradients", group, begin, (bucket,)).launch(True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,14 +177,14 @@ def _own_rows(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> list[tuple[Te
     return [(row, input) for row, input in rows if row.data_ptr() != input.data_ptr()]
 
 
-def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], _Begun]:
+def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], Begun]:
     """All-gather on gloo."""
     if host := _on_host([input for _, input in flat], group):
         call = host.all_gather(flat)
         return lambda: (call(), None, ())
     own = _own_rows(flat, group.rank)
 
-    def begin() -> _Begun:
+    def begin() -> Begun:
         work = gather_in_pairs(flat, _process_group(group))
         for row, input in own:
             row.copy_(input)
@@ -281,11 +193,11 @@ def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callabl
     return begin
 
 
-def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], _Begun]:
+def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], Begun]:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
     as_bytes = [(output.view(-1).view(torch.uint8), input.view(torch.uint8)) for output, input in flat]
 
-    def begin() -> _Begun:
+    def begin() -> Begun:
         if len(flat) == 1:
             output, input = flat[0]
             work = _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
@@ -298,7 +210,7 @@ def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Call
     return begin
 
 
-def _reduce(parts: Sequence[_Part], group: Group) -> Callable[[], _Begun]:
+def _reduce(parts: Sequence[_Part], group: Group) -> Callable[[], Begun]:
     """Reduce-scatter by the best way that the group has."""
     if host := _on_host([part.full[1:] for part in parts], group):
         call = host.reduce_scatter([(part.shard, part.full, part.accumulate) for part in parts])
@@ -306,12 +218,12 @@ def _reduce(parts: Sequence[_Part], group: Group) -> Callable[[], _Begun]:
     return functools.partial(_exchange if group.backend == "gloo" else _reduce_at_once, parts, group)
 
 
-def _on_host(tensors: Sequence[Tensor], group: Group) -> HostTransport | None:
+def _on_host(tensors: Sequence[Tensor], group: Group) -> ShmTransport | None:
     """What takes these from rank to rank without a message; None where messages have to."""
-    return group.host if group.host is not None and group.host.fits(tensors) else None
+    return group.shm if group.shm is not None and group.shm.fits(tensors) else None
 
 
-def _exchange(parts: Sequence[_Part], group: Group) -> _Begun:
+def _exchange(parts: Sequence[_Part], group: Group) -> Begun:
     """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
     received = [part.full.new_empty(group.size - 1, part.full.shape[1]) for part in parts]
 
@@ -325,7 +237,7 @@ def _exchange(parts: Sequence[_Part], group: Group) -> _Begun:
     return exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
 
 
-def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Begun:
+def _reduce_at_once(parts: Sequence[_Part], group: Group) -> Begun:
     """Reduce-scatter by the backend: into the shard itself where its type is full's and nothing is added."""
     direct = [not part.accumulate and part.shard.dtype == part.full.dtype for part in parts]
     totals = [
@@ -361,13 +273,24 @@ def _reduce_at_once(parts: Sequence[_Part], group: Group) -> _Begun:
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool = False) -> Pending:
     """tensor <- that of the group's rank `source`, in place."""
     if group.size == 1:
-        return _done("broadcast", group)
+        return done("broadcast", group)
 
-    def begin() -> _Begun:
+    def begin() -> Begun:
         work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)
         return work, None, ()
 
-    return _Call("broadcast", group, begin, (tensor,), tensor.nbytes).launch(async_op)
+    return Call("broadcast", group, begin, (tensor,), tensor.nbytes).launch(async_op)
+
+
+def broadcast_weights(
+    modules: Iterable[nn.Module], ps: ParallelState, *, without: Collection[int] = ()
+) -> None:
+    """Every rank takes data parallel rank 0's parameters and buffers: for modules that are initialised from the rank's
+    own generator, before an engine cuts them. without: ids of tensors that ranks have alike. Communicates over dp."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta and id(tensor) not in without:
+                broadcast(tensor.detach(), ps.dp_group)
 
 
 def barrier(group: Group) -> None:
@@ -377,7 +300,7 @@ def barrier(group: Group) -> None:
     """
     if group.size == 1:
         return
-    _observe("barrier", group)
+    group.tell("barrier")
     started, all_came = time.monotonic(), functools.partial(dist.barrier, group.process_group)
     if group.backend == "gloo":
         all_came = functools.partial(
@@ -392,12 +315,3 @@ def barrier(group: Group) -> None:
 def _process_group(group: Group) -> dist.ProcessGroup:
     assert group.process_group is not None, f"{group.purpose!r} is a group of one"
     return group.process_group
-
-
-def _observe(op: str, group: Group) -> None:
-    if group.observer is not None:
-        group.observer(op, group.purpose, group.ranks)
-
-
-def _done(op: str, group: Group) -> Pending:
-    return Pending(op, group, None)

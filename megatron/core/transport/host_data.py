@@ -17,17 +17,14 @@ def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
         return [data]
     device = _device(group)
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
-    collectives.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group)
-    sizes = [int(n) for n in lengths.tolist()]  # sync: the sizes of host data
-    longest = max(sizes)
-    if longest == 0:
+    collectives.all_gather(lengths, torch.tensor([len(data)], device=device), group)
+    sizes = lengths.tolist()  # sync: the sizes of host data
+    if not (longest := max(sizes)):
         return [b""] * group.size
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    everyone = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
-    collectives.all_gather(everyone, mine, group)
-    rows = everyone.view(group.size, longest).cpu().numpy()  # sync: host data
+    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyone = torch.empty(group.size * mine.numel(), dtype=torch.uint8, device=device)
+    collectives.all_gather(everyone, mine.to(device), group)
+    rows = everyone.view(group.size, -1).cpu().numpy()  # sync: host data
     return [rows[rank, :size].tobytes() for rank, size in enumerate(sizes)]
 
 
@@ -45,7 +42,7 @@ def broadcast_json(value: Any, group: Group, source: int = 0) -> Any:
     if group.size == 1:
         return json.loads(data)
     device = _device(group)
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    length = torch.tensor([len(data)], device=device)
     collectives.broadcast(length, group, source)
     buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)  # sync: the size of host data
     if data:

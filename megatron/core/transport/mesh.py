@@ -110,15 +110,8 @@ def _gather_numbers(
 ) -> list[list[int]]:
     """Everybody's numbers in rank order, over the default process group."""
     host = dist.get_backend() == "gloo"
-    group = Group(
-        "default",
-        world,
-        dist.get_rank(),
-        "gloo" if host else device.backend,
-        dist.group.WORLD,
-        device,
-        timeout,
-    )
+    backend = "gloo" if host else device.backend
+    group = Group("default", world, dist.get_rank(), backend, dist.group.WORLD, device, timeout)
     place = torch.device("cpu") if host else device.torch_device
     told = torch.empty(len(world), len(own), dtype=torch.int64, device=place)
     collectives.all_gather(told, torch.tensor(own, device=place), group)

@@ -24,8 +24,8 @@ from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
 from megatron.core.transport.rank_grid import RankGrid
 from megatron.core.transport.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
-from megatron.core.transport.shm_transport import HostTransport, meet_on_host
-from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
+from megatron.core.transport.traffic import TrafficCounter
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -39,7 +39,7 @@ class Group:
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
     one, which never communicates. observer: hears of every collective before it begins. traffic: what its collectives
-    have moved. host: what moves tensors between its ranks without messages, where there is one.
+    have moved. shm: what moves tensors between its ranks without messages, where there is one.
     """
 
     purpose: str
@@ -51,11 +51,43 @@ class Group:
     timeout: datetime.timedelta
     observer: Observer | None = None
     traffic: TrafficCounter = dataclasses.field(default_factory=TrafficCounter, compare=False, repr=False)
-    host: HostTransport | None = dataclasses.field(default=None, repr=False)
+    shm: ShmTransport | None = dataclasses.field(default=None, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def tell(self, op: str) -> None:
+        """The observer, that a collective begins."""
+        if self.observer is not None:
+            self.observer(op, self.purpose, self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupOf:
+    """A read-only attribute of a parallel state: its group for a purpose."""
+
+    purpose: str
+
+    def __get__(self, ps: ParallelState, owner: type) -> Group:
+        return ps.group(self.purpose)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RankAlong:
+    """The same: this rank's place along an axis."""
+
+    axis: str
+
+    def __get__(self, ps: ParallelState, owner: type) -> int:
+        return ps.coordinates[self.axis]
+
+
+class _SizeAlong(_RankAlong):
+    """The same: number of ranks along an axis."""
+
+    def __get__(self, ps: ParallelState, owner: type) -> int:
+        return int(getattr(ps.grid, self.axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,87 +108,29 @@ class ParallelState:
         assert purpose in self.groups, f"no group {purpose!r}; purposes: {sorted(self.groups)}"
         return self.groups[purpose]
 
-    @property
-    def world_group(self) -> Group:
-        return self.group("world")
-
-    @property
-    def control_group(self) -> Group:
-        return self.group("control")
-
-    @property
-    def dp_group(self) -> Group:
-        return self.group("dp")
-
-    @property
-    def dp_reduce_group(self) -> Group:
-        """The inner ranks: one distributed optimizer instance, all of dp when there is one."""
-        return self.group("dp_reduce")
-
-    @property
-    def dp_gather_group(self) -> Group:
-        """The inner ranks on another communicator: parameters are gathered while gradients are reduced."""
-        return self.group("dp_gather")
-
-    @property
-    def dp_outer_group(self) -> Group:
-        """The same shard in every distributed optimizer instance."""
-        return self.group("dp_outer")
-
-    @property
-    def tp_group(self) -> Group:
-        return self.group("tp")
-
-    @property
-    def mp_group(self) -> Group:
-        """All ranks that together hold one copy of the model."""
-        return self.group("mp")
-
-    @property
-    def pp_group(self) -> Group:
-        return self.group("pp")
-
-    @property
-    def pp_forward_group(self) -> Group:
-        return self.group("pp_forward")
-
-    @property
-    def pp_backward_group(self) -> Group:
-        return self.group("pp_backward")
-
-    @property
-    def embedding_group(self) -> Group:
-        """The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone."""
-        return self.group("embedding")
+    world_group = _GroupOf("world")
+    control_group = _GroupOf("control")
+    dp_group = _GroupOf("dp")
+    # The inner ranks: one distributed optimizer instance, all of dp when there is one.
+    dp_reduce_group = _GroupOf("dp_reduce")
+    # The inner ranks on another communicator: parameters are gathered while gradients are reduced.
+    dp_gather_group = _GroupOf("dp_gather")
+    dp_outer_group = _GroupOf("dp_outer")  # the same shard in every distributed optimizer instance
+    tp_group = _GroupOf("tp")
+    mp_group = _GroupOf("mp")  # all ranks that together hold one copy of the model
+    pp_group = _GroupOf("pp")
+    pp_forward_group = _GroupOf("pp_forward")
+    pp_backward_group = _GroupOf("pp_backward")
+    # The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone.
+    embedding_group = _GroupOf("embedding")
 
     @functools.cached_property
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place along every axis."""
         return MappingProxyType(dict(self.grid.coordinates(self.rank)))
 
-    @property
-    def tp_rank(self) -> int:
-        return self.coordinates["tp"]
-
-    @property
-    def dp_rank(self) -> int:
-        return self.coordinates["dp"]
-
-    @property
-    def pp_rank(self) -> int:
-        return self.coordinates["pp"]
-
-    @property
-    def tp_size(self) -> int:
-        return self.grid.tp
-
-    @property
-    def dp_size(self) -> int:
-        return self.grid.dp
-
-    @property
-    def pp_size(self) -> int:
-        return self.grid.pp
+    tp_rank, dp_rank, pp_rank = _RankAlong("tp"), _RankAlong("dp"), _RankAlong("pp")
+    tp_size, dp_size, pp_size = _SizeAlong("tp"), _SizeAlong("dp"), _SizeAlong("pp")
 
     @property
     def is_first_rank(self) -> bool:
@@ -257,7 +231,7 @@ def make_state_of_parts(
     """
     rank = dist.get_rank()
     groups: dict[str, Group] = {}
-    transports: list[HostTransport] = []
+    transports: list[ShmTransport] = []
     for purpose in PURPOSES:
         ranks = own.own_ranks(purpose, rank)
         lists = [one for part in parts for one in part.rank_lists(purpose)]
@@ -267,8 +241,8 @@ def make_state_of_parts(
         with peer_loss_named("new_group", purpose.name, ranks, rank):
             process_group = _make_communicator(purpose, lists, ranks, backend, timeout)
         group = Group(purpose.name, ranks, ranks.index(rank), backend, process_group, device, timeout)
-        host = meet_on_host(group, transports) if purpose.on_host else None
-        groups[purpose.name] = dataclasses.replace(group, observer=observer, host=host)
+        shm = open_shm_transport(group, transports) if purpose.shared_memory else None
+        groups[purpose.name] = dataclasses.replace(group, observer=observer, shm=shm)
     place, size = own.ranks.index(rank), len(own.ranks)
     return ParallelState(place, size, own.grid, device, MappingProxyType(groups))
 
@@ -311,13 +285,8 @@ def _make_communicator(
     mine: dist.ProcessGroup | None = None
     for ranks in lists:
         if len(ranks) > 1:
-            made = dist.new_group(
-                list(ranks),
-                timeout,
-                backend,
-                group_desc=purpose.name,
-                **_options(purpose, ranks, backend, timeout),
-            )
+            options = _options(purpose, ranks, backend, timeout)
+            made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name, **options)
             mine = made if ranks == own else mine
     if mine is not None and backend == "nccl" and purpose.point_to_point:
         dist.barrier(mine)  # all ranks of a communicator must take part in its first use

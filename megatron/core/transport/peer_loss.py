@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _LOST = re.compile(
 _OWN = re.compile(r"EADDRINUSE|failed to (listen|bind)", re.IGNORECASE)
 
 
+@dataclasses.dataclass(eq=False)
 class PeerLostError(RuntimeError):
     """A peer died or stayed silent for longer than the timeout: this rank cannot go on (exit status 6).
 
@@ -30,30 +32,20 @@ class PeerLostError(RuntimeError):
 
     status = 6
 
-    def __init__(
-        self,
-        op: str,
-        purpose: str,
-        ranks: tuple[int, ...],
-        rank: int,
-        elapsed_s: float,
-        detail: str,
-        *,
-        peer: int | None = None,
-        where: str = "",
-    ) -> None:
-        self.op = op
-        self.purpose = purpose
-        self.ranks = ranks
-        self.rank = rank
-        self.elapsed_s = elapsed_s
-        self.detail = detail
-        self.peer = peer
-        self.where = where
-        lost = "a peer" if peer is None else f"rank {peer}"
-        super().__init__(
-            f"rank {rank}: {where + ': ' if where else ''}lost {lost} in {op} over group {purpose!r} (ranks "
-            f"{_abridged(ranks)}) after {elapsed_s:.1f} s: {detail}"
+    op: str
+    purpose: str
+    ranks: tuple[int, ...]
+    rank: int
+    elapsed_s: float
+    detail: str
+    peer: int | None = dataclasses.field(default=None, kw_only=True)
+    where: str = dataclasses.field(default="", kw_only=True)
+
+    def __str__(self) -> str:
+        lost = "a peer" if self.peer is None else f"rank {self.peer}"
+        return (
+            f"rank {self.rank}: {self.where + ': ' if self.where else ''}lost {lost} in {self.op} over group "
+            f"{self.purpose!r} (ranks {_abridged(self.ranks)}) after {self.elapsed_s:.1f} s: {self.detail}"
         )
 
     def at(self, where: str) -> PeerLostError:
@@ -61,16 +53,7 @@ class PeerLostError(RuntimeError):
 
         An outer `where` goes in front of an inner one. `raise error.at(where) from error`.
         """
-        return PeerLostError(
-            self.op,
-            self.purpose,
-            self.ranks,
-            self.rank,
-            self.elapsed_s,
-            self.detail,
-            peer=self.peer,
-            where=f"{where}: {self.where}" if self.where else where,
-        )
+        return dataclasses.replace(self, where=f"{where}: {self.where}" if self.where else where)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Messages from rank to rank: batches of them, and lines, which carry many one after the other.
+"""Messages from rank to rank: batches of them, and routes, which carry many one after the other.
 
 Raises and calls are those of `collectives`: a lost peer is a `PeerLostError` that names the other end.
 """
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transport.collectives import Pending
 from megatron.core.transport.peer_loss import blame
+from megatron.core.transport.pending import Pending
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TAG = 0  # not those of gloo_pairs: messages must not be taken for parts of collectives
 
 
-class Line:
+class P2PRoute:
     """Messages from this rank to one other of a gloo group, or from it, with all that is the same for every message
     done once: between two computations of a pipeline nothing is in the caches, and every line of Python costs. A batch
     of torch's took 120-270 us a message where this takes 20-50.
@@ -30,7 +30,7 @@ class Line:
     """
 
     def __init__(self, op: str, place: int, group: Group) -> None:
-        self._told = _told(op, place, group)
+        self._described = _described(op, place, group)
         talk = group.process_group
         assert talk is not None, f"{group.purpose!r} is a group of one"
         assert group.backend == "gloo", f"{group.purpose!r} is on {group.backend}"
@@ -40,7 +40,7 @@ class Line:
     def start(self, tensor: Tensor) -> Pending:
         """Send it, or receive into it; contiguous. Raises PeerLostError, which names the other end."""
         if self._group.observer is not None:
-            self._group.observer(*self._told)
+            self._group.observer(*self._described)
         try:
             work = self._begin([tensor], self._place, _TAG)
         except RuntimeError as error:
@@ -66,7 +66,7 @@ def send_receive(
     for op, tensor, _ in messages:
         assert tensor.is_contiguous(), f"{op}: strides {tensor.stride()} of shape {tuple(tensor.shape)}"
     if group.backend == "gloo":
-        pending = [Line(op, place, group).start(tensor) for op, tensor, place in messages]
+        pending = [P2PRoute(op, place, group).start(tensor) for op, tensor, place in messages]
     else:
         pending = _start_batch(messages, group) if messages else []
     return pending[: len(sends)], pending[len(sends) :]
@@ -74,7 +74,7 @@ def send_receive(
 
 def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> list[Pending]:
     """All messages as one operation of the backend."""
-    for told in [_told(op, place, group) for op, _, place in messages]:
+    for told in [_described(op, place, group) for op, _, place in messages]:
         if group.observer is not None:
             group.observer(*told)
     calls = {"send": dist.isend, "receive": dist.irecv}
@@ -96,7 +96,7 @@ def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> l
     ]
 
 
-def _told(op: str, place: int, group: Group) -> tuple[str, str, tuple[int, ...]]:
+def _described(op: str, place: int, group: Group) -> tuple[str, str, tuple[int, ...]]:
     """What the observer hears of a message: the pair and direction, not the whole group; its two ends then count the
     same messages."""
     assert op in ("send", "receive"), op

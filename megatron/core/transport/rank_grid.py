@@ -8,9 +8,8 @@ same ranks, (etp, ep, expert dp, pp) with cp = 1 ("folding").
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -51,11 +50,7 @@ class RankGrid:
 
     def size(self, axes: str) -> int:
         """Number of ranks along an axis, or along several as in "dp-cp"."""
-        return math.prod(self._sizes[axis] for axis in axes.split("-"))
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp, "pp": self.pp}
+        return math.prod(getattr(self, axis) for axis in axes.split("-"))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -90,51 +85,44 @@ class RankGrid:
         """
         wanted = set(axes.split("-"))
         assert wanted <= set(AXES), f"axes {axes!r}"
-        inside = self._offsets(tuple(axis for axis in self.axes if axis in wanted))
-        starts = self._offsets(tuple(axis for axis in self.axes if axis not in wanted))
+        inside, starts = self._offsets(wanted), self._offsets(set(AXES) - wanted)
         return tuple(tuple(start + offset for offset in inside) for start in starts)
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The group of `rank` along `axes`."""
         wanted = set(axes.split("-"))
-        position = self.coordinates(rank)
-        start = self.rank({axis: at for axis, at in position.items() if axis not in wanted})
-        return tuple(
-            start + offset for offset in self._offsets(tuple(axis for axis in self.axes if axis in wanted))
-        )
+        start = self.rank({axis: at for axis, at in self.coordinates(rank).items() if axis not in wanted})
+        return tuple(start + offset for offset in self._offsets(wanted))
 
-    def _offsets(self, axes: tuple[str, ...]) -> list[int]:
-        """Rank offsets reached along `axes`, the first of them varying fastest."""
-        strides = self.strides
-        return functools.reduce(
-            lambda offsets, axis: [
-                position * strides[axis] + offset for position in range(self.size(axis)) for offset in offsets
-            ],
-            axes,
-            [0],
-        )
+    def _offsets(self, wanted: Set[str]) -> list[int]:
+        """Rank offsets reached along the wanted axes, the first of the grid's varying fastest."""
+        offsets, strides = [0], self.strides
+        for axis in self.axes:
+            if axis in wanted:
+                steps = range(0, self.size(axis) * strides[axis], strides[axis])
+                offsets = [step + offset for step in steps for offset in offsets]
+        return offsets
 
 
 def dense_grid(
     world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, order: str = DEFAULT_ORDER
 ) -> RankGrid:
     """The grid of dense layers; dp is what is left. Raises RankGridError when it does not divide."""
-    model = tp * cp * pp
-    if model < 1 or world_size % model:
-        raise RankGridError(
-            f"{world_size} ranks cannot be divided into tensor {tp} x pipeline {pp} x context {cp} = {model}"
-        )
-    return RankGrid(world_size, tp=tp, cp=cp, ep=1, dp=world_size // model, pp=pp, order=order)
+    sizes = {"tensor": tp, "pipeline": pp, "context": cp}
+    return RankGrid(world_size, tp=tp, cp=cp, dp=_left(world_size, sizes), pp=pp, order=order)
 
 
 def expert_grid(
     world_size: int, *, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER
 ) -> RankGrid:
     """The grid of experts; dp is what is left. Raises RankGridError when it does not divide."""
-    model = etp * ep * pp
+    sizes = {"expert tensor": etp, "expert": ep, "pipeline": pp}
+    return RankGrid(world_size, tp=etp, ep=ep, dp=_left(world_size, sizes), pp=pp, order=order)
+
+
+def _left(world_size: int, sizes: Mapping[str, int]) -> int:
+    model = math.prod(sizes.values())
     if model < 1 or world_size % model:
-        raise RankGridError(
-            f"{world_size} ranks cannot be divided into expert tensor {etp} x expert {ep} x pipeline {pp} = "
-            f"{model}"
-        )
-    return RankGrid(world_size, tp=etp, cp=1, ep=ep, dp=world_size // model, pp=pp, order=order)
+        told = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise RankGridError(f"{world_size} ranks cannot be divided into {told} = {model}")
+    return world_size // model

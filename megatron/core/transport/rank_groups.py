@@ -25,8 +25,8 @@ class Purpose:
     distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
     talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
     that can name the missing rank). point_to_point: its ranks talk in pairs, not all together. high_priority: on
-    CUDA its messages go before kernels that wait to be started. on_host: where all its ranks compute on the CPUs of one
-    host, large tensors go through memory that they share (`shm_transport`).
+    CUDA its messages go before kernels that wait to be started. shared_memory: where all its ranks compute on the
+    CPUs of one host, large tensors go through memory that they share (`shm_transport`).
     """
 
     name: str
@@ -35,7 +35,7 @@ class Purpose:
     transport: Literal["device", "host"] = "device"
     point_to_point: bool = False
     high_priority: bool = False
-    on_host: bool = False
+    shared_memory: bool = False
 
 
 PURPOSES = (
@@ -43,8 +43,8 @@ PURPOSES = (
     Purpose("control", WORLD_AXES, transport="host"),  # JSON, barriers, checkpoints' plans
     Purpose("dp", "dp"),  # sums over the ranks that see different samples
     # Gradients of one optimizer instance; its parameters, gathered meanwhile.
-    Purpose("dp_reduce", "dp", part="inner", high_priority=True, on_host=True),
-    Purpose("dp_gather", "dp", part="inner", high_priority=True, on_host=True),
+    Purpose("dp_reduce", "dp", part="inner", high_priority=True, shared_memory=True),
+    Purpose("dp_gather", "dp", part="inner", high_priority=True, shared_memory=True),
     Purpose("dp_outer", "dp", part="outer"),  # the same shard in every instance
     Purpose("tp", "tp"),  # activations inside a layer
     Purpose("mp", "tp-pp"),  # all that together hold one copy of the model: norms, counts
@@ -71,8 +71,6 @@ def rank_lists(purpose: Purpose, grid: RankGrid, instances: int = 1) -> tuple[tu
     """
     check_instances(grid, instances)
     along = grid.groups(purpose.axes)
-    if purpose.part == "all":
-        return along
     return tuple(part for ranks in along for part in _parts(purpose, ranks, instances))
 
 
@@ -80,16 +78,14 @@ def own_ranks(purpose: Purpose, grid: RankGrid, rank: int, instances: int = 1) -
     """The group of `rank`: what `rank_lists` holds for it, without computing the others'."""
     check_instances(grid, instances)
     ranks = grid.group(purpose.axes, rank)
-    if purpose.part == "all":
-        return ranks
     return next(part for part in _parts(purpose, ranks, instances) if rank in part)
 
 
 def _parts(purpose: Purpose, ranks: tuple[int, ...], instances: int) -> list[tuple[int, ...]]:
     """What the ranks along an axis, in their order, divide into."""
+    if purpose.part == "all" or len(ranks) == 1:
+        return [ranks]
     if purpose.part == "ends":
-        if len(ranks) == 1:
-            return [ranks]
         return [(ranks[0], ranks[-1]), *((rank,) for rank in ranks[1:-1])]
     size = len(ranks) // instances
     if purpose.part == "inner":

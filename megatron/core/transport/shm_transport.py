@@ -53,12 +53,12 @@ _Copies = tuple[Sequence[tuple[Tensor, Tensor]], ...]  # by turn: (into, from)
 _Take = Callable[[int], None]  # with the turn
 
 
-class HostTransport:
+class ShmTransport:
     """memory: NUM_BYTES of each rank of the group, in its order. processes: their numbers. together: the transports of
     this parallel state; this one joins them."""
 
     def __init__(
-        self, group: Group, memory: list[Tensor], processes: list[int], together: list[HostTransport]
+        self, group: Group, memory: list[Tensor], processes: list[int], together: list[ShmTransport]
     ) -> None:
         self._rank, self._timeout_s = group.rank, group.timeout.total_seconds()
         self._peers = [_counters(one) for one in memory]
@@ -190,7 +190,7 @@ class Operation(NamedTuple):
     """One under way: a work, as backends have them. puts: what others are to read, into this rank's slot. take: reads
     every rank's slot. mark: a number that is the same on all ranks."""
 
-    transport: HostTransport
+    transport: ShmTransport
     number: int
     puts: _Copies
     take: _Take
@@ -203,7 +203,7 @@ class Operation(NamedTuple):
         self.transport.wait(self.number)
 
 
-def meet_on_host(group: Group, together: list[HostTransport]) -> HostTransport | None:
+def open_shm_transport(group: Group, together: list[ShmTransport]) -> ShmTransport | None:
     """A transport for the group; None, on all its ranks alike, where they are on several hosts or devices, or where the
     system lets one of them not share memory. Communicates over the group. Raises PeerLostError."""
     if group.size == 1 or group.backend != "gloo" or group.device.kind != "cpu":
@@ -219,7 +219,7 @@ def meet_on_host(group: Group, together: list[HostTransport]) -> HostTransport |
     finally:
         if own >= 0:
             os.close(own)
-    return HostTransport(group, memory, told[:, 0].tolist(), together) if memory and can else None
+    return ShmTransport(group, memory, told[:, 0].tolist(), together) if memory and can else None
 
 
 def _copy(into: Tensor, source: Tensor) -> None:

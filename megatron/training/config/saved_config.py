@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core import schema
 from megatron.core.config_base import IDS, value_type
-from megatron.core.dist_checkpointing import schema
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.schema import Place, check, integer, or_null
+from megatron.core.schema import Place, check, integer, or_null
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
@@ -76,7 +75,7 @@ def check_config(found: Found, config: dict[str, Any]) -> None:
 
     Sizes that decide how much memory a model takes have to agree with the tensors that are there.
     """
-    place = Place(found.directory / MANIFEST_NAME, "common.config")
+    place = found.place("common.config")
     for name, expected in SCHEMAS.items():
         if name in config:
             check(expected, config[name], place.at(name))

@@ -19,7 +19,7 @@ from megatron.core.distributed.sharding import (
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
-from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.units import StateBytes
 
 _MOMENTS = 2
@@ -51,7 +51,7 @@ def state_bytes(
         weight=weight,
         grad=grad if wire == "auto" else DTYPE_BYTES[wire],
         at_rest=(
-            (0 if own and sharding.rounds(place) else weight, place.ways(sharding.weights)),
+            (0 if own and sharding.gathers_from_main(place) else weight, place.ways(sharding.weights)),
             (grad, place.ways(sharding.main_grads)),
             (own + _MOMENTS * main, place.ways(sharding.optimizer)),
             (copies * (1 + _MOMENTS) * main, place.ways(sharding.optimizer)),

@@ -22,7 +22,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable
 
-from megatron.core.dist_checkpointing.schema import Schema, integer
+from megatron.core.schema import Schema, integer
 from megatron.training.guard.exit_status import ExitStatus
 
 NAN_POLICIES = ("abort", "skip", "rerun-once")

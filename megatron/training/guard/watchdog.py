@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.core.transport.traffic import TrafficCounter
 from megatron.training.guard import hang_diagnosis
 from megatron.training.guard.hang_diagnosis import ENDED, FAILING, RUNNING, ProgressRecord
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.sharding import Cut
-from megatron.core.finite import all_finite
+from megatron.core.squared_sums import all_finite
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Engine
@@ -204,4 +204,4 @@ def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if buffer.sharding.weights is Cut.WHOLE:
         yield from ((name, buffer.weight(name)) for name in (*buffer.names, *buffer.frozen))
     else:
-        yield from ((f"the shard of unit {memory.name}", memory.resting) for memory in buffer.buckets)
+        yield from ((f"the shard of unit {memory.name}", memory.weights_at_rest) for memory in buffer.buckets)

@@ -6,12 +6,9 @@ import dataclasses
 import html
 from pathlib import Path
 
-from megatron.core.pipeline_parallel.plan import overlay
-from megatron.core.pipeline_parallel.plan.render_picture import to_picture
-from megatron.core.pipeline_parallel.plan.render_strips import Strips
+from megatron.core.pipeline_parallel.plan.drawing import overlay
+from megatron.core.pipeline_parallel.plan.drawing.svg import MOST_BOXES, Strips, beside_svg, to_picture
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-
-_MOST_OPS = 6000  # of a plan whose boxes have a tooltip each
 
 
 def pipeline_section(timeline: Path) -> str:
@@ -26,8 +23,8 @@ def pipeline_section(timeline: Path) -> str:
     planned = simulate(step.plan, costs, step.lanes)
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     strips = Strips(planned, None, "activations" if step.lanes is None else "bytes", step.at_rest)
-    if step.plan.num_ops <= _MOST_OPS:
-        svg = overlay.overlay_svg(planned, measured, strips)
+    if step.plan.num_ops <= MOST_BOXES:
+        svg = beside_svg(planned, measured, strips=strips)
     else:
         span = max(planned.makespan, measured.makespan)
         svg = to_picture(planned, span=span, width=1200, strips=strips)

@@ -27,7 +27,7 @@ from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transport import host_data
-from megatron.core.transport.initial_weights import broadcast_weights
+from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Chunk, Engine

@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_in
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
-from megatron.core.dist_checkpointing.schema import Place
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.schema import Place
 from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.saved_config import SCHEMAS, check_config
@@ -159,7 +159,9 @@ class Checkpointer:
         """
         flags = self._config
         choice = (
-            catalog.Choice(None, ()) if flags.load is None else find(flags.load, self._ps, flags.ckpt_step)
+            catalog.LoadChoice(None, ())
+            if flags.load is None
+            else find(flags.load, self._ps, flags.ckpt_step)
         )
         with step() as claimed:
             if self._ps.rank == 0:  # who commits
@@ -207,11 +209,7 @@ class Checkpointer:
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
         CheckpointError on all ranks together."""
-        saved, rank, place = (
-            found.manifest.per_rank,
-            self._ps.rank,
-            Place(found.directory / MANIFEST_NAME, "per_rank"),
-        )
+        saved, rank, place = found.manifest.per_rank, self._ps.rank, found.place("per_rank")
         for of, own in enumerate(saved[: self._ps.world_size]):
             if not isinstance(own, dict) or "rng" not in own:
                 raise CheckpointError(
@@ -299,6 +297,6 @@ def load_for_inference(
 
     config = catalog.config_of(found, check_config)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
-        place = Place(found.directory / MANIFEST_NAME, "common.config")
+        place = found.place("common.config")
         place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")
     return config, load

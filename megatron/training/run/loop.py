@@ -8,7 +8,7 @@ import gc
 import time
 
 from megatron.training import global_vars
-from megatron.training.config.flops import train_step_flops
+from megatron.training.config.config import train_step_flops
 from megatron.training.config.microbatches import ends_at
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output
@@ -120,8 +120,9 @@ class TrainingLoop:
         """Iterate to the end of the run (None) or to a reason to stop earlier."""
         session, state = self.session, self.state
         if state.finished:
-            done = f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
-            session.print_rank_0(done)
+            session.print_rank_0(
+                f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
+            )
             return None
         for line in metrics.training_start_lines(datetime.datetime.now()):
             session.print_rank_0(line)
@@ -165,7 +166,7 @@ class TrainingLoop:
             if error.verdict.save_first and self._config.checkpoint.save is not None:
                 self.checkpoints.save()
             raise TrainingExit(error.status, str(error)) from error
-        if training.manual_gc and training.manual_gc_interval and number % training.manual_gc_interval == 0:
+        if training.manual_gc and ends_at(number, training.manual_gc_interval):
             gc.collect()
         return flags
 

@@ -21,10 +21,11 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import StageUnits
+from megatron.core.pipeline_parallel.post_validation.state import Validation
+from megatron.core.pipeline_parallel.post_validation.validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
-from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler, Validation
+from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
-from megatron.core.pipeline_parallel.runtime.post_validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
@@ -77,18 +78,17 @@ class PipelineRunner:
         profiler: Profiler | None = None,
     ) -> None:
         self.profiler = profiler
-        self.spec = spec
-        self._ps = ps
-        self._engine = engine
-        self._forward_step = forward_step
-        self._timers = timers
-        self._per_token_loss = per_token_loss
+        self._ps, self._engine, self._timers = ps, engine, timers
+        self._forward_step, self._per_token_loss = forward_step, per_token_loss
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
         self._channel = P2P(ps)
         self._validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
+        self._stages: Mapping[int, Stage] = self._own_stages
+        if profiler is not None:
+            self._stages = profiler.weigh(self._stages)
         self._boundaries = UnitBoundaries()
         self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
@@ -99,8 +99,6 @@ class PipelineRunner:
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
-        stages: Mapping[int, Stage] = self._own_stages
-        self._stages = stages if profiler is None else profiler.weigh(stages)
         self._executors: dict[tuple[int, Purpose], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
         self.step_s = 0.0  # of the last training step, until its gradients were summed
@@ -114,10 +112,10 @@ class PipelineRunner:
         With `reduce_gradients` they are summed over data parallel ranks too, complete on return; without, they stay
         this rank's own. Communicates over the pipeline and over dp_reduce.
         """
-        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
         self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
+        step = self._begin(batches, iteration)
         self._execute(num_microbatches, iteration, Purpose.TRAIN)
-        numbers = self.finish_gradients() if reduce_gradients else self._named(self._step.numbers, True)
+        numbers = self.finish_gradients() if reduce_gradients else self._named(step.numbers, True)
         self._step = None
         return numbers
 
@@ -128,7 +126,7 @@ class PipelineRunner:
     def train_and_step(self, batches: StepBatches, *, iteration: int, num_microbatches: int) -> bool:
         """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
         owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
-        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
+        self._begin(batches, iteration)
         keep = self._validator is not None and self._validator.pending
         self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
         done = self._execute(num_microbatches, iteration, Purpose.TRAIN_AND_STEP)
@@ -183,10 +181,18 @@ class PipelineRunner:
         groupings = tuple((size, one.grouping) for size, one in sorted(residencies.items()))
         self.plan_by(dataclasses.replace(self.spec, groupings=groupings))
 
+    def link_ns(self) -> int:
+        """What a message takes on the slowest of this rank's links. Communicates over the pipeline, between steps."""
+        return self._channel.ping()
+
     def close(self) -> None:
         """The run is over: close the recorder."""
         if self._recorder is not None:
             self._recorder.close()
+
+    def _begin(self, batches: StepBatches, iteration: int) -> _Step:
+        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
+        return self._step
 
     def _named(self, numbers: StepMetrics, training: bool) -> StepMetrics:
         """Tell the numbers the names of the losses, which stages without a loss do not know by themselves."""

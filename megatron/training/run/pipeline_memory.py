@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session

@@ -1,6 +1,6 @@
 """Measuring the pipeline in the run: its bubble every log interval, and its schedule solved again for what it costs.
 
-All ranks exchange small figures (plan/rank_figures.py), solve the same problem and compare their plans. Weights keep
+All ranks exchange small figures (plan/measured_costs.py), solve the same problem and compare their plans. Weights keep
 their bits: an order of operations does not change sums.
 """
 
@@ -14,10 +14,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
 from megatron.core.pipeline_parallel.plan.measured_costs import measured_bubbles
 from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
-from megatron.core.pipeline_parallel.plan.rank_figures import Figures
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
-from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training.engine import Engine
 from megatron.training.report.reporter import Reporter
@@ -33,10 +31,8 @@ PLAN_FILE = "pipeline-plan.json"
 class Replanner:
     """One on every rank; pipelines of one rank have nothing to measure. first_iteration: of this run.
 
-    [Note: when a schedule is solved again] At the end of the window of --zero-bubble-pipeline-timers-start-iter and
-    -end-iter. From then on the last iterations of log intervals are measured: of as many of them as the window has
-    iterations (32 at the most) costs are made again, and where one differs by more than a tenth from what the schedule
-    was last solved for, it is solved again. Everything is decided by figures that all ranks have exchanged.
+    A schedule is solved again once, at the end of the window of --zero-bubble-pipeline-timers-start-iter and -end-iter,
+    by figures that all ranks have exchanged. Bubbles are measured in every log interval's last iteration.
     """
 
     def __init__(
@@ -50,11 +46,9 @@ class Replanner:
     ) -> None:
         self._session, self._runner = session, runner
         self._engine, self._reporter, self._clock = engine, reporter, clock
+        self.costs: CostModel | None = None  # as measured
         self._start, self._length = session.config.parallel.measured_window(first_iteration)
-        self.costs: CostModel | None = None  # as last measured
-        self._fewest_steps = 0  # that a rank has kept, as of the last log interval
-        if runner.profiler is not None:
-            runner.profiler.move_window(self._start, self._start + self._length)
+        self._move_window(self._start)
 
     def after_step(self, iteration: int, num_microbatches: int) -> Bubbles | None:
         """The bubbles of a log interval's last iteration, where a whole pipeline has measured it. Communicates then
@@ -62,9 +56,8 @@ class Replanner:
         profiler, session = self._runner.profiler, self._session
         if profiler is None or iteration % session.config.logging.log_interval:
             return None
-        told = session.gather([profiler.num_steps, profiler.figures_of_step(iteration)])
-        self._fewest_steps = min(num_steps for num_steps, _ in told)
-        measured = measured_bubbles([one for _, one in told if one is not None]).get(iteration)
+        told = session.gather(profiler.figures_of_step(iteration))
+        measured = measured_bubbles([one for one in told if one is not None]).get(iteration)
         if measured is None:
             return None
         spec, wire = self._runner.spec, self._runner.wire
@@ -74,48 +67,41 @@ class Replanner:
         """Solve again where it is time. Communicates then over the world. Raises TrainingExit where ranks come to
         different plans."""
         profiler = self._runner.profiler
-        if profiler is None:
+        if profiler is None or self.costs is not None:
             return
-        if self.costs is None:
-            # The window is measured by itself; its first step may have run already.
-            if iteration < self._start:
-                profiler.forget(iteration)
-            # Behind the end where the last iteration was skipped.
-            is_time = iteration >= self._start + self._length - 1
-        else:
-            enough = self._fewest_steps >= min(self._length, MOST_STEPS)
-            is_time = enough and iteration % self._session.config.logging.log_interval == 0
-        if not is_time:
-            return
-        with self._clock.paused(), self._session.watchdog.phase("plan the pipeline"):
-            self._take_figures(profiler, iteration, num_microbatches)
+        if iteration < self._start:  # the window is measured by itself; its first step may have run already
+            profiler.forget(iteration)
+        if iteration >= self._start + self._length - 1:  # behind the end where the last iteration was skipped
+            with self._clock.paused(), self._session.watchdog.phase("plan the pipeline"):
+                self._take_figures(iteration, num_microbatches)
 
-    # --- costs and plans
+    def _move_window(self, start: int) -> None:
+        self._start = start
+        if self._runner.profiler is not None:
+            self._runner.profiler.move_window(start, start + self._length)
 
-    def _take_figures(self, profiler: Profiler, iteration: int, num_microbatches: int) -> None:
-        """Costs from what was measured since the last time, and a plan of them if they are new."""
-        # The next iteration may have run already: it is of those measured next.
-        told = self._session.gather([profiler.local_figures(iteration), self._splits()])
+    def _take_figures(self, iteration: int, num_microbatches: int) -> None:
+        """Costs from what was measured in the window, and a plan of them."""
+        profiler, runner, session = self._runner.profiler, self._runner, self._session
+        assert profiler is not None, "figures of nobody"
+        # The next iteration may have run already: it is none of the window's.
+        told = session.gather([profiler.local_figures(iteration, runner.link_ns()), self._splits()])
         profiler.forget(iteration)
-        figures: list[Figures] = [one for one, _ in told if one is not None]
+        figures = [one for one, _ in told if one is not None]
         if len(figures) < len(told):  # iterations were skipped, or broke off: measure the next ones
-            self._start = iteration + 1
-            profiler.move_window(self._start, self._start + self._length)
+            self._move_window(iteration + 1)
             return
-        self._runner.keep_groupings(self._runner.residencies)
-        most = max(num_microbatches, self._session.config.last_num_microbatches)
+        runner.keep_groupings(runner.residencies)
+        sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits = all(splits for _, splits in told)
-        sizes, wire = (num_microbatches, most), self._runner.wire
-        found = replanned(figures, self._runner.spec, self.costs, sizes, splits=splits, lanes=wire)
-        if found is None:
-            return
+        found = replanned(figures, runner.spec, sizes, splits=splits, lanes=runner.wire)
         self.costs, path = found.costs, None
         for line in found.reasons:
-            self._session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
+            session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
         if found.kept is None:
-            self._runner.plan_by(found.spec)
+            runner.plan_by(found.spec)
             plan = plan_for(found.spec, num_microbatches, Purpose.TRAIN)
-            check_same_plan(self._session.gather(plan_hash(plan)))
+            check_same_plan(session.gather(plan_hash(plan)))
             path = self._save(found.plan)
         self._reporter.planned_again(MeasuredPlan.of(iteration, figures, found, path))
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.schema import (
+from megatron.core.schema import (
     Check,
     Place,
     Schema,
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.schema import (
 )
 
 _WAY_ON = "--no-load-rng goes on without it"
-_UNNAMED = Place(Path("the checkpoint"), "rng")
+_UNNAMED = Place(Path("the checkpoint"), "rng", CheckpointError)
 
 
 def _base64(num_bytes: int | None = None) -> Check:

@@ -9,12 +9,12 @@ from typing import Any
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.schema import Place, Schema, array, check, integer, one_of
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OPTIMIZER_SCHEMA, OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA
 from megatron.core.pipeline_parallel.plan.planned_residency import kept_groupings
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
+from megatron.core.schema import Place, Schema, array, check, integer, one_of
 from megatron.training.config.microbatches import ends_at
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
@@ -58,11 +58,7 @@ _GROUPINGS = array({"microbatches": integer(low=1), "plan": _is_residency}, max_
 
 def check_state(found: Found, with_optimizer: bool) -> None:
     """Raises CheckpointError naming the field of a manifest's `common` that no run has written."""
-    place, manifest, common = (
-        Place(found.directory / MANIFEST_NAME, "common"),
-        found.manifest,
-        found.manifest.common,
-    )
+    place, manifest, common = found.place("common"), found.manifest, found.manifest.common
     sections = {**SECTIONS, **(OPTIMIZER_SECTIONS if with_optimizer else {})}
     for name, schema in sections.items():
         check(schema, common.get(name), place.at(name))
@@ -173,7 +169,11 @@ class RunCheckpoints:
             common["groupings"] = [
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
-        with self._session.watchdog.phase("save"), self._session.timers("save-checkpoint", log_level=1):
+        phase, timer = (
+            self._session.watchdog.phase("save"),
+            self._session.timers("save-checkpoint", log_level=1),
+        )
+        with phase, timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
             directory = self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
         self._committed(directory)

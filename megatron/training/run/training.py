@@ -20,17 +20,9 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.limits import SystemLimitError, limit_behind
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import (
-    ExitRecord,
-    ExitStatus,
-    TrainingExit,
-    hard_exit,
-    leave_exit_json,
-    report_failure,
-    second_signal_words,
-    status_of,
-)
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.startup_check import StartupMismatchError
@@ -158,26 +150,26 @@ class _Run:
         """Say why, leave exit.json, and end without waiting for anybody."""
         self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
-        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
+        if exit_status.status_of(error, STATUS_TABLE) is ExitStatus.BUG:
             error = limit_behind(error) or error
-        status = status_of(error, STATUS_TABLE)
+        status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             self._report(error, status, diagnose=None if watchdog is None else watchdog.diagnose)
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
-        hard_exit(status)
+        exit_status.hard_exit(status)
 
     def _end_aside(self, error: Exception) -> NoReturn:
         """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
-        status = status_of(error, STATUS_TABLE)
+        status = exit_status.status_of(error, STATUS_TABLE)
         try:
             self._report(error, status)
             if self.session is not None:
                 self.session.watchdog.close(reason=str(error))
             self.folder.release()
         finally:
-            hard_exit(status)
+            exit_status.hard_exit(status)
 
     def _how_far(self) -> dict[str, Any]:
         """What an exit record says of the run: this rank, its last completed iteration, the newest checkpoint."""
@@ -192,12 +184,14 @@ class _Run:
         self, error: BaseException, status: ExitStatus, *, diagnose: Callable[[], str] | None = None
     ) -> None:
         directory = self.folder.for_exit_record(status)
-        report_failure(error, STATUS_TABLE, directory=directory, diagnose=diagnose, **self._how_far())
+        exit_status.report_failure(
+            error, STATUS_TABLE, directory=directory, diagnose=diagnose, **self._how_far()
+        )
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
         far, directory = self._how_far(), self.folder.for_exit_record(ExitStatus.STOPPED)
-        words = second_signal_words(
+        words = exit_status.second_signal_words(
             directory,
             rank=self.env.rank,
             iteration=lambda: far["iteration"],
@@ -213,7 +207,7 @@ class _Run:
         self.guard.close()
         if self.env.rank == 0:
             record = ExitRecord.of(ending.status, ending.reason, **self._how_far())
-            leave_exit_json(self.folder.for_exit_record(ending.status), record)
+            exit_status.leave_exit_json(self.folder.for_exit_record(ending.status), record)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

@@ -17,9 +17,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.optimizer.step_rules import StepRules
-from megatron.core.pipeline_parallel.runtime.post_validator import Completed, Outcome, PostValidator
-from megatron.core.pipeline_parallel.runtime.state_channel import StateChannel
+from megatron.core.optimizer.clip_grads import StepRules
+from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
+from megatron.core.pipeline_parallel.post_validation.validator import Completed, Outcome, PostValidator
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine

@@ -22,7 +22,7 @@ from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.preprocessing import job, sources
 from megatron.core.pipeline_parallel.plan.measured import read_timeline
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from tests.harness import launch
 

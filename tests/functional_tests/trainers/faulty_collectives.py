@@ -28,13 +28,13 @@ def add_arguments(parser):
 
 
 def go_away_at(fault, how, rank, iteration):
-    from megatron.core.transport import collectives
+    from megatron.core.transport.parallel_state import Group
     from megatron.training import get_args
 
     purpose, number = fault.split(":")
-    calls, observe = [], collectives._observe
+    calls, tell = [], Group.tell
 
-    def observed(called, group):
+    def told(group, called):
         if (
             os.environ["RANK"] == str(rank)
             and group.purpose == purpose
@@ -44,9 +44,9 @@ def go_away_at(fault, how, rank, iteration):
             if len(calls) == int(number):
                 print(f"rank {rank} goes away", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        observe(called, group)
+        tell(group, called)
 
-    collectives._observe = observed
+    Group.tell = told
 
 
 def datasets_provider(num_samples):

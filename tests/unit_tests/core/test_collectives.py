@@ -15,7 +15,7 @@ from megatron.core.transport.parallel_state import make_parallel_state, single_p
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.transport.point_to_point import send_receive
 from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 

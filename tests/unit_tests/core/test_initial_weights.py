@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.core.transport.initial_weights import broadcast_weights
+from megatron.core.transport.collectives import broadcast_weights
 from tests.harness.ranks import run_ranks
 
 

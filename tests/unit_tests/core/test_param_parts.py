@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.param_meta import Region
-from megatron.core.param_parts import region_parts, region_slices
+from megatron.core.param_meta import Region, region_parts, region_slices
 
 
 @st.composite
@@ -35,10 +34,10 @@ def test_all_parts_together_are_the_region_once(case):
         part = whole.view(-1)[start:end]
         slices = region_slices(region, shape, part, start, end)
         sliced += [value for tensor in slices for value in tensor.flatten().tolist()]
-        for held in region_parts(region, shape, part, start, end):
-            parted += held.tensor.flatten().tolist()
-            slot = tuple(slice(o, o + n) for o, n in zip(held.offset, held.tensor.shape, strict=True))
-            assert torch.equal(whole[slot], held.tensor)
+        for offset, held in region_parts(region, shape, part, start, end):
+            parted += held.flatten().tolist()
+            slot = tuple(slice(o, o + n) for o, n in zip(offset, held.shape, strict=True))
+            assert torch.equal(whole[slot], held)
     expected = region.view(whole).flatten().tolist()
     assert sliced == parted == expected
 

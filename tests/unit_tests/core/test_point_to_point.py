@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.transport.point_to_point import Line, send_receive
+from megatron.core.transport.point_to_point import P2PRoute, send_receive
 from tests.harness.ranks import run_ranks
 
 
@@ -13,12 +13,12 @@ def test_messages_of_a_line_arrive_in_order_whichever_way_the_other_end_takes():
         group = ctx.make_ps(pp=2).pp_forward_group
         got, kept = [], []
         if ctx.rank == 0:
-            line = Line("send", 1, group)
+            line = P2PRoute("send", 1, group)
             for value in range(4):
                 tensor = torch.full((3,), float(value))
                 kept.append(line.start(tensor) if value % 2 else send_receive([(tensor, 1)], [], group)[0][0])
         else:
-            line = Line("receive", 0, group)
+            line = P2PRoute("receive", 0, group)
             buffers = [torch.empty(3) for _ in range(4)]
             kept = [line.start(one) for one in buffers[:3]]
             kept += send_receive([], [(buffers[3], 0)], group)[1]

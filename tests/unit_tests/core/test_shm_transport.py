@@ -25,7 +25,7 @@ def values(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def by_messages(group):
-    return dataclasses.replace(group, host=None)
+    return dataclasses.replace(group, shm=None)
 
 
 def no_message(monkeypatch) -> None:
@@ -67,7 +67,7 @@ def everything(ctx, group) -> list[torch.Tensor]:
 def test_the_bits_are_those_of_messages_and_no_message_is_sent(world, monkeypatch):
     def body(ctx):
         group = ctx.ps.dp_reduce_group
-        assert group.host is not None
+        assert group.shm is not None
         sent = everything(ctx, by_messages(group))
         with monkeypatch.context() as patched:
             no_message(patched)
@@ -187,7 +187,7 @@ def test_a_dead_or_silent_peer_is_lost(op, silent):
     def body(ctx):
         timeout = datetime.timedelta(seconds=1.5 if silent else 30)  # gloo's messages have it too
         group = make_parallel_state(RankGrid(3, dp=3), ctx.device, timeout).dp_reduce_group
-        assert group.host is not None
+        assert group.shm is not None
         big, small = torch.ones(3 << 8), torch.ones(1 << 8)
         collectives.all_gather(big, small, group)
         if ctx.rank == 1:
@@ -236,7 +236,7 @@ def test_where_one_rank_cannot_share_all_send_messages(monkeypatch):
                 if ctx.rank == 1:
                     patched.setattr(owner, name, instead)
                 joint = []
-                found.append((shm_transport.meet_on_host(group, joint), joint))
+                found.append((shm_transport.open_shm_transport(group, joint), joint))
         left = len(os.listdir("/proc/self/fd")) - files
         output = torch.zeros(2)
         collectives.all_gather(output, torch.tensor([ctx.rank + 1.0]), group)
@@ -260,7 +260,7 @@ def test_no_file_stays_open():
     def body(ctx):
         group = by_messages(ctx.ps.dp_gather_group)
         files = len(os.listdir("/proc/self/fd"))
-        transport = shm_transport.meet_on_host(group, [])
+        transport = shm_transport.open_shm_transport(group, [])
         return transport is not None, len(os.listdir("/proc/self/fd")) - files
 
     assert run_ranks(body, 2) == [(True, 0)] * 2

@@ -13,8 +13,7 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
-from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
-from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate

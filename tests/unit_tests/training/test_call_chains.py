@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import megatron
+from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.training.guard.nan_policy import NanPolicy
 from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.step import StepRunner
@@ -32,7 +33,7 @@ LAYOUTS = {
 }
 STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
-LAYER = "core/transformer/transformer_layer.py"
+LAYER = "core/transformer/transformer_block.py"
 LINEAR, SINK = "core/tensor_parallel/linear.py", "core/weight_grad.py"
 REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
@@ -57,7 +58,7 @@ class Chains:
         if name not in ("forward", "put", "grad_begins", "reduce_scatter_units"):
             return
         file, found = file_of(frame), frame.f_locals
-        if file == LAYER and name == "forward" and not self.layer:
+        if isinstance(found.get("self"), TransformerLayer) and name == "forward" and not self.layer:
             self.layer = chain_of(frame)
         elif file == SINK and name == "put" and found["key"] == self.key and not self.dgrad:
             self.dgrad = chain_of(frame)

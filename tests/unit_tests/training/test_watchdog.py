@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.transport.traffic_counter import TrafficCounter
+from megatron.core.transport.traffic import TrafficCounter
 from megatron.training.guard.hang_diagnosis import (
     ENDED,
     FAILING,

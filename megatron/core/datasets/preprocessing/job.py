@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
+import operator
 import os
 import re
 import shutil
@@ -23,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core import safe_files
-from megatron.core.datasets.checksums import check_corpus, checksums_path, read_checksums
+from megatron.core.datasets.checksums import check_corpus, checksums_path, require_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.preprocessing.sources import Chunk, Source, plan_chunks, read_documents
-from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 FORMAT_VERSION = 2
@@ -52,9 +54,7 @@ class Statistics:
     not_utf8: int = 0
 
     def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
-        )
+        return Statistics(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +78,17 @@ class Job:
     def parts(self) -> str:
         return f"{self.output_prefix}.parts"
 
+    def part_prefix(self, index: int, key: str) -> str:
+        return os.path.join(self.parts, f"{index:08d}-{self.keys.index(key)}")
 
-def run_job(
-    job: Job, progress: Callable[[Statistics, int], None] = lambda done, total_bytes: None
-) -> Statistics:
+    def done_path(self, index: int) -> str:
+        return os.path.join(self.parts, f"{index:08d}.done")
+
+
+ProgressOf = Callable[[Statistics, int], None]
+
+
+def run_job(job: Job, progress: ProgressOf = lambda done, total_bytes: None) -> Statistics:
     """Make the corpora; `progress(so far, bytes in all)` is called after each chunk.
 
     Raises DataError for input that cannot be read, and for an output prefix that another run is writing.
@@ -89,21 +96,19 @@ def run_job(
     chunks = plan_chunks(job.sources)
     total = sum(chunk.size for chunk in chunks)
     tokenizer = job.build_tokenizer()
-    folder = os.path.dirname(job.output_prefix)
-    if folder:
-        os.makedirs(folder, exist_ok=True)
+    os.makedirs(os.path.dirname(job.output_prefix) or ".", exist_ok=True)
     with _parts_folder(job, tokenizer):
         finished = [_finished_part(job, index) for index in range(len(chunks))]
         done = sum((part for part in finished if part is not None), Statistics())
         progress(done, total)
-        todo = [(index, chunks[index]) for index, part in enumerate(finished) if part is None]
+        todo = [(index, chunk) for index, chunk in enumerate(chunks) if finished[index] is None]
         for part in _make_parts(job, tokenizer, todo):
             done += part
             progress(done, total)
         for key in job.keys:
             with IndexedDatasetWriter(job.corpus_prefix(key), token_dtype(tokenizer.vocab_size)) as writer:
                 for index in range(len(chunks)):
-                    writer.add_corpus(_part_prefix(job, index, key))
+                    writer.add_corpus(job.part_prefix(index, key))
         shutil.rmtree(job.parts)
     return done
 
@@ -112,21 +117,19 @@ def run_job(
 def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
     """The folder of parts, ours alone, with nothing in it that was made from something else."""
     lock = f"{job.output_prefix}.lock"
+    description = {
+        "version": FORMAT_VERSION,
+        "sources": [dataclasses.astuple(source) for source in job.sources],
+        "keys": job.keys,
+        "append_eod": job.append_eod,
+        "tokenizer": tokenizer.identity(),
+    }
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(safe_files.locked(lock, wait=False))
         except BlockingIOError:
             raise DataError(f"--output-prefix {job.output_prefix}: another run is writing there") from None
-        description = json.dumps(
-            {
-                "version": FORMAT_VERSION,
-                "sources": [dataclasses.astuple(source) for source in job.sources],
-                "keys": job.keys,
-                "append_eod": job.append_eod,
-                "tokenizer": tokenizer.identity(),
-            }
-        )
-        _tidy(job, description)
+        _tidy(job, json.dumps(description))
         yield
         os.unlink(lock)
 
@@ -135,17 +138,15 @@ def _tidy(job: Job, description: str) -> None:
     """Leave only what an interrupted run of this very job has finished. Raises OSError where others keep files."""
     os.makedirs(job.parts, exist_ok=True)
     if os.path.islink(job.parts):
-        raise safe_files.UnsafeFileError(
-            job.parts, "is a symbolic link, not the folder of an interrupted run"
-        )
-    names = os.listdir(job.parts)
-    foreign = next((name for name in sorted(names) if not _OF_A_JOB.fullmatch(name)), None)
-    if foreign is not None:
-        raise safe_files.UnsafeFileError(
-            job.parts, f"holds {foreign}, which is of no interrupted run: parts are kept, and removed, there"
-        )
-    path = os.path.join(job.parts, "job.json")
-    goes_on = _holds(path, description)
+        told = "is a symbolic link, not the folder of an interrupted run"
+        raise safe_files.UnsafeFileError(job.parts, told)
+    names = sorted(os.listdir(job.parts))
+    if foreign := [name for name in names if not _OF_A_JOB.fullmatch(name)]:
+        told = f"holds {foreign[0]}, which is of no interrupted run: parts are kept, and removed, there"
+        raise safe_files.UnsafeFileError(job.parts, told)
+    path, goes_on = os.path.join(job.parts, "job.json"), False
+    with contextlib.suppress(OSError, ValueError):
+        goes_on = safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES) == description
     for name in names:
         if name.endswith(".tmp") or not goes_on:
             os.unlink(os.path.join(job.parts, name))
@@ -181,24 +182,21 @@ def _work(item: tuple[int, Chunk]) -> Statistics:
 
 def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Statistics:
     """Tokenize one chunk into a small corpus for each key."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    statistics = Statistics(bytes=chunk.size)
+    dtype, statistics, writers = token_dtype(tokenizer.vocab_size), Statistics(bytes=chunk.size), {}
     with contextlib.ExitStack() as stack:
-        writers = {
-            key: stack.enter_context(IndexedDatasetWriter(_part_prefix(job, index, key), dtype))
-            for key in job.keys
-        }
+        for key in job.keys:
+            writer = IndexedDatasetWriter(job.part_prefix(index, key), dtype)
+            writers[key] = stack.enter_context(writer)
         for batch in _batches(chunk, job.keys):
             statistics += Statistics(documents=len(batch))
             for key, writer in writers.items():
                 try:
                     statistics += _write_batch(job, tokenizer, writer, [document[key] for document in batch])
                 except TokenizerError as error:
-                    place = (
-                        f"bytes {chunk.start} to {chunk.stop}" if chunk.stop else f"{len(chunk.files)} files"
-                    )
+                    bounds = f"bytes {chunk.start} to {chunk.stop}"
+                    place = bounds if chunk.stop else f"{len(chunk.files)} files"
                     raise DataError(f"{chunk.files[0]}, {place}, key {key!r}: {error}") from error
-    safe_files.publish_text(_done_path(job, index), json.dumps(dataclasses.asdict(statistics)))
+    safe_files.publish_text(job.done_path(index), json.dumps(dataclasses.asdict(statistics)))
     return statistics
 
 
@@ -220,20 +218,16 @@ def _write_batch(
 ) -> Statistics:
     """Append documents, each a list of sequences; empty sequences are left out, a document without any stays as one."""
     ids, not_utf8 = _tokenize(tokenizer, [text for texts in documents for text in texts])
-    taken = tokens = empty = 0
+    left, tokens, empty = iter(ids), 0, 0
     for texts in documents:
-        sequences = [array for array in ids[taken : taken + len(texts)] if len(array)]
-        taken += len(texts)
+        sequences = [array for array in itertools.islice(left, len(texts)) if len(array)]
         if not sequences:
             empty += 1
             writer.add_document(np.zeros(0, dtype=writer.dtype))
             continue
         if job.append_eod:
-            last = np.empty(
-                len(sequences[-1]) + 1, dtype=np.int64 if sequences[-1].itemsize > 4 else np.int32
-            )
-            last[:-1], last[-1] = sequences[-1], tokenizer.eod
-            sequences[-1] = last
+            dtype = np.int64 if sequences[-1].itemsize > 4 else np.int32
+            sequences[-1] = np.concatenate([sequences[-1], [tokenizer.eod]], dtype=dtype, casting="unsafe")
         lengths = [len(array) for array in sequences]
         writer.add_document(sequences[0] if len(sequences) == 1 else np.concatenate(sequences), lengths)
         tokens += sum(lengths)
@@ -254,35 +248,17 @@ def _tokenize(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[list[NDArra
     return tokenizer.tokenize_batch(decoded), not_utf8
 
 
-def _part_prefix(job: Job, index: int, key: str) -> str:
-    return os.path.join(job.parts, f"{index:08d}-{job.keys.index(key)}")
-
-
-def _done_path(job: Job, index: int) -> str:
-    return os.path.join(job.parts, f"{index:08d}.done")
-
-
 def _finished_part(job: Job, index: int) -> Statistics | None:
     """What an earlier run recorded of a part, None if it is not there or not whole."""
     try:
-        record = safe_files.read_json(_done_path(job, index), max_bytes=1 << 16)
+        record = safe_files.read_json(job.done_path(index), max_bytes=1 << 16)
         statistics = Statistics(**record)
         if any(type(number) is not int or number < 0 for number in record.values()):
             return None
         for key in job.keys:
-            prefix = _part_prefix(job, index, key)
-            checksums = read_checksums(prefix)
-            if checksums is None:
-                return None
-            check_corpus(prefix, checksums)
+            prefix = job.part_prefix(index, key)
+            check_corpus(prefix, require_checksums(prefix))
             IndexedDataset(prefix).close()
     except (OSError, ValueError, TypeError):
         return None
     return statistics
-
-
-def _holds(path: str, content: str) -> bool:
-    try:
-        return safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES) == content
-    except (OSError, ValueError):
-        return False

@@ -63,9 +63,8 @@ def find_sources(
     for entry in inputs:
         if os.path.isdir(entry):
             if not suffixes:
-                raise DataError(
-                    f"--input {entry} is a folder: say which of its files with --suffix, e.g. --suffix .py"
-                )
+                told = "say which of its files with --suffix, e.g. --suffix .py"
+                raise DataError(f"--input {entry} is a folder: {told}")
             paths = _tree(entry, tuple(suffixes), tuple(excludes))
             kind = "text" if input_format == "auto" else input_format
         else:
@@ -97,24 +96,18 @@ def plan_chunks(sources: Sequence[Source]) -> list[Chunk]:
     """Cut sources into chunks of about CHUNK_BYTES; small text files share one."""
     chunks: list[Chunk] = []
     group: list[Source] = []
-
-    def close() -> None:
-        if group:
-            size = sum(source.size for source in group)
-            chunks.append(Chunk("text", tuple(source.path for source in group), 0, 0, size))
-            group.clear()
-
-    for source in sources:
-        if source.format == "text":
-            group.append(source)
-            if sum(member.size for member in group) >= CHUNK_BYTES or len(group) >= CHUNK_FILES:
-                close()
+    for source, following in zip(sources, [*sources[1:], None], strict=True):
+        if source.format != "text":
+            for start in range(0, source.size, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, source.size)
+                chunks.append(Chunk(source.format, (source.path,), start, stop, stop - start))
             continue
-        close()
-        for start in range(0, source.size, CHUNK_BYTES):
-            stop = min(start + CHUNK_BYTES, source.size)
-            chunks.append(Chunk(source.format, (source.path,), start, stop, stop - start))
-    close()
+        group.append(source)
+        size = sum(member.size for member in group)
+        is_last = following is None or following.format != "text"
+        if is_last or size >= CHUNK_BYTES or len(group) >= CHUNK_FILES:
+            chunks.append(Chunk("text", tuple(member.path for member in group), 0, 0, size))
+            group = []
     return chunks
 
 
@@ -136,20 +129,15 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document]:
 
 
 def _tree(folder: str, suffixes: tuple[str, ...], excludes: tuple[str, ...]) -> list[str]:
+    def kept(names: list[str]) -> list[str]:
+        return [name for name in names if not any(fnmatch.fnmatchcase(name, one) for one in excludes)]
+
     found = []
     for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not _excluded(name, excludes)]
-        found += [
-            os.path.join(root, name)
-            for name in files
-            if name.endswith(suffixes) and not _excluded(name, excludes)
-        ]
+        folders[:] = kept(folders)
+        found += [os.path.join(root, name) for name in kept(files) if name.endswith(suffixes)]
     # By parts, so that the order does not depend on how the separator sorts among other characters.
     return sorted((path for path in found if os.path.isfile(path)), key=lambda path: PurePath(path).parts)
-
-
-def _excluded(name: str, excludes: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in excludes)
 
 
 def _format_of(path: str, kind: str) -> str:
@@ -159,8 +147,7 @@ def _format_of(path: str, kind: str) -> str:
     if suffix not in _FORMAT_OF_SUFFIX:
         raise DataError(
             f"--input {path}: its name does not say what it holds: give "
-            "--format jsonl (one JSON object a line), "
-            "text (the file is one document) or lines (each line is one)"
+            "--format jsonl (one JSON object a line), text (the file is one document) or lines (each line is one)"
         )
     return _FORMAT_OF_SUFFIX[suffix]
 
@@ -170,10 +157,9 @@ def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
     path = chunk.files[0]
     try:
         with safe_files.opened(path, follow=True) as file:
-            offset = chunk.start
+            offset = max(0, chunk.start - 1)
             if chunk.start > 0:  # the line across the border belongs to the chunk before
-                file.seek(chunk.start - 1)
-                offset = chunk.start - 1
+                file.seek(offset)
                 while part := file.readline(BLOCK_BYTES):
                     offset += len(part)
                     if part.endswith(b"\n"):
@@ -193,26 +179,25 @@ def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_document(path: str, offset: int, line: bytes, keys: Sequence[str]) -> Document:
+    def wrong(what: str) -> DataError:
+        return DataError(f"{_place(path, offset)}: {what}")
+
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{_place(path, offset)}: not JSON: {error}") from error
+        raise wrong(f"not JSON: {error}") from error
     except RecursionError as error:
-        raise DataError(f"{_place(path, offset)}: nested too deeply") from error
+        raise wrong("nested too deeply") from error
     if not isinstance(row, dict):
-        raise DataError(f"{_place(path, offset)}: expected a JSON object, found {type(row).__name__}")
+        raise wrong(f"expected a JSON object, found {type(row).__name__}")
     document: Document = {}
     for key in keys:
         if key not in row:
-            raise DataError(
-                f"{_place(path, offset)}: no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}"
-            )
-        value = row[key]
-        texts = value if isinstance(value, list) else [value]
+            raise wrong(f"no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
+        texts = row[key] if isinstance(row[key], list) else [row[key]]
         if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{_place(path, offset)}: key {key!r}: expected text, or a list of texts")
-        # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes a byte that is no UTF-8, and is
-        # counted.
+            raise wrong(f"key {key!r}: expected text, or a list of texts")
+        # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes a byte that is no UTF-8, and is counted.
         document[key] = [text.encode("utf-8", "surrogatepass") for text in texts]
     return document
 

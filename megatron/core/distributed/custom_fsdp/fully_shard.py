@@ -1,5 +1,237 @@
-"""The documented path of `megatron.core.fully_shard.fully_shard`."""
+"""Sharding without the trainer: `fully_shard(module)` for any `nn.Module`, any torch optimizer.
 
-from megatron.core.fully_shard.fully_shard import FullyShardedModule, fully_shard
+The model stays what it is: its class is a subclass of the one it had, attributes and methods are where they were.
+`model.parameters()` are this rank's shards under the names of the parameters: 1-D, one a parameter (empty where the
+rank has no part of it, so that every rank builds the same optimizer), fp32 for 16-bit models. Inside a forward they are
+what they were, whole while they are in use.
+"""
 
-__all__ = ["FullyShardedModule", "fully_shard"]
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
+from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
+from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
+from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import Cut
+from megatron.core.module import ModelError
+from megatron.core.squared_sums import squared_sums
+from megatron.core.transport import collectives
+from megatron.core.transport.collectives import broadcast_weights
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.units import UnitModule
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | ParallelState | None = None,
+    config: DistributedDataParallelConfig | None = None,
+    *,
+    fsdp_unit_modules: Sequence[UnitModule] | None = None,
+    sync_module_states: bool = True,
+) -> FullyShardedModule:
+    """Shard a module over data parallel ranks, in place; returns the module.
+
+    Modules inside it that were given to fully_shard before are units of it from here on.
+
+    mesh: the ranks, of one dim, or of two (instances, ranks of an instance); all of the default process group if not
+    given. config: strategy and how it runs; optim_grads_params if not given. Both are those of the calls
+    inside where there are some. fsdp_unit_modules: classes, their names, or tuples of modules' names; those of the
+    config if not given. sync_module_states: all ranks begin with rank 0's weights.
+
+    Communicates when called, in forward and in backward. Raises ModelError where units do not fit the module, where it
+    is sharded already, where an optimizer has its parameters, where calls inside differ, or where the config sets what
+    has no effect (`standalone_config.py`); MeshError and ReshardPlanError as the engine.
+    """
+    inner = InnerCalls(module)
+    refuse_optimizers(module)
+    ps = inner.first.ps if mesh is None and inner.first else lasting_ranks(mesh)
+    if config is None and inner.first:
+        config = dataclasses.replace(inner.first.config, fsdp_unit_modules=None)
+    else:
+        config = resolve_standalone(config, instances=ps.dp_outer_group.size)
+        config = dataclasses.replace(config, ddp_average_in_collective=True)
+    own_units = config.fsdp_unit_modules or () if fsdp_unit_modules is None else fsdp_unit_modules
+    unit_modules = inner.unit_modules(own_units)
+    inner.take_over(ps, config)
+    if sync_module_states:
+        broadcast_weights([module], ps, without=inner.own_parameters)
+    engine = FullyShardedDataParallel(
+        module, ps, config, fsdp_unit_modules=unit_modules, reading=inner.reading
+    )
+    driver = StepDriver(module, engine, unit_modules)
+    inner.hand_over(driver)
+    module.__dict__[DRIVER] = driver
+    names = {name for own in (module._modules, module._parameters, module._buffers) for name in own}
+    module.__class__ = _class_of(cast(Any, type(module)), frozenset(names & vars(FullyShardedModule).keys()))
+    return cast(FullyShardedModule, module)
+
+
+class FullyShardedModule(nn.Module):
+    """What `fully_shard` adds to a module's class, behind all that is the class's own.
+
+    Gradients are means over ranks. Each backward reduces, and adds to what `zero_grad` has left; inside `no_sync` it
+    does not. Not for modules that several forwards and backwards of one step cross pipeline ranks with: those are the
+    trainer's.
+    """
+
+    @property
+    def engine(self) -> FullyShardedDataParallel:
+        """What shards it."""
+        return driver_of(self).engine
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(UNCOPIED)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedModule:
+        for name, shard in self.named_parameters():
+            new = fn(shard.data)
+            if (new.dtype, new.device) != (shard.dtype, shard.device):
+                raise ModelError(
+                    f"{name} would become {new.dtype} on {new.device}: a sharded module keeps "
+                    "dtype and device; convert the module before fully_shard"
+                )
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside do not reduce; the first one after it reduces the sum.
+
+        What it costs: gradients stay whole on every rank until then, as many bytes as all of the model's gradients (4
+        an element in fp32). Without it, a backward costs one more reduction, over instances too, and no memory.
+
+        Raises ModelError where gradients share the double buffer's slots, which cannot keep them.
+        """
+        before = driver_of(self).sync
+        FullyShardedModule.set_requires_gradient_sync(self, False)
+        try:
+            yield
+        finally:
+            driver_of(self).sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """The same from here on, until it is called again: whether backwards reduce. Raises ModelError likewise."""
+        driver, engine = driver_of(self), driver_of(self).engine
+        in_slots = engine.config.fsdp_double_buffer and engine.sharding.main_grads is not Cut.WHOLE
+        if in_slots and not requires_gradient_sync:
+            raise ModelError(
+                "--fsdp-double-buffer: no_sync() keeps the gradients of all units, and two slots hold those of two; "
+                "leave out one of them"
+            )
+        driver.sync = requires_gradient_sync
+
+    def unshard(self) -> None:
+        """Until `reshard` or the next forward, parameters that are read as attributes are whole. Communicates over
+        dp_gather."""
+        driver = driver_of(self)
+        driver.write_back()
+        driver.engine.driver.gather_for_readers()
+        driver.shards.read_whole(True)
+
+    def reshard(self) -> None:
+        """Free what `unshard` has gathered."""
+        driver = driver_of(self)
+        driver.shards.read_whole(False)
+        driver.engine.driver.free_for_readers()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm over all ranks is at most max_norm; the norm before.
+
+        Communicates over dp.
+        """
+        driver, engine = driver_of(self), driver_of(self).engine
+        grads = [shard.grad for shard in driver.shards.current() if shard.grad is not None]
+        total = squared_sums(grads).sum()
+        if engine.sharding.optimizer is not Cut.WHOLE:
+            collectives.all_reduce(total, engine.ps.dp_reduce_group)
+            if engine.sharding.optimizer is Cut.FULL:
+                collectives.all_reduce(total, engine.ps.dp_outer_group)
+        norm = float(total.sqrt())  # sync: the host decides on the factor
+        if max_norm < norm:
+            for grad in grads:
+                grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """What the plain module's `state_dict()` would be, on every rank, on the host: whole weights under all of their
+        names, this rank's buffers. Communicates over dp_gather, unit by unit."""
+        driver, engine = driver_of(self), driver_of(self).engine
+        driver.write_back()
+        whole: dict[str, Tensor] = {}
+        for unit in engine.units:
+            with engine.gathered([unit.index]):
+                whole |= {name: _copied(engine.buffer.weight(name)) for name in unit.names}
+        first = _first_names(self)
+        return {
+            name: whole[first[name]] if name in first else _copied(value)
+            for name, value in self.state_dict(keep_vars=True).items()
+        }
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a plain module's `state_dict()`, the same on every rank; of a tied weight one name is enough. Raises
+        ModelError where names or shapes differ, or where two names of one weight have different values."""
+        driver = driver_of(self)
+        _check_whole(self, driver.engine, state)
+        self.load_state_dict(state, strict=False)
+        driver.write_back()
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> its first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def _check_whole(module: nn.Module, engine: FullyShardedDataParallel, state: Mapping[str, Any]) -> None:
+    """Raises ModelError where a state is none of the plain module."""
+    first = _first_names(module)
+    shapes = {name: _shape(value) for name, value in module.state_dict(keep_vars=True).items()}
+    shapes |= {name: engine.buffer.param_meta[first[name]].local_shape for name in first}
+    given: dict[str, list[str]] = {}  # parameter -> its names in `state`
+    for name in first.keys() & state.keys():
+        given.setdefault(first[name], []).append(name)
+    wrong = {name for name in shapes.keys() - state.keys() if first.get(name) not in given}
+    wrong |= {name for name in state if name not in shapes or shapes[name] != _shape(state[name])}
+    if wrong:
+        raise ModelError(f"weights that are missing, unknown or of another shape: {sorted(wrong)}")
+    for one, *others in map(sorted, given.values()):
+        for other in others:
+            if not torch.equal(state[one].cpu(), state[other].cpu()):
+                raise ModelError(
+                    f"{one!r} and {other!r} are one weight here, and have different values: give one of them"
+                )
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+@functools.cache
+def _class_of(cls: Any, taken: frozenset[str]) -> type[nn.Module]:
+    """The class with ours behind it. taken: names of ours that the module has children, parameters or buffers of."""
+    own = {name: property(functools.partial(_registered, name)) for name in taken}
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, **own}
+    return type(cls)(f"FullySharded{cls.__name__}", (cls, FullyShardedModule), names)
+
+
+def _registered(name: str, module: nn.Module) -> Any:
+    return nn.Module.__getattr__(module, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import stable_seed
-from megatron.core.transformer.inference_cache import InferenceCache
+from megatron.core.transformer.attention import InferenceCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _kept(logits: Tensor, sampling: Sampling) -> Tensor:
         probabilities = ordered.softmax(-1)
         before = (
             probabilities.cumsum(-1) - probabilities
-        )  # the likeliest id has 0 before it, so one always stays
+        )  # 0 before the likeliest id, so that one always stays
         ordered = ordered.masked_fill(before >= sampling.top_p, -math.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     return logits
@@ -89,9 +89,14 @@ def generate(
     cache = InferenceCache(total) if use_cache else None
     finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for step in range(max_new_tokens):
-        logits = _next_logits(model, tokens, cache)
-        if vocab_size is not None:
-            logits = logits[:, :vocab_size]
+        start = 0 if cache is None else cache.length
+        new = tokens[:, start:]
+        positions = torch.arange(start, tokens.shape[1], device=tokens.device).expand_as(new)
+        logits = model(new, positions, inference_cache=cache)[
+            :, -1, :vocab_size
+        ]  # [b, v], after the last token
+        if cache is not None:
+            cache.advance(new.shape[1])
         chosen = choose(logits, sampling, step)
         if eod is not None:
             chosen = chosen.masked_fill(finished, eod)
@@ -101,14 +106,3 @@ def generate(
             break
     model.train(was_training)
     return tokens
-
-
-def _next_logits(model: GPTModel, tokens: Tensor, cache: InferenceCache | None) -> Tensor:
-    """Logits [b, v] after the last token."""
-    start = 0 if cache is None else cache.length
-    new = tokens[:, start:]
-    positions = torch.arange(start, tokens.shape[1], device=tokens.device).expand_as(new)
-    logits = model(new, positions, inference_cache=cache)[:, -1]
-    if cache is not None:
-        cache.advance(new.shape[1])
-    return logits

@@ -43,26 +43,17 @@ def count_parameters(
     assert len(specs) == where.num_stages, f"{len(specs)} stages, {where} has {where.num_stages}"
     held = sum(len(spec.layers) for spec in specs)
     assert held == config.num_layers, f"stages hold {held} layers, the model has {config.num_layers}"
-    tied = not config.untie_embeddings_and_output_weights
+    tied, positions = not config.untie_embeddings_and_output_weights, position_embedding_parameters(config)
+    norm, words = norm_parameters(config, config.hidden_size), padded_vocab_size * config.hidden_size
+    words_here = word_embedding_parameters(config, padded_vocab_size, tp)
     with_embedding = {where.rank_of(stage) for stage, spec in enumerate(specs) if spec.embedding}
     per_rank = [0] * where.num_ranks
     for stage, spec in enumerate(specs):
         rank = where.rank_of(stage)
-        per_rank[rank] += len(spec.layers) * layer_parameters(config, tp)
-        if spec.embedding:
-            per_rank[rank] += word_embedding_parameters(
-                config, padded_vocab_size, tp
-            ) + position_embedding_parameters(config)
-        if spec.loss:
-            per_rank[rank] += norm_parameters(config, config.hidden_size)
-            if not (tied and rank in with_embedding):
-                per_rank[rank] += word_embedding_parameters(config, padded_vocab_size, tp)
-    total = (
-        config.num_layers * layer_parameters(config, 1)
-        + (1 if tied else 2) * word_embedding_parameters(config, padded_vocab_size, 1)
-        + position_embedding_parameters(config)
-        + norm_parameters(config, config.hidden_size)
-    )
+        own_output = spec.loss and not (tied and rank in with_embedding)
+        per_rank[rank] += len(spec.layers) * layer_parameters(config, tp) + norm * spec.loss
+        per_rank[rank] += words_here * (spec.embedding + own_output) + positions * spec.embedding
+    total = config.num_layers * layer_parameters(config) + words * (2 - tied) + positions + norm
     return ParameterCount(total=total, per_rank=tuple(per_rank))
 
 

@@ -11,63 +11,38 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_LLAMA = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
-
+_NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+_ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
+_LLAMA = {**_ROTARY, **_NO_DROPOUT, "swiglu": True, "untie_embeddings_and_output_weights": True}
 _GEMMA = {
-    "normalization": "RMSNorm",
+    **_ROTARY,
+    **_NO_DROPOUT,
     "norm_epsilon": 1e-6,
     "apply_layernorm_1p": True,
     "geglu_tanh": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
     "embedding_multiplier": "sqrt_hidden",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
     "kv_channels": 256,
-    "group_query_attention": True,
-    "seq_length": 8192,
-    "max_position_embeddings": 8192,
 }
 
 
+def _sizes(layers: int, hidden: int, heads: int, seq: int, groups: int | None = None) -> dict[str, Any]:
+    grouped = {} if groups is None else {"group_query_attention": True, "num_query_groups": groups}
+    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return {**shape, "seq_length": seq, "max_position_embeddings": seq, **grouped}
+
+
 def _gpt3(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "seq_length": 2048,
-        "max_position_embeddings": 2048,
-    }
+    return _sizes(layers, hidden, heads, 2048)
 
 
 def _llama(
     layers: int, hidden: int, heads: int, ffn: int, seq: int, groups: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    grouped = {} if groups is None else {"group_query_attention": True, "num_query_groups": groups}
-    return {
-        **_LLAMA,
-        **grouped,
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": ffn,
-        "seq_length": seq,
-        "max_position_embeddings": seq,
-        **more,
-    }
+    return {**_LLAMA, **_sizes(layers, hidden, heads, seq, groups), "ffn_hidden_size": ffn, **more}
 
 
 def _gemma(layers: int, hidden: int, heads: int, groups: int, ffn: int) -> dict[str, Any]:
-    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    return {**_GEMMA, **sizes, "num_query_groups": groups, "ffn_hidden_size": ffn}
+    return {**_GEMMA, **_sizes(layers, hidden, heads, 8192, groups), "ffn_hidden_size": ffn}
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -39,17 +39,20 @@ class Work:
     held: float = 0.0
 
     def __add__(self, other: Work) -> Work:
+        return self.plus(other, 1)
+
+    def plus(self, other: Work, factor: int) -> Work:
+        """With so many times another one."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Work(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return Work(*(a + factor * b for a, b in zip(mine, theirs, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelCosts:
     """The facts that costs follow from.
 
-    config: resolved. params_dtype: a key of DTYPE_BYTES. drops_attention_scores: attention keeps [s, s] scores
-    (unfused, or a device whose fused kernel cannot drop elements). keeps_gathered: F keeps what sequence parallel has
-    gathered for column layers, so that W does not gather it again.
+    config: resolved. params_dtype: a key of DTYPE_BYTES. keeps_gathered: F keeps what sequence parallel has gathered
+    for column layers, so that W does not gather it again.
     """
 
     config: TransformerConfig
@@ -64,8 +67,7 @@ class ModelCosts:
     def of_stages(self, stages: Sequence[StageSpec]) -> CostModel:
         """Times in units of one layer's F; activations in bytes, of a rank of the stage. A transfer takes what it would
         between machines."""
-        unit = self.layer().f
-        works = [self.stage(spec) for spec in stages]
+        unit, works = self.layer().f, [self.stage(spec) for spec in stages]
         return CostModel(
             tuple(one.f / unit for one in works),
             tuple(one.b / unit for one in works),
@@ -112,11 +114,9 @@ class ModelCosts:
 
     def layer(self) -> Work:
         """One decoder layer."""
-        c, e, tokens = self.config, self._element, self._tokens
-        query, key = self._query, self._key
-        first = c.ffn_hidden_size / self.tp * (2 if c.gated_linear_unit else 1)
-        width = c.ffn_hidden_size / self.tp
-        hidden = c.hidden_size
+        c, e, tokens, query, key = self.config, self._element, self._tokens, self._query, self._key
+        width, hidden = c.ffn_hidden_size / self.tp, c.hidden_size
+        first = width * (2 if c.gated_linear_unit else 1)
         products = (
             2 * tokens * (hidden * (query + 2 * key) + query * hidden + hidden * first + width * hidden)
         )
@@ -137,21 +137,15 @@ class ModelCosts:
             + tokens * e * (query + width)  # inputs of the row layers
             + 2 * tokens * hidden * e
         )
-        return Work(
-            products + scores + self._moved,
-            products + 2 * scores + again + self._moved,
-            products + 2 * self._gathered_again,
-            saved,
-            held,
-        )
+        f, b = products + scores + self._moved, products + 2 * scores + again + self._moved
+        return Work(f, b, products + 2 * self._gathered_again, saved, held)
 
     def embedding(self) -> Work:
         """Lookup and dropout; W adds rows."""
         ids = self._tokens * 8 * (2 if self.config.position_embedding_type == "learned_absolute" else 1)
         masks = self._hidden(1) if self.config.hidden_dropout else 0.0
         # Hidden states enter here: the stage takes none from another.
-        saved = ids + masks
-        return Work(f=self._moved, b=0.0, w=self._moved, saved=saved, held=ids + self._hidden(self._residual))
+        return Work(self._moved, 0.0, self._moved, ids + masks, ids + self._hidden(self._residual))
 
     def head(self) -> Work:
         """Final norm, output layer, loss."""
@@ -167,26 +161,25 @@ class ModelCosts:
         """Bytes that attention keeps, up to the input of its output projection."""
         c, e, tokens = self.config, self._element, self._tokens
         per_group = c.num_attention_heads // max(c.num_query_groups, 1)
-        rows = tokens * (self._query + 2 * self._key) * e
+        kept = tokens * (self._query + 2 * self._key) * e
         turned = c.position_embedding_type == "rope" or c.qk_layernorm
         heads = tokens * (self._query + self._key) * e if turned else 0.0
         if per_group > 1 and (c.qk_layernorm or not turned):
             heads += tokens * self._query * e  # queries of a group lie between keys: a copy
         if c.qk_layernorm:
-            num_heads = (self._query + self._key) / c.kv_channels
-            heads += tokens * num_heads * 4 * self._numbers_of_norm
-        out = tokens * self._query * e
+            heads += tokens * (self._query + self._key) / c.kv_channels * 4 * self._numbers_of_norm
+        kept = kept + heads + tokens * self._query * e
         if self._recomputes_core:
-            return rows + heads + out
+            return kept
         scores = self.micro_batch_size * c.num_attention_heads / self.tp * c.seq_length**2
         if c.attention_backend in ("unfused", "local"):
             wide = max(e, 4) if c.attention_softmax_in_fp32 or c.apply_query_key_layer_scaling else e
-            kept = wide + (1 + e if c.attention_dropout else e if wide != e else 0)
-            return rows + heads + out + tokens * self._query * e + kept * scores
+            each = wide + (1 + e if c.attention_dropout else e if wide != e else 0)
+            return kept + tokens * self._query * e + each * scores
         if c.attention_dropout and not self.has_gpu:
             # torch's kernel for CPUs writes the scores out where it drops some: fp32, their mask, and what is left
-            return rows + heads + out + tokens * 2 * self._query * max(e, 4) + 12 * scores
-        return rows + heads + out + tokens * (c.num_attention_heads / self.tp) * 4
+            return kept + tokens * 2 * self._query * max(e, 4) + 12 * scores
+        return kept + tokens * (c.num_attention_heads / self.tp) * 4
 
     def _norms(self, count: int) -> float:
         return count * self._numbers_of_norm * 4 * self._tokens / self._parts
@@ -198,16 +191,18 @@ class ModelCosts:
     @property
     def _column_input(self) -> float:
         """What is kept of the input of a column layer."""
-        whole = self._tokens * self.config.hidden_size * self._element
-        return whole if self.keeps_gathered else whole / self._parts
+        return self._whole_input if self.keeps_gathered else self._whole_input / self._parts
 
     @property
     def _gathered_again(self) -> float:
         """What W waits for a column layer's input, in FLOPs."""
         if self.keeps_gathered or self._parts == 1:
             return 0.0
-        whole = self._tokens * self.config.hidden_size * self._element
-        return whole * (1 - 1 / self._parts) * _FLOPS_OF_GATHERED_BYTE[self.has_gpu]
+        return self._whole_input * (1 - 1 / self._parts) * _FLOPS_OF_GATHERED_BYTE[self.has_gpu]
+
+    @property
+    def _whole_input(self) -> int:
+        return self._tokens * self.config.hidden_size * self._element
 
     @property
     def _numbers_of_norm(self) -> int:

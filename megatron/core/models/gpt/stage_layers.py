@@ -20,6 +20,8 @@ LAYOUT = "--pipeline-model-parallel-layout"
 _PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _PADDING = "--allow-padding-num-layers"
+_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
 
 class StageLayersError(ValueError):
@@ -35,16 +37,16 @@ def split_stages(
     speak of ranks. The embedding is on the first and the loss on the last stage. A stage is without layers where a
     layout string says so, where padding took its one layer, or where the embedding or the loss counts as that layer.
     """
+    ranks = config.pipeline_model_parallel_size
     for flag, value, most in (
         ("--num-layers", num_layers, MAX_LAYERS),
-        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size, MAX_STAGES),
+        ("--pipeline-model-parallel-size", ranks, MAX_STAGES),
         (_CHUNKS, config.num_virtual_stages_per_pipeline_rank or 1, MAX_STAGES),
     ):
         if not 1 <= value <= most:
             raise StageLayersError(f"{flag} {value}: must be from 1 to {most}")
     by_layout = config.pipeline_model_parallel_layout is not None
     counts = _by_layout(config, num_layers) if by_layout else _by_numbers(config, num_layers, chunks, kind)
-    ranks = config.pipeline_model_parallel_size
     if chunks is not None and len(counts) != chunks * ranks:
         asked = LAYOUT if by_layout else f"{_PER_CHUNK} {config.num_layers_per_virtual_pipeline_stage}"
         raise StageLayersError(
@@ -62,8 +64,7 @@ def split_stages(
         layers = tuple(range(first, first + count))
         specs.append(StageSpec(layers, embedding=stage == 0, loss=stage == len(counts) - 1))
         first += count
-    held = [layer for spec in specs for layer in spec.layers]
-    assert held == list(range(num_layers)), f"stages hold layers {held}, the model has {num_layers}"
+    assert first == num_layers, f"stages hold {first} layers, the model has {num_layers}"
     return tuple(specs)
 
 
@@ -76,7 +77,8 @@ def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[st
             f" > stage {stage} on pipeline rank {placement.rank_of(stage)}: {_contents(spec)}"
             for stage, spec in enumerate(specs)
         ]
-    each = _plural(counts.pop(), "layer")
+    count = counts.pop()
+    each = f"{count} layer" if count == 1 else f"{count} layers"
     if len(specs) == 1:
         return [f" > stages: 1 of {each}"]
     chunks = f", {placement.num_chunks} on each of {placement.num_ranks} pipeline ranks"
@@ -94,61 +96,41 @@ def _contents(spec: StageSpec) -> str:
     return ", ".join(["embedding"] * spec.embedding + [layers] + ["loss"] * spec.loss)
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _given(config: ModelParallelConfig, flags: Sequence[str]) -> dict[str, int]:
+    """Of these flags those that are given, with their values."""
+    values = {flag: getattr(config, flag[2:].replace("-", "_")) for flag in flags}
+    return {flag: value for flag, value in values.items() if value is not None and value is not False}
 
 
-def _excluding(given: dict[str, object]) -> None:
-    """Refuse flags of which more than one asks for something."""
-    flags = [flag for flag, value in given.items() if value not in (None, False)]
-    if len(flags) > 1:
-        raise StageLayersError(f"{' and '.join(flags)} exclude each other; keep one of them")
-
-
-def _end_flags(config: ModelParallelConfig) -> dict[str, int | None]:
-    return {
-        "--decoder-first-pipeline-num-layers": config.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": config.decoder_last_pipeline_num_layers,
-    }
-
-
-def _counted_flags(config: ModelParallelConfig) -> dict[str, bool]:
-    return {
-        "--account-for-embedding-in-pipeline-split": config.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": config.account_for_loss_in_pipeline_split,
-    }
+def _excluding(one: str, others: dict[str, int]) -> None:
+    """Refuse a flag beside another one that asks for something."""
+    for other in (flag for flag, value in others.items() if value):
+        raise StageLayersError(f"{one} and {other} exclude each other; keep one of them")
 
 
 def _by_numbers(
     config: ModelParallelConfig, num_layers: int, needed: int | None, kind: str | None
 ) -> list[int]:
     """Layers of each stage from the flags that are numbers and switches. needed: chunks of the schedule."""
-    per_chunk, chunks = (
-        config.num_layers_per_virtual_pipeline_stage,
-        config.num_virtual_stages_per_pipeline_rank,
-    )
-    _excluding({_PER_CHUNK: per_chunk, _CHUNKS: chunks})
-    for flag, value in ((_PER_CHUNK, per_chunk), (_CHUNKS, chunks)):
-        if value is not None and value < 1:
+    chunks = config.num_virtual_stages_per_pipeline_rank
+    given = _given(config, (_PER_CHUNK, _CHUNKS))
+    if given.get(_PER_CHUNK):
+        _excluding(_PER_CHUNK, _given(config, [_CHUNKS]))
+    for flag, value in given.items():
+        if value < 1:
             raise StageLayersError(f"{flag} {value}: must be at least 1")
     if needed is not None and chunks not in (None, needed):
         raise StageLayersError(
             f"{_CHUNKS} {chunks}: the pipeline's schedule has {needed} on each rank; leave the flag out"
         )
-    chunks = chunks or needed or 1
-    ends, counted = _end_flags(config), _counted_flags(config)
-    given_ends = [flag for flag, value in ends.items() if value is not None]
-    if not given_ends:
+    chunks, ends = chunks or needed or 1, list(_given(config, _ENDS))
+    if not ends:
         return _even(config, num_layers, chunks)
-    for flag in given_ends:
-        for other in [
-            *(name for name, on in counted.items() if on),
-            *[_PADDING] * config.allow_padding_num_layers,
-        ]:
-            _excluding({flag: True, other: True})
-    if per_chunk is not None:
+    for flag in ends:
+        _excluding(flag, _given(config, (*_COUNTED, _PADDING)))
+    if _PER_CHUNK in given:
         raise StageLayersError(
-            f"{' and '.join(given_ends)} with {_PER_CHUNK}: stages of different sizes have no one size of chunk; "
+            f"{' and '.join(ends)} with {_PER_CHUNK}: stages of different sizes have no one size of chunk; "
             f"use {_CHUNKS}"
         )
     return _uneven_ends(config, num_layers, chunks, kind)
@@ -157,9 +139,9 @@ def _by_numbers(
 def _even(config: ModelParallelConfig, num_layers: int, chunks: int) -> list[int]:
     """Equal stages; the embedding and the loss may count as a layer, missing layers may be padded."""
     ranks, per_chunk = config.pipeline_model_parallel_size, config.num_layers_per_virtual_pipeline_stage
-    counted = _counted_flags(config)
-    slots = num_layers + sum(counted.values())
-    told = " + ".join([f"--num-layers {num_layers}", *(f"1 ({flag})" for flag, on in counted.items() if on)])
+    counted = _given(config, _COUNTED)
+    slots = num_layers + len(counted)
+    told = " + ".join([f"--num-layers {num_layers}", *(f"1 ({flag})" for flag in counted)])
     if per_chunk is not None:
         on_rank = -(-slots // ranks)
         if on_rank % per_chunk or (slots % ranks and not config.allow_padding_num_layers):
@@ -168,20 +150,20 @@ def _even(config: ModelParallelConfig, num_layers: int, chunks: int) -> list[int
                 f"that {ranks} x {per_chunk} divides, or use {LAYOUT}"
             )
         chunks = on_rank // per_chunk
-    stages = ranks * chunks
+    stages, shown = ranks * chunks, _stages_text(ranks, chunks)
     if stages > MAX_STAGES:
         raise StageLayersError(
-            f"{_stages_text(ranks, chunks)} are {stages} stages, at most {MAX_STAGES} are possible; use fewer of them"
+            f"{shown} are {stages} stages, at most {MAX_STAGES} are possible; use fewer of them"
         )
     missing = -slots % stages
     if missing and not config.allow_padding_num_layers:
         raise StageLayersError(
-            f"{told} is not divisible by {_stages_text(ranks, chunks)}; choose another number, or pass {_PADDING}, "
-            f"{' / '.join(_end_flags(config))} or {LAYOUT}"
+            f"{told} is not divisible by {shown}; choose another number, or pass {_PADDING}, {' / '.join(_ENDS)} or "
+            f"{LAYOUT}"
         )
     counts = [(slots + missing) // stages] * stages
-    counts[0] -= counted["--account-for-embedding-in-pipeline-split"]
-    counts[-1] -= counted["--account-for-loss-in-pipeline-split"]
+    counts[0] -= config.account_for_embedding_in_pipeline_split
+    counts[-1] -= config.account_for_loss_in_pipeline_split
     for stage in [stage for stage in (stages - 1, *range(stages - 1)) if counts[stage]][:missing]:
         counts[stage] -= 1
     return counts
@@ -189,12 +171,10 @@ def _even(config: ModelParallelConfig, num_layers: int, chunks: int) -> list[int
 
 def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind: str | None) -> list[int]:
     """Given layers on the first and last rank, the rest spread evenly; each rank's layers spread over its chunks."""
-    ranks = config.pipeline_model_parallel_size
-    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
-    told = " ".join(f"{flag} {value}" for flag, value in _end_flags(config).items() if value is not None)
-    given = [end for end in (first, last) if end is not None]
-    between, left = ranks - len(given), num_layers - sum(given)
-    if any(end < 1 for end in given):
+    ranks, given = config.pipeline_model_parallel_size, _given(config, _ENDS)
+    told = " ".join(f"{flag} {value}" for flag, value in given.items())
+    between, left = ranks - len(given), num_layers - sum(given.values())
+    if min(given.values()) < 1:
         raise StageLayersError(f"{told}: must be at least 1; a stage without layers takes {LAYOUT}")
     if between < 0:
         raise StageLayersError(f"{told} with {ranks} pipeline rank: one rank is both; give one of the two")
@@ -203,28 +183,29 @@ def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind
             f"--num-layers {num_layers} with {told} leaves {left} layers for {between} pipeline ranks; choose numbers "
             f"that come out even, or use {LAYOUT}"
         )
-    middle = [left // between] * between if between else []
-    on_ranks = [first] * (first is not None) + middle + [last] * (last is not None)
-    counts_of_ranks = [count for count in on_ranks if count is not None]
-    uneven = next((rank for rank, count in enumerate(counts_of_ranks) if count % chunks), None)
+    on_ranks = [left // between] * between if between else []
+    on_ranks[:0] = [given[_ENDS[0]]] if _ENDS[0] in given else []
+    on_ranks += [given[_ENDS[1]]] if _ENDS[1] in given else []
+    uneven = next((rank for rank, count in enumerate(on_ranks) if count % chunks), None)
     if uneven is not None:
+        by_flag = config.num_virtual_stages_per_pipeline_rank is not None
+        source = f"{_CHUNKS} {chunks}" if by_flag else f"the schedule's number of chunks a rank, {chunks},"
         raise StageLayersError(
-            f"--num-layers {num_layers} with {told} puts {counts_of_ranks[uneven]} layers on pipeline rank {uneven}, "
-            f"which {_chunks_told(config, chunks)} does not divide; choose numbers that it divides, or use {LAYOUT}"
+            f"--num-layers {num_layers} with {told} puts {on_ranks[uneven]} layers on pipeline rank {uneven}, "
+            f"which {source} does not divide; choose numbers that it divides, or use {LAYOUT}"
         )
-    once = [count // chunks for count in counts_of_ranks]
+    once = [count // chunks for count in on_ranks]
     counts = [
         count for chunk in range(chunks) for count in (once[::-1] if kind == V_SHAPED and chunk % 2 else once)
     ]
-    _refuse_empty(counts, f"--num-layers {num_layers} with {told}", ranks)
+    empty = [stage for stage, count in enumerate(counts) if count < 1]
+    if empty:
+        which = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty[:8]))}"
+        raise StageLayersError(
+            f"--num-layers {num_layers} with {told} over {_stages_text(ranks, chunks)} leaves {which} without layers; "
+            f"use fewer stages, or ask for an empty stage with {LAYOUT}"
+        )
     return counts
-
-
-def _chunks_told(config: ModelParallelConfig, chunks: int) -> str:
-    """Where the number of chunks comes from."""
-    if config.num_virtual_stages_per_pipeline_rank is not None:
-        return f"{_CHUNKS} {chunks}"
-    return f"the schedule's number of chunks a rank, {chunks},"
 
 
 def _stages_text(ranks: int, chunks: int) -> str:
@@ -233,50 +214,30 @@ def _stages_text(ranks: int, chunks: int) -> str:
     return f"{ranks} pipeline ranks x {chunks} chunks"
 
 
-def _refuse_empty(counts: list[int], told: str, ranks: int) -> None:
-    empty = [stage for stage, count in enumerate(counts) if count < 1]
-    if empty:
-        which = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty[:8]))}"
-        raise StageLayersError(
-            f"{told} over {_stages_text(ranks, len(counts) // ranks)} leaves {which} without layers; use fewer stages, "
-            f"or ask for an empty stage with {LAYOUT}"
-        )
-
-
 def _by_layout(config: ModelParallelConfig, num_layers: int) -> list[int]:
     """Layers of each stage from a layout string; stages may be empty there."""
-    numbers: dict[str, object] = {
-        _PER_CHUNK: config.num_layers_per_virtual_pipeline_stage,
-        _CHUNKS: config.num_virtual_stages_per_pipeline_rank,
-        **_end_flags(config),
-        **_counted_flags(config),
-        _PADDING: config.allow_padding_num_layers,
-    }
-    for flag, value in numbers.items():
-        _excluding({LAYOUT: True, flag: value})
+    _excluding(LAYOUT, _given(config, (_PER_CHUNK, _CHUNKS, *_ENDS, *_COUNTED, _PADDING)))
+    shown, ranks = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
     try:
-        layout = expand_layout(config.pipeline_model_parallel_layout or "")
+        layout = expand_layout(shown or "")
     except ListExpressionError as error:
         raise StageLayersError(f"{LAYOUT}: {error}; expected something like Et*2|(tt|)*5t|tL") from None
-    symbols, shown = "".join(layout), config.pipeline_model_parallel_layout
+    symbols, wrong = "".join(layout), None
+    layers, once = symbols.count("t"), symbols.count("E") == 1 == symbols.count("L")
     if "m" in symbols:
-        raise StageLayersError(
-            f"{LAYOUT} {shown}: m (a block of multi-token prediction) is not supported yet, see docs/roadmap.md, "
-            "'multi-token prediction'; leave it out"
+        wrong = (
+            ": m (a block of multi-token prediction) is not supported yet, see docs/roadmap.md, 'multi-token "
+            "prediction'; leave it out"
         )
-    layers, ranks = symbols.count("t"), config.pipeline_model_parallel_size
-    if layers != num_layers:
-        raise StageLayersError(
-            f"{LAYOUT} {shown} holds {layers} layers, --num-layers asks for {num_layers}; make them agree"
+    elif layers != num_layers:
+        wrong = f" holds {layers} layers, --num-layers asks for {num_layers}; make them agree"
+    elif not once or not layout[0].startswith("E") or not layout[-1].endswith("L"):
+        wrong = ": write E once, at the start of the first stage, and L once, at the end of the last"
+    elif len(layout) % ranks:
+        wrong = (
+            f" has {len(layout)} stages, no multiple of --pipeline-model-parallel-size {ranks}; change the number of "
+            "'|'"
         )
-    once = symbols.count("E") == 1 == symbols.count("L")
-    if not once or not layout[0].startswith("E") or not layout[-1].endswith("L"):
-        raise StageLayersError(
-            f"{LAYOUT} {shown}: write E once, at the start of the first stage, and L once, at the end of the last"
-        )
-    if len(layout) % ranks:
-        raise StageLayersError(
-            f"{LAYOUT} {shown} has {len(layout)} stages, no multiple of --pipeline-model-parallel-size {ranks}; "
-            "change the number of '|'"
-        )
+    if wrong is not None:
+        raise StageLayersError(f"{LAYOUT} {shown}{wrong}")
     return [stage.count("t") for stage in layout]

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.plan_file import load_plan
-from megatron.core.pipeline_parallel.plan.rank_budget import RankBudget
+from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.schedules import (
     AUTO,
     MOST_FORWARDS,
@@ -200,8 +200,10 @@ class StagedModel:
         """
         specs: list[ScheduleSpec] = []
         errors: list[tuple[str, StageLayersError]] = []
-        ranks = self.parallel.pipeline_model_parallel_size
-        groups = range(-(-ranks // 2), ranks + 1) if every_group else range(0)
+        parallel, ranks = self.parallel, self.parallel.pipeline_model_parallel_size
+        groups = (
+            range(-(-ranks // 2), ranks + 1) if every_group and not parallel.interleave_group_size else ()
+        )
         open_ones = [name for name, row in SCHEDULES.items() if row.like is None] if ranks > 1 else ["1f1b"]
         for name in open_ones if named is None else [named]:
             row = SCHEDULES[name]
@@ -209,19 +211,14 @@ class StagedModel:
                 try:
                     one = self.spec(name)
                     if count is not None and one.placement.num_chunks == 1:  # no flag says how many
-                        one = self._with_chunks(name, count)
+                        of = dataclasses.replace(parallel, num_virtual_stages_per_pipeline_rank=count)
+                        one = dataclasses.replace(self, parallel=of).spec(name)
                 except StageLayersError as error:
                     errors.append((name if count is None else f"{name}, {count} chunks", error))
                     continue
-                if row.placement == LINEAR and one.placement.num_chunks > 1:
-                    continue
-                if one not in specs:
-                    sized = groups if name == "gis" and not self.parallel.interleave_group_size else range(0)
+                if one not in specs and (row.placement != LINEAR or one.placement.num_chunks == 1):
+                    sized = groups if name == "gis" else ()
                     specs += [dataclasses.replace(one, group_size=group) for group in sized] or [one]
         if not specs:
             raise errors[0][1]
         return specs, [f"{name}: not possible: {error}" for name, error in errors]
-
-    def _with_chunks(self, name: str, count: int) -> ScheduleSpec:
-        of = dataclasses.replace(self.parallel, num_virtual_stages_per_pipeline_rank=count)
-        return dataclasses.replace(self, parallel=of).spec(name)

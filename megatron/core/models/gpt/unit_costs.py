@@ -1,9 +1,7 @@
-"""The units of every stage before a model is built: their order, what they cost and how large they are (floor
-0).
+"""The units of every stage before a model is built: their order, what they cost and how large they are (floor 0).
 
-Names, order and accesses are those of `GPTModel.units` and `unit_accesses`; sizes are those of the buckets
-that a data parallel engine lays them into. Work is that of stage_costs, so what units take adds up to what
-their stage takes.
+Names, order and accesses are those of `GPTModel.units` and `unit_accesses`; sizes are those of the buckets that a data
+parallel engine lays them into. Work is that of stage_costs, so what units take adds up to what their stage takes.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ _NOTHING = Work()
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-    """numels: parameters by bucket: the unit's own, and one that another pipeline stage has too. extra: of
-    the further use of a tied matrix."""
+    """numels: parameters by bucket: the unit's own, and one that another pipeline stage has too. extra: of the further
+    use of a tied matrix."""
 
     name: str
     numels: tuple[int, ...]
@@ -48,23 +46,24 @@ class _Stage:
 def stage_units(
     costs: ModelCosts, specs: Sequence[StageSpec], placement: Placement, sizes: StateBytes
 ) -> tuple[StageUnits, ...]:
-    """Of every stage, on one tensor parallel rank. Times in units of one layer's F, activations in bytes, as
-    those of `ModelCosts.of_stages`."""
+    """Of every stage, on one tensor parallel rank. Times in units of one layer's F, activations in bytes, as those of
+    `ModelCosts.of_stages`."""
     ranks = placement.ranks()
     assert len(specs) == len(ranks), f"{len(specs)} stages, {placement} has {len(ranks)}"
     both_ends_here = len(specs) > 1 and ranks[0] == ranks[-1]
+    tied = not costs.config.untie_embeddings_and_output_weights
     made = []
     for spec in specs:
-        stage = _stage(costs, spec, both_ends_here=both_ends_here)
+        stage = _stage(costs, spec, tied=tied, both_ends_here=both_ends_here)
         if sizes.bucket_size is not None:
-            shared = {"embedding"} if both_ends_here and _tied(costs) else set()
-            stage = _merged(stage, sizes.bucket_size, shared)
-        made.append(_sized(stage, sizes, costs.layer().f))
+            stage = _merged(stage, sizes.bucket_size, {"embedding"} if both_ends_here and tied else set())
+        units = tuple(_sized(unit, sizes, costs.layer().f) for unit in stage.units)
+        made.append(StageUnits(units, stage.forward, stage.backward))
     return tuple(made)
 
 
-def _stage(costs: ModelCosts, spec: StageSpec, *, both_ends_here: bool) -> _Stage:
-    config, tied = costs.config, _tied(costs)
+def _stage(costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bool) -> _Stage:
+    config = costs.config
     words = word_embedding_parameters(config, costs.padded_vocab_size, costs.tp)
     positions = position_embedding_parameters(config)
     norm = norm_parameters(config, config.hidden_size)
@@ -72,11 +71,8 @@ def _stage(costs: ModelCosts, spec: StageSpec, *, both_ends_here: bool) -> _Stag
     units: list[_Unit] = []
     if both_ends:
         work = costs.embedding() + costs.head()
-        units.append(
-            _Unit(
-                "embedding_and_head", (words + positions + norm,), work, extra=words, begins_with_lookup=True
-            )
-        )
+        numels: tuple[int, ...] = (words + positions + norm,)
+        units.append(_Unit("embedding_and_head", numels, work, extra=words, begins_with_lookup=True))
     elif spec.embedding:
         apart = tied and not both_ends_here  # another stage has a copy of the words
         numels = (positions, words) if apart else (words + positions,)
@@ -86,31 +82,26 @@ def _stage(costs: ModelCosts, spec: StageSpec, *, both_ends_here: bool) -> _Stag
     count, start = len(spec.layers), len(units)
     for number, work in zip(spec.layers, costs.of_layers(count), strict=True):
         units.append(_Unit(f"decoder.layers.{number}", (layer_parameters(config, costs.tp),), work))
-    last: list[Access] = []
-    if both_ends:
-        last = [(0,)]
-    elif spec.loss:
-        last = [(len(units),)]
+    last: list[Access] = [(0,)] if both_ends else []
+    if spec.loss and not both_ends:
         elsewhere = tied and both_ends_here
-        units.append(
-            _Unit("head", (norm,) if elsewhere else (norm, words) if tied else (norm + words,), costs.head())
-        )
-        if elsewhere:
-            last = [(len(units) - 1, len(units))]
-            units.append(_Unit("embedding", (words + positions,)))
+        last = [(len(units), len(units) + 1)] if elsewhere else [(len(units),)]
+        numels = (norm,) if elsewhere else (norm, words) if tied else (norm + words,)
+        units.append(_Unit("head", numels, costs.head()))
+        units += [_Unit("embedding", (words + positions,))] if elsewhere else []
     layers = [(unit,) for unit in range(start, start + count)]
     backward: list[Access] = []
     for begin, end, recomputed in reversed(costs.recomputed(count)):
         backward += [tuple(range(start + begin, start + end))] if recomputed else layers[begin:end][::-1]
     if units:
-        rest = costs.stage(spec) + _times(sum((unit.work for unit in units), _NOTHING), -1)
+        rest = costs.stage(spec).plus(sum((unit.work for unit in units), _NOTHING), -1)
         units[0] = dataclasses.replace(units[0], work=units[0].work + rest)
     return _Stage(tuple(units), (*first, *layers, *last), (*last, *backward, *first))
 
 
 def _merged(stage: _Stage, limit: int, shared: set[str]) -> _Stage:
-    """Neighbours in the backward together until they have `limit` elements, as `distributed.stage_units`
-    merges them. shared: units that another stage of the rank needs too stay alone."""
+    """Neighbours in the backward together until they have `limit` elements, as `distributed.stage_units` merges them.
+    shared: units that another stage of the rank needs too stay alone."""
     last = {unit: place for place, access in enumerate(stage.backward) for unit in access}
     groups: list[list[int]] = []
     alone = [[unit] for unit, one in enumerate(stage.units) if one.name in shared]
@@ -122,11 +113,18 @@ def _merged(stage: _Stage, limit: int, shared: set[str]) -> _Stage:
         groups[-1].append(unit)
     ordered = sorted(sorted(group) for group in groups + alone)
     place_of = {unit: place for place, group in enumerate(ordered) for unit in group}
-    return _Stage(
-        tuple(_joined([stage.units[unit] for unit in group]) for group in ordered),
-        _renumbered(stage.forward, place_of),
-        _renumbered(stage.backward, place_of),
-    )
+
+    def renumbered(accesses: Sequence[Access]) -> tuple[Access, ...]:
+        """Neighbouring accesses of the same units are one."""
+        found: list[Access] = []
+        for access in accesses:
+            units = tuple(dict.fromkeys(place_of[unit] for unit in access))
+            if not found or found[-1] != units:
+                found.append(units)
+        return tuple(found)
+
+    units = tuple(_joined([stage.units[unit] for unit in group]) for group in ordered)
+    return _Stage(units, renumbered(stage.forward), renumbered(stage.backward))
 
 
 def _joined(units: Sequence[_Unit]) -> _Unit:
@@ -142,44 +140,21 @@ def _joined(units: Sequence[_Unit]) -> _Unit:
     )
 
 
-def _renumbered(accesses: Sequence[Access], place_of: dict[int, int]) -> tuple[Access, ...]:
-    """Neighbouring accesses of the same units are one."""
-    found: list[Access] = []
-    for access in accesses:
-        units = tuple(dict.fromkeys(place_of[unit] for unit in access))
-        if not found or found[-1] != units:
-            found.append(units)
-    return tuple(found)
-
-
-def _sized(stage: _Stage, sizes: StateBytes, unit_of_time: float) -> StageUnits:
-    units = []
-    for unit in stage.units:
-        numel = sum(-(-numel // sizes.align) * sizes.align for numel in unit.numels)
-        units.append(
-            UnitCosts(
-                unit.name,
-                unit.work.f / unit_of_time,
-                unit.work.b / unit_of_time,
-                unit.work.w / unit_of_time,
-                unit.work.saved,
-                unit.work.held,
-                weight_bytes=numel * sizes.weight,
-                grad_bytes=numel * sizes.grad,
-                extra_grad_bytes=unit.extra * sizes.grad,
-                shard_bytes=sum(numel // ways * size for size, ways in sizes.at_rest),
-                outer_grad_bytes=numel // sizes.inner * sizes.outer_grad,
-                outer_weight_bytes=numel // sizes.inner * sizes.outer_weight,
-                backward_reads=unit.backward_reads,
-                begins_with_lookup=unit.begins_with_lookup,
-            )
-        )
-    return StageUnits(tuple(units), stage.forward, stage.backward)
-
-
-def _tied(costs: ModelCosts) -> bool:
-    return not costs.config.untie_embeddings_and_output_weights
-
-
-def _times(work: Work, factor: float) -> Work:
-    return Work(*(factor * value for value in dataclasses.astuple(work)))
+def _sized(unit: _Unit, sizes: StateBytes, unit_of_time: float) -> UnitCosts:
+    numel = sum(-(-numel // sizes.align) * sizes.align for numel in unit.numels)
+    return UnitCosts(
+        unit.name,
+        unit.work.f / unit_of_time,
+        unit.work.b / unit_of_time,
+        unit.work.w / unit_of_time,
+        activation=unit.work.saved,
+        held_after_b=unit.work.held,
+        weight_bytes=numel * sizes.weight,
+        grad_bytes=numel * sizes.grad,
+        extra_grad_bytes=unit.extra * sizes.grad,
+        shard_bytes=sum(numel // ways * size for size, ways in sizes.at_rest),
+        outer_grad_bytes=numel // sizes.inner * sizes.outer_grad,
+        outer_weight_bytes=numel // sizes.inner * sizes.outer_weight,
+        backward_reads=unit.backward_reads,
+        begins_with_lookup=unit.begins_with_lookup,
+    )

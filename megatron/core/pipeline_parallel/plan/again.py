@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError
-from megatron.core.pipeline_parallel.plan.measured_costs import costs_of, drifted
-from megatron.core.pipeline_parallel.plan.rank_figures import Figures
+from megatron.core.pipeline_parallel.plan.measured_costs import Figures, costs_of
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
@@ -21,13 +20,12 @@ from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, Schedu
 @dataclass(frozen=True)
 class Replanned:
     """What comes of figures of a run. spec: to run from now on; plan: its, without data parallelism. costs: measured.
-    changed: what has drifted most since the last time, None the first time. bubbles: of the plan before and of the one
-    from now on, by these costs. kept: why the plan before stays, None where it does not. reasons: of `auto`."""
+    bubbles: of the plan before and of the one from now on, by these costs. kept: why the plan before stays, None where
+    it does not. reasons: of `auto`."""
 
     spec: ScheduleSpec
     plan: Plan
     costs: CostModel
-    changed: str | None
     bubbles: tuple[float, float]
     kept: str | None
     reasons: tuple[str, ...]
@@ -36,24 +34,17 @@ class Replanned:
 def replanned(
     figures: Sequence[Figures],
     spec: ScheduleSpec,
-    known: CostModel | None,
     num_microbatches: tuple[int, int],
     *,
     splits: bool,
     lanes: LaneCosts | None,
-) -> Replanned | None:
-    """None where costs have not drifted. known: as last measured. num_microbatches: of a step now, and the most of a
-    later one. For the rest see `solve_again`."""
-    costs, changed = measured_costs(figures, spec), None
-    if known is not None:
-        changed = drifted(known, costs)
-        if changed is None:
-            return None
-    now, most = num_microbatches
+) -> Replanned:
+    """num_microbatches: of a step now, and the most of a later one. For the rest see `solve_again`."""
+    costs, (now, most) = measured_costs(figures, spec), num_microbatches
     again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
     before, after = (planned_bubble(one, now, costs, lanes) for one in (spec, again))
     plan = plan_for(again.bare, now, Purpose.TRAIN)
-    return Replanned(again, plan, costs, changed, (before, after), kept, reasons)
+    return Replanned(again, plan, costs, (before, after), kept, reasons)
 
 
 @functools.lru_cache(maxsize=4)

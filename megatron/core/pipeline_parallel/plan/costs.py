@@ -1,19 +1,19 @@
-"""What operations cost: the one model that add_comm, simulate, searches and the planner read.
+"""What operations cost and what activations take: the one model that passes, simulation and searches read.
 
-[Note: memory of split backwards] Between its B and its W a microbatch holds other tensors than between F and B: x and
-dy of every linear. That can be more than F kept, above all where activations are recomputed. A B then makes a rank's
-memory grow, by held_after_b - activation. Memory counts in program order and after each operation, so a rank's peak is
-after an F or after a B that grows; while such a B runs it counts as what it leaves. That assumes that a B files what W
-needs as fast as it frees what F kept, layer by layer; what single operations take besides, on either way, is not
-counted. A BW frees as it goes, and never holds more than the activation.
+[Note: memory of split backwards] Between its B and its W a microbatch holds x and dy of every linear. That can be more
+than F kept, above all where activations are recomputed: then B makes a rank's memory grow by held_after_b - activation,
+and counts as what it leaves while it runs. What single operations take besides is not counted. A BW frees as it goes,
+and never holds more than the activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.ir import BW, PlanError, W
+from megatron.core.pipeline_parallel.plan.ir import BW, F, PlanError, Row, W, wrong_op
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 
@@ -33,10 +33,9 @@ class CostModel:
     comm: float = 0.0
 
     def __post_init__(self) -> None:
-        lengths = {len(self.f), len(self.b), len(self.w), len(self.activation), len(self.held_after_b)}
-        assert len(lengths) == 1, f"costs for different numbers of stages: {lengths}"
-        every = (*self.f, *self.b, *self.w, *self.activation, *self.held_after_b, self.comm)
-        if not all(0 <= value < float("inf") for value in every):
+        by_stage = (self.f, self.b, self.w, self.activation, self.held_after_b)
+        assert len(set(map(len, by_stage))) == 1, f"costs for different numbers of stages: {by_stage}"
+        if not all(0 <= value < float("inf") for value in itertools.chain(*by_stage, (self.comm,))):
             raise PlanError("costs must be finite and at least 0")
 
     @classmethod
@@ -51,30 +50,21 @@ class CostModel:
         activation: Sequence[float] = (1.0,),
         memory_after_b: float = 1.0,
     ) -> CostModel:
-        """From figures of whole ranks, one for all or one a rank, divided evenly over a rank's chunks.
-
-        memory_after_b: what is held between B and W, as a share of an activation; may be above 1.
-        """
+        """From figures of whole ranks, one for all or one a rank, divided evenly over a rank's chunks. memory_after_b:
+        what is held between B and W, as a share of an activation; may be above 1."""
 
         def spread(name: str, values: Sequence[float]) -> tuple[float, ...]:
             if len(values) not in (1, placement.num_ranks):
                 raise PlanError(
                     f"{name}: {len(values)} numbers for {placement.num_ranks} stages; give 1 or all"
                 )
-            full = list(values) * (placement.num_ranks if len(values) == 1 else 1)
-            return tuple(full[rank] / placement.num_chunks for rank in placement.ranks())
+            return tuple(values[rank % len(values)] / placement.num_chunks for rank in placement.ranks())
 
         if not 0 <= memory_after_b < float("inf"):
             raise PlanError(f"what is held after B is a share of at least 0, not {memory_after_b}")
-        activations = spread("activation", activation)
-        return cls(
-            spread("time of F", time_f),
-            spread("time of B", time_b),
-            spread("time of W", time_w),
-            activations,
-            tuple(size * memory_after_b for size in activations),
-            comm,
-        )
+        held = spread("activation", activation)
+        times = (spread("time of F", time_f), spread("time of B", time_b), spread("time of W", time_w))
+        return cls(*times, held, tuple(size * memory_after_b for size in held), comm)
 
     def released(self, kind: int, stage: int) -> float:
         """What B, W or BW gives back of what is held; below 0 for a B that leaves more than F did."""
@@ -84,11 +74,8 @@ class CostModel:
         return held if kind == W else self.activation[stage] - held
 
     def least_activation(self, stages: Sequence[int]) -> float:
-        """The least that a rank must be allowed to hold: one microbatch through its stages, W's right behind B's.
-
-        stages: of one rank, the first in the pipeline first. All of their forwards come before the first gradient, and
-        at the B of each stage what the F's of those before it have left is still there.
-        """
+        """The least that a rank must be allowed to hold: one microbatch through its stages, first to last, with W's
+        right behind B's."""
         before = most = 0.0
         for stage in stages:
             most = max(most, before + self.held_after_b[stage])
@@ -96,11 +83,8 @@ class CostModel:
         return max(most, before)
 
     def whole_stage(self, placement: Placement) -> float:
-        """One microbatch's activation on the rank that has the most, all its stages together: the unit of limits.
-
-        Of each stage counts the larger one of what F leaves and what is held between B and W, so a limit of one whole
-        stage allows every rank a microbatch, and any schedule takes at most as many of them as microbatches under way.
-        """
+        """One microbatch's activation on the rank that has the most, all its stages together: the unit of limits. Of
+        each stage counts the larger one of what F leaves and what is held between B and W."""
         held = [0.0] * placement.num_ranks
         for stage, rank in enumerate(placement.ranks()):
             held[rank] += max(self.activation[stage], self.held_after_b[stage])
@@ -114,8 +98,7 @@ class CostModel:
         Where one B takes more than half of a whole stage (recomputed activations), a share of 1F1B's memory has no room
         for it: then the limit is two whole stages more, and that B's growth. Never less than `least_activation`.
         """
-        ranks = placement.ranks()
-        of_rank = [[at for at, one in enumerate(ranks) if one == rank] for rank in range(placement.num_ranks)]
+        of_rank = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         whole = max(sum(self.activation[stage] for stage in mine) for mine in of_rank)
         limits = []
         for mine in of_rank:
@@ -142,3 +125,50 @@ class CostModel:
             if not forward_only:
                 times[rank] += self.b[stage] + self.w[stage]
         return tuple(times)
+
+
+def activations(
+    row: Row, costs: CostModel, *, forward_only: bool = False
+) -> Iterator[tuple[int, float, float]]:
+    """For each computation its place, what is held while it runs, and behind it; in the cost model's unit.
+
+    F takes its activation at its start, B, W and BW free it at their ends; a B that leaves more than F did takes the
+    difference at its start. Of a W in parts the last one frees. forward_only: F itself frees at its end.
+    """
+    num_units = units_of_parts(row)
+    left: dict[tuple[int, int], int] = {}  # of a W in parts, units still to come
+    held = 0.0
+    for place, op in enumerate(row):
+        kind, stage = op[0], op[1]
+        if not IS_COMPUTE[kind]:
+            continue
+        if kind == F:
+            during = held + costs.activation[stage]
+            after = held if forward_only else during
+        else:
+            after = held - costs.released(kind, stage)
+            if op[4] >= 0:
+                left[stage, op[2]] = left.get((stage, op[2]), num_units[stage]) - (op[5] - op[4])
+                after = held if left[stage, op[2]] else after
+            during = max(held, after)
+        yield place, during, after
+        held = after
+
+
+def units_of_parts(row: Row) -> dict[int, int]:
+    """How many units a stage has, where a row tells it by W's in parts."""
+    found: dict[int, int] = {}
+    for op in row:
+        if op[0] == W and op[4] >= 0:
+            found[op[1]] = max(found.get(op[1], 0), op[5])
+    return found
+
+
+def peak_activation(rank: int, row: Row, costs: CostModel, *, forward_only: bool = False) -> float:
+    """The most that a rank's activations take. Raises PlanError where more is freed than is held."""
+    peak = 0.0
+    for place, during, after in activations(row, costs, forward_only=forward_only):
+        peak = max(peak, during)
+        if after < -1e-6:
+            raise wrong_op(rank, place, row[place], "frees more activation than is held")
+    return round(peak, 9)

@@ -1,7 +1,7 @@
 """The plan of a pipeline as data: operations, their text, a whole plan and its hash.
 
-F is a forward, B the input gradient, W the weight gradient, BW both together (the letters of the zero-bubble
-paper, arXiv 2401.10241; torch writes I for this B and B for this BW).
+F is a forward, B the input gradient, W the weight gradient, BW both together (the letters of the zero-bubble paper,
+arXiv 2401.10241; torch writes I for this B and B for this BW).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 
 VERSION = 1
 
-# (kind, global stage, microbatch, sequence slice, first unit, end unit, peer rank, pair id); -1: none, or all units.
-# Plans hold these: hundreds of thousands of dataclasses would cost seconds.
+# (kind, global stage, microbatch, slice, first unit, end unit, peer rank, pair id); -1: none, or all units. A pair id
+# is what both ends of a transfer share, and computations that overlap with one another. Plans hold tuples: hundreds of
+# thousands of dataclasses would cost seconds.
 RawOp = tuple[int, int, int, int, int, int, int, int]
 Row = tuple[RawOp, ...]
 
@@ -37,53 +38,13 @@ class PlanError(ValueError):
 
 
 # Plain ints, for loops over whole plans.
-F, B, W, BW = int(Kind.F), int(Kind.B), int(Kind.W), int(Kind.BW)
-SEND_F, RECV_F, SEND_B, RECV_B = int(Kind.SEND_F), int(Kind.RECV_F), int(Kind.SEND_B), int(Kind.RECV_B)
-UNSHARD, RESHARD, REDUCE = int(Kind.UNSHARD), int(Kind.RESHARD), int(Kind.REDUCE)
+F, B, W, BW, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = map(int, list(Kind)[:11])
 HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation of one rank. stage: global. units: (first, end) within the stage, None = all.
-
-    pair: of a transfer, the id that its two ends share; of a computation, the id that it shares with its
-    neighbour in the row when the two overlap.
-    """
-
-    kind: Kind
-    stage: int
-    microbatch: int | None = None
-    slice: int = 0
-    units: tuple[int, int] | None = None
-    peer: int | None = None
-    pair: int | None = None
-
-    @classmethod
-    def of(cls, raw: RawOp) -> Op:
-        """The view of a raw operation."""
-        kind, stage, microbatch, part, first, end, peer, pair = raw
-        return cls(
-            Kind(kind),
-            stage,
-            None if microbatch < 0 else microbatch,
-            part,
-            None if first < 0 else (first, end),
-            None if peer < 0 else peer,
-            None if pair < 0 else pair,
-        )
-
-    @property
-    def raw(self) -> RawOp:
-        """The compact form."""
-        first, end = self.units or (-1, -1)
-        microbatch = -1 if self.microbatch is None else self.microbatch
-        peer = -1 if self.peer is None else self.peer
-        pair = -1 if self.pair is None else self.pair
-        return (int(self.kind), self.stage, microbatch, self.slice, first, end, peer, pair)
-
-    def __str__(self) -> str:
-        return op_text(self.raw)
+def wrong_op(rank: int, place: int, op: RawOp, what: str) -> PlanError:
+    """What is wrong with the operation at a place of a rank's row."""
+    return PlanError(f"rank {rank}, place {place}, {op_text(op)}: {what}")
 
 
 def compute(kind: int, stage: int, microbatch: int) -> RawOp:
@@ -151,30 +112,18 @@ def parse_op(text: str) -> RawOp:
         raise PlanError(
             f"{text!r:.80} is no operation: expected for example 2F0, 2BW0, 0SEND_F3@1#17 or (0F3;7BW1)"
         )
-    stage, kind, microbatch, first, end, part, peer, pair = match.groups()
-    op = (
-        int(Kind[kind]),
-        int(stage),
-        _number(microbatch),
-        int(part or 0),
-        _number(first),
-        _number(end),
-        _number(peer),
-        _number(pair),
-    )
-    if HAS_MICROBATCH[op[0]] != (microbatch is not None):
+    stage, kind, *numbers = match.groups()
+    microbatch, first, end, part, peer, pair = (-1 if number is None else int(number) for number in numbers)
+    op = (int(Kind[kind]), int(stage), microbatch, max(part, 0), first, end, peer, pair)
+    if HAS_MICROBATCH[op[0]] != (microbatch >= 0):
         raise PlanError(
             f"{text!r}: F, B, W, BW and their transfers have a microbatch, {kind} as others has none"
         )
-    if IS_COMPUTE[op[0]] and (peer is not None or pair is not None):
+    if IS_COMPUTE[op[0]] and max(peer, pair) >= 0:
         raise PlanError(f"{text!r}: a computation has neither peer nor message")
-    if op[4] >= 0 and op[4] >= op[5]:
-        raise PlanError(f"{text!r}: no units from {op[4]} to {op[5]}")
+    if first >= 0 and first >= end:
+        raise PlanError(f"{text!r}: no units from {first} to {end}")
     return op
-
-
-def _number(text: str | None) -> int:
-    return -1 if text is None else int(text)
 
 
 def parse_row(texts: Sequence[str]) -> Row:

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.plan.activations import peak_activation
 from megatron.core.pipeline_parallel.plan.collector import without_collector
-from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
@@ -47,6 +45,25 @@ class Judged:
         """By rank, bytes that it holds in all."""
         return peak_bytes(self.spec, self.plan)
 
+    def __str__(self) -> str:
+        """Its time, what is exposed of it, what its fullest rank holds."""
+        found, rank = self.simulation, max(range(len(self.peaks)), key=self.peaks.__getitem__)
+        exposed = (
+            f", exposed {100 * max(found.exposed) / found.cost:.1f}%" if found.exposed and found.cost else ""
+        )
+        return (
+            f"{self.spec.describe_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
+            f"{size_text(self.peaks[rank])} (rank {rank})"
+        )
+
+
+class _NoFasterError(PlanError):
+    """Another candidate is known to be as fast as this one at its best: `bound`."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"takes at least {bound:g}")
+        self.bound = bound
+
 
 class Least(NamedTuple):
     """Bytes without which a rank can do nothing: states at rest; the weights that one access reads; gradients that are
@@ -58,35 +75,19 @@ class Least(NamedTuple):
     activation: float
 
 
-def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
-    """By rank."""
-    asked = spec.residency
-    assert spec.stages_units is not None
-    assert asked is not None
-    parts = []
-    for rank in range(spec.placement.num_ranks):
-        units, mine = RankUnits(rank, spec.placement, spec.stages_units), sorted(spec.local_stages(rank))
-        row = [compute(F, stage, 0) for stage in mine]
-        row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
-        uses = RowUses(tuple(row), units, overlap_reduce=asked.overlap_reduce)
-        weights, gradients = uses.most_read * asked.weights_cut, uses.most_adding * asked.grads_cut
-        parts.append(Least(units.shard_bytes, weights, gradients, spec.costs.least_activation(mine)))
-    return tuple(parts)
-
-
 @without_collector()
 def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Judged, tuple[str, ...]]:
     """The best of the candidates, and a line for each that says why. candidates: each with units, a residency that has
     a limit, and what the wire costs.
 
     Gathers and reductions can only add to what computations and messages take by themselves, so that none is tried that
-    could not be better. Orders that are fixed come first, by that bound, searched ones behind them. Raises PlanError
+    could not be better. Orders that are fixed come first, by that bound, searched ones behind them. A fixed order is
+    taken as it is: one that holds too much is refused, though it might fit with forwards held back. Raises PlanError
     where nothing keeps to the limit, saying what would hold the least.
     """
     best: Judged | None = None
     lines: list[str] = []
-    bare = _Bare(num_microbatches)
-    bounds = [bare.bound(spec) for spec in candidates]
+    bounds = [_bound(spec, num_microbatches) for spec in candidates]
     order = sorted(range(len(candidates)), key=lambda at: (candidates[at].row.searched, bounds[at]))
     for spec, bound in ((candidates[at], bounds[at]) for at in order):
         try:
@@ -100,11 +101,11 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
         except PlanError as error:
             lines.append(f"{named(spec)}: not possible: {error}")
             continue
-        lines.append(f"{named(spec)}: {told(found)}")
+        lines.append(f"{named(spec)}: {found}")
         if best is None or found.simulation.merit < best.simulation.merit:
             best = found
     if best is None:
-        raise PlanError(bare.least(candidates))
+        raise PlanError(_nothing_fits(candidates, num_microbatches))
     return best, (f"{named(best.spec)}: chosen", *lines)
 
 
@@ -118,119 +119,24 @@ def named(spec: ScheduleSpec) -> str:
     return ", ".join([*words, *([spec.residency.strategy] if spec.residency is not None else [])])
 
 
-def told(one: Judged) -> str:
-    """Its time, what is exposed of it, what its fullest rank holds."""
-    found, rank = one.simulation, max(range(len(one.peaks)), key=one.peaks.__getitem__)
-    exposed = (
-        f", exposed {100 * max(found.exposed) / found.cost:.1f}%" if found.exposed and found.cost else ""
-    )
-    return (
-        f"{one.spec.describe_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
-        f"{size_text(one.peaks[rank])} (rank {rank})"
-    )
-
-
-class _NoFasterError(PlanError):
-    """Another candidate is known to be as fast as this one at its best: `bound`."""
-
-    def __init__(self, bound: float) -> None:
-        super().__init__(f"takes at least {bound:g}")
-        self.bound = bound
-
-
-class _Bare:
-    """What candidates take and hold without gathers and reductions: alike for all rows of the sharding table."""
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.num_microbatches = num_microbatches
-        self._known: dict[ScheduleSpec, tuple[float, tuple[float, ...]]] = {}
-
-    def bound(self, spec: ScheduleSpec) -> float:
-        """No plan of the candidate takes less; 0 where there is none, which `judge` says."""
-        try:
-            if spec.row.searched:
-                return lower_bound(
-                    Problem(spec.placement, self.num_microbatches, _least_held(spec), _room(spec))
-                )
-            return self._order(spec)[0]
-        except PlanError:
-            return 0.0
-
-    def least(self, candidates: Sequence[ScheduleSpec]) -> str:
-        """Of the candidate whose fullest rank holds the least."""
-
-        def parts_of(spec: ScheduleSpec) -> tuple[Least, ...]:
-            parts = least_bytes(spec)
-            if spec.row.searched:
-                return parts
-            _, peaks = self._order(spec)
-            return tuple(one._replace(activation=peak) for one, peak in zip(parts, peaks, strict=True))
-
-        known = []
-        for spec in candidates:
-            try:
-                known.append((spec, parts_of(spec)))
-            except PlanError:
-                continue  # an order that these microbatches do not make
-        if not known:
-            return "; ".join(f"{named(spec)}: no such order" for spec in candidates)
-        spec, parts = min(known, key=lambda one: max(map(sum, one[1])))
-        return f"nothing fits; the least is that of {named(spec)}: {_too_little(parts)}"
-
-    def _order(self, spec: ScheduleSpec) -> tuple[float, tuple[float, ...]]:
-        """Time and activations by rank of a fixed order."""
-        bare = spec.bare
-        if bare not in self._known:
-            plan = plan_for(bare, self.num_microbatches, Purpose.ORDER)
-            found = simulate(plan, spec.costs)
-            self._known[bare] = (found.cost, found.peak_activation)
-        return self._known[bare]
-
-
-def _least_held(spec: ScheduleSpec) -> CostModel:
-    """Costs by which nothing is held longer than a schedule needs: a linear one may come to fused backwards, which
-    hold what F left."""
-    costs = spec.costs
-    if spec.placement.num_chunks > 1:
-        return costs
-    return dataclasses.replace(costs, held_after_b=tuple(map(min, costs.held_after_b, costs.activation)))
-
-
-def _room(spec: ScheduleSpec) -> tuple[float, ...]:
-    """By rank, the most that a searched schedule may hold of activations, at a moment without whole gradients; more
-    than twice what 1F1B holds is of no use. Raises PlanError where that is less than it needs."""
-    assert spec.residency is not None
-    assert spec.residency.limit is not None
-    parts = least_bytes(spec)
-    cap = 2 * spec.placement.num_ranks * spec.whole_stage
-    room = tuple(
-        min(cap, limit - one.rest - one.weights)
-        for limit, one in zip(spec.residency.limit, parts, strict=True)
-    )
-    if any(size < one.activation for size, one in zip(room, parts, strict=True)):
-        raise PlanError(_too_little(parts))
-    return room
-
-
 def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")) -> Judged:
     """spec: with units, a residency that has a limit, and lanes. below: what takes longer need not be found. Raises
     PlanError where nothing keeps to the limit, or is below."""
     if not spec.row.searched:
-        _refuse_full(spec, plan_for(spec.bare, num_microbatches, Purpose.ORDER))
-        return _judge(spec, num_microbatches)
+        _refuse_full(spec, num_microbatches)
+        return _judged(spec, num_microbatches)
     most = _room(spec)
     least = max(one.activation / size for size, one in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
 
     def cost(share: float) -> float:
         if share not in found:
-            limits = tuple(share * one for one in most)
             try:
-                one = dataclasses.replace(spec, limits=limits)
+                one = dataclasses.replace(spec, limits=tuple(share * size for size in most))
                 bare = simulate(plan_for(one.bare, num_microbatches, Purpose.TRAIN), spec.costs).cost
                 if bare >= below:
                     raise _NoFasterError(bare)
-                found[share] = dataclasses.replace(_judge(one, num_microbatches), share=share)
+                found[share] = _judged(one, num_microbatches, share)
             except PlanError as error:
                 found[share] = error
         known = found[share]
@@ -257,12 +163,75 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
     return min(judged, key=lambda one: one.simulation.merit)
 
 
-def _refuse_full(spec: ScheduleSpec, order: Plan) -> None:
+def _judged(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
+    plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share)
+
+
+# What candidates take and hold at least -----------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _order(bare: ScheduleSpec, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
+    """Time and activations by rank of a fixed order without gathers and reductions: alike for all rows of the sharding
+    table."""
+    found = simulate(plan_for(bare, num_microbatches, Purpose.ORDER), bare.costs)
+    return found.cost, found.peak_activation
+
+
+def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
+    """No plan of the candidate takes less; 0 where there is none, which `judge` says."""
+    try:
+        if not spec.row.searched:
+            return _order(spec.bare, num_microbatches)[0]
+        costs = spec.costs
+        if spec.placement.num_chunks == 1:  # it may come to fused backwards, which hold what F left
+            costs = dataclasses.replace(
+                costs, held_after_b=tuple(map(min, costs.held_after_b, costs.activation))
+            )
+        return lower_bound(Problem(spec.placement, num_microbatches, costs, _room(spec)))
+    except PlanError:
+        return 0.0
+
+
+def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
+    """By rank."""
+    asked, parts = spec.residency, []
+    assert spec.stages_units is not None
+    assert asked is not None
+    for rank in range(spec.placement.num_ranks):
+        units, mine = RankUnits(rank, spec.placement, spec.stages_units), spec.local_stages(rank)
+        row = [compute(F, stage, 0) for stage in mine]
+        row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
+        uses = RowUses(tuple(row), units, overlap_reduce=asked.overlap_reduce)
+        weights, gradients = uses.most_read * asked.weights_cut, uses.most_adding * asked.grads_cut
+        parts.append(Least(units.shard_bytes, weights, gradients, spec.costs.least_activation(mine)))
+    return tuple(parts)
+
+
+def _room(spec: ScheduleSpec) -> tuple[float, ...]:
+    """By rank, the most that a searched schedule may hold of activations, at a moment without whole gradients; more
+    than twice what 1F1B holds is of no use. Raises PlanError where that is less than it needs."""
+    assert spec.residency is not None
+    assert spec.residency.limit is not None
+    parts = least_bytes(spec)
+    cap = 2 * spec.placement.num_ranks * spec.whole_stage
+    room = tuple(
+        min(cap, limit - one.rest - one.weights)
+        for limit, one in zip(spec.residency.limit, parts, strict=True)
+    )
+    if any(size < one.activation for size, one in zip(room, parts, strict=True)):
+        raise PlanError(_too_little(parts))
+    return room
+
+
+def _refuse_full(spec: ScheduleSpec, num_microbatches: int) -> None:
     """Where states at rest and activations alone are more than a rank may hold, before anything else is tried."""
     assert spec.residency is not None
     assert spec.residency.limit is not None
-    for rank, (one, limit) in enumerate(zip(least_bytes(spec), spec.residency.limit, strict=True)):
-        peak = peak_activation(rank, order.rows[rank], spec.costs)
+    _, peaks = _order(spec.bare, num_microbatches)
+    every = zip(least_bytes(spec), peaks, spec.residency.limit, strict=True)
+    for rank, (one, peak, limit) in enumerate(every):
         if one.rest + peak > limit:
             raise PlanError(
                 f"rank {rank} holds {size_text(one.rest)} at rest and {size_text(peak)} of activations, the limit is "
@@ -270,9 +239,22 @@ def _refuse_full(spec: ScheduleSpec, order: Plan) -> None:
             )
 
 
-def _judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
-    plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
-    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)))
+def _nothing_fits(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> str:
+    """What the candidate whose fullest rank holds the least holds; of a fixed order with all its activations."""
+    known = []
+    for spec in candidates:
+        try:
+            parts = least_bytes(spec)
+            if not spec.row.searched:
+                _, peaks = _order(spec.bare, num_microbatches)
+                parts = tuple(one._replace(activation=peak) for one, peak in zip(parts, peaks, strict=True))
+            known.append((spec, parts))
+        except PlanError:
+            continue  # an order that these microbatches do not make
+    if not known:
+        return "; ".join(f"{named(spec)}: no such order" for spec in candidates)
+    spec, parts = min(known, key=lambda one: max(map(sum, one[1])))
+    return f"nothing fits; the least is that of {named(spec)}: {_too_little(parts)}"
 
 
 def _too_little(parts: Sequence[Least]) -> str:

@@ -1,9 +1,7 @@
-"""When a rank's gathers and reductions run beside its computations: one wire, in the order in which they are
-issued.
+"""When a rank's gathers and reductions run beside its computations: one wire, in the order in which they are issued.
 
-A computation's access waits for the gathers of what it reads, and for reductions as held_units, [Note: under
-way] says. All this waiting is exposed. Messages between stages are timed apart, as if they had a network card
-of their own.
+A computation's access waits for the gathers of what it reads, and for reductions as residency_walk, [Note: under way]
+says. All this waiting is exposed. Messages between stages are timed apart, as if they had a network card of their own.
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
-from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan, RawOp
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 
 
@@ -26,18 +22,14 @@ class Lanes:
     residency: Residency
     costs: LaneCosts
 
-    def clock(self, rank: int, plan: Plan, costs: CostModel, begin: float) -> LaneClock:
-        """A rank's."""
-        return LaneClock(RankUnits(rank, plan.placement, self.stages), self, costs.durations(), begin)
-
 
 class LaneClock:
-    """One rank's lane. free: when its wire is. busy: its time so far. exposed: what the rank has waited for
-    it. times: of operations by place in the row, when they begin and end on the wire. moments: where it is a dict,
-    by (place, access) when accesses begin, by (place, -1) when the rank goes on behind an operation of the lane."""
+    """One rank's lane. free: when its wire is. busy: its time so far. exposed: what the rank has waited for it. times:
+    of operations by place in the row, when they begin and end on the wire. moments: where it is a dict, by (place,
+    access) when accesses begin, by (place, -1) when the rank goes on behind an operation of the lane."""
 
     def __init__(
-        self, units: RankUnits, lanes: Lanes, durations: Sequence[Sequence[float]], begin: float
+        self, units: RankUnits, begin: float, lanes: Lanes, durations: Sequence[Sequence[float]]
     ) -> None:
         self.units, self.lanes, self.durations = units, lanes, durations
         self.free, self.busy, self.exposed = begin, 0.0, 0.0
@@ -47,7 +39,6 @@ class LaneClock:
         self._gathered = [begin] * len(units)
         self._gathered_before = [False] * len(units)
         self._under: list[tuple[int, float]] = []  # reductions and sums over instances: unit, end
-        self._shares: dict[tuple[int, int, int, int], tuple[float, ...]] = {}
 
     def issue(self, place: int, op: RawOp, clock: float) -> float:
         """When the rank goes on behind an operation that stands at `clock` in its row."""
@@ -64,11 +55,11 @@ class LaneClock:
             self._under.clear()  # all through: else a later reduction of this unit would be waited for with an old one
             if op[4] < 0:
                 return clock + duration
-        shares = self._shares_of(op)
+        uses = self.units.uses(op)
         if idle:
-            return clock + duration * sum(shares)
+            return clock + duration * sum(use.share for use in uses)
         pending, at = self._pending, 0
-        for access, (use, share) in enumerate(zip(self.units.uses(op), shares, strict=True)):
+        for access, use in enumerate(uses):
             while at < len(pending) and pending[at][1][3] <= access + 1:
                 clock = self._perform(*pending[at], clock)
                 at += 1
@@ -79,7 +70,7 @@ class LaneClock:
                     clock = self._wait_for(unit, clock)
             if self.moments is not None:
                 self.moments[place, access] = clock
-            clock += share * duration
+            clock += use.share * duration
         pending.clear()
         return clock
 
@@ -112,14 +103,6 @@ class LaneClock:
             self.moments[place, -1] = clock
         return clock
 
-    def _shares_of(self, op: RawOp) -> tuple[float, ...]:
-        """Of the time of the computation, each access's."""
-        key = (op[0], op[1], op[4], op[5])
-        shares = self._shares.get(key)
-        if shares is None:
-            shares = self._shares[key] = self.units.stages[op[1]].shares(op) or (1.0,)
-        return shares
-
     def _run(self, clock: float, seconds: float) -> tuple[float, float]:
         start = max(clock, self.free)
         self.free = start + seconds
@@ -134,7 +117,7 @@ class LaneClock:
         return clock
 
     def _wait(self, clock: float, end: float) -> float:
-        if end <= clock:
-            return clock
-        self.exposed += end - clock
-        return end
+        if end > clock:
+            self.exposed += end - clock
+            clock = end
+        return clock

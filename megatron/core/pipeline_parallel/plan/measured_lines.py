@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.again import Replanned
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import peaks_of
-from megatron.core.pipeline_parallel.plan.rank_figures import Figures
+from megatron.core.pipeline_parallel.plan.measured_costs import Figures, peaks_of
 
 _NS_PER_MS = 1e6
 
@@ -37,14 +36,13 @@ class Bubbles:
 class MeasuredPlan:
     """What a pipeline was measured to cost in iterations `first_iteration` to `iteration`, and the plan of it.
 
-    changed: what has drifted most since the last time, None the first time. solved: its schedule is one that is made
-    for costs. f_ms, b_ms, w_ms, activation_bytes: by global stage. Bubbles: of the plan before and of the one from now
-    on, by these costs. kept: why the plan before stays, None where it does not. path: of the new plan's file.
+    solved: its schedule is one that is made for costs. f_ms, b_ms, w_ms, activation_bytes: by global stage. Bubbles: of
+    the plan before and of the one from now on, by these costs. kept: why the plan before stays, None where it does not.
+    path: of the new plan's file.
     """
 
     iteration: int
     first_iteration: int
-    changed: str | None
     solved: bool
     schedule: str
     hash: str
@@ -69,7 +67,6 @@ class MeasuredPlan:
         return cls(
             iteration=iteration,
             first_iteration=min(told[0] for one in figures for told in one["steps"]),
-            changed=found.changed,
             solved=spec.reads_costs,
             schedule=found.plan.schedule,
             hash=plan_hash(found.plan),
@@ -91,12 +88,9 @@ class MeasuredPlan:
             f"{name} {_range(values)}"
             for name, values in (("F", self.f_ms), ("B", self.b_ms), ("W", self.w_ms))
         )
-        when = f"iterations {self.first_iteration}-{self.iteration}"
-        if self.changed is not None:
-            when = f"{when}; changed most: {self.changed}"
         text = (
-            f" > pipeline {'solved again' if self.solved else 'measured'} after iteration {self.iteration} ({when}): "
-            f"{times} ms a stage, a transfer "
+            f" > pipeline {'solved again' if self.solved else 'measured'} after iteration {self.iteration} "
+            f"(iterations {self.first_iteration}-{self.iteration}): {times} ms a stage, a transfer "
             f"{self.comm_ms:.3f} ms; planned bubble {100 * self.planned_bubble_before:.2f}%"
         )
         if self.kept is not None:

@@ -51,6 +51,10 @@ class Placement:
         place = self.num_ranks - 1 - rank if self.kind == V_SHAPED and chunk % 2 else rank
         return chunk * self.num_ranks + place
 
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The global stages of a rank, by chunk, which is their order."""
+        return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
+
     def ranks(self) -> tuple[int, ...]:
         """The rank of each global stage."""
         return tuple(self.rank_of(stage) for stage in range(self.num_stages))

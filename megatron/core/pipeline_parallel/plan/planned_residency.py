@@ -1,4 +1,5 @@
-"""What plans of a run hold and move on their fullest rank, and which groups of microbatches a resumed run keeps."""
+"""What plans of a run hold and move on their fullest rank, what log and record say of it, and which groups of
+microbatches a resumed run keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves
@@ -14,7 +15,6 @@ from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.units import RankUnits
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 _NS_PER_S = 1e9
 
@@ -62,15 +62,11 @@ def planned_residency(
     for rank, row in enumerate(plan.rows):
         units = RankUnits(rank, plan.placement, spec.stages_units)
         walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
-        held = HeldBytes(
-            at_rest[rank],
-            walk.most.gathered,
-            max((one.gradients + one.under_way for one in walk.boundaries), default=0),
-            round(walk.most.activation) if spec.estimated else None,
-        )
-        told = StepMoves.of(
-            walk.moves.gathers, walk.moves.reductions, walk.moves.outer_gathers, walk.moves.outer_sums
-        )
+        gradients = max((one.gradients + one.under_way for one in walk.boundaries), default=0)
+        activations = round(walk.most.activation) if spec.estimated else None
+        held = HeldBytes(at_rest[rank], walk.most.gathered, gradients, activations)
+        moves = walk.moves
+        told = StepMoves.of(moves.gathers, moves.reductions, moves.outer_gathers, moves.outer_sums)
         if timed is not None:
             told = dataclasses.replace(
                 told,
@@ -92,14 +88,12 @@ def kept_groupings(
     own = PlannedResidency.of(spec.residency, spec.stages_units, ())
     alike = {size: one for size, one in saved.items() if dataclasses.replace(one, grouping=()) == own}
     lines = []
-    for size, one in saved.items():
-        if size in alike:
-            continue
+    for size in (one for one in saved if one not in alike):
         try:
             planned = plan_for(spec, size, Purpose.TRAIN).residency
         except PlanError:
             continue  # steps of this size are not run any more
-        if planned is not None and planned.grouping != one.grouping:
+        if planned is not None and planned.grouping != saved[size].grouping:
             lines.append(
                 f" > gradients of {size} microbatches are grouped otherwise than in the saved run: before each "
                 "reduction others are added up, so that sums are rounded otherwise (docs/numerics.md)"

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
-    from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
+    from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 POLICIES = ("memory", "backward", "step", "budget")
 
+# Reductions and sums over instances that a rank has under way: before a third one begins it waits for the first.
+MOST_UNDER_WAY = 2
 # By stage, by unit: how many microbatches of that stage each REDUCE of the unit sums up. It decides bits.
 Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -25,14 +27,13 @@ Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 class Residency:
     """The same on all ranks.
 
-    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and
-    instances of them. outer_optimizer: the optimizer is cut over instances too. policy:
-    --fsdp-reshard-policy. budget: by pipeline rank, bytes of gathered weights and whole gradients that it may
-    hold beyond what policy `memory` does. limit: by pipeline rank, bytes that it may hold in all (states at
-    rest, gathered weights, gradients, activations, whose costs are in bytes then). Policy `budget` has one of
-    the two or both, others none. ahead: bytes of whole weights at any time that gathers ahead of their use
-    keep to, the unit in use included; 0: twice the rank's mean unit. overlap_gather, overlap_reduce: whether
-    gathers and reductions run beside computations.
+    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and instances of
+    them. outer_optimizer: the optimizer is cut over instances too. policy: --fsdp-reshard-policy. budget: by pipeline
+    rank, bytes of gathered weights and whole gradients that it may hold beyond what policy `memory` does. limit: by
+    pipeline rank, bytes that it may hold in all (states at rest, gathered weights, gradients, activations, whose costs
+    are in bytes then). Policy `budget` has one of the two or both, others none. ahead: bytes of whole weights at any
+    time that gathers ahead of their use keep to, the unit in use included; 0: twice the rank's mean unit.
+    overlap_gather, overlap_reduce: whether gathers and reductions run beside computations.
     """
 
     strategy: str
@@ -102,22 +103,23 @@ class PlannedResidency:
     grouping: Grouping
 
     @classmethod
-    def of(cls, residency: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
+    def of(cls, asked: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
         names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
-        row = (residency.strategy, residency.ways, residency.outer, residency.outer_optimizer)
-        return cls(*row, residency.policy, names, grouping)
+        row = (asked.strategy, asked.ways, asked.outer, asked.outer_optimizer)
+        return cls(*row, asked.policy, names, grouping)
 
     def as_json(self) -> dict[str, Any]:
         """For files and hashes. Equal groups in a row are `size*count`."""
-        return {
-            "strategy": self.strategy,
-            "ways": self.ways,
-            "outer": self.outer,
-            "outer_optimizer": self.outer_optimizer,
-            "policy": self.policy,
-            "units": [list(units) for units in self.units],
-            "grouping": [[_runs(groups) for groups in stage] for stage in self.grouping],
-        }
+        runs = [
+            [
+                ",".join(f"{size}*{len(list(run))}" for size, run in itertools.groupby(groups))
+                for groups in stage
+            ]
+            for stage in self.grouping
+        ]
+        units = [list(units) for units in self.units]
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**known, "units": units, "grouping": runs}
 
     @classmethod
     def from_json(cls, content: object, most_groups: int) -> PlannedResidency:
@@ -126,56 +128,44 @@ class PlannedResidency:
         if not isinstance(content, dict) or set(content) != fields:
             raise ValueError(f"`residency` has {', '.join(sorted(fields))}")
         numbers = (content["ways"], content["outer"])
-        if (
-            any(type(one) is not int or one < 1 for one in numbers)
-            or type(content["outer_optimizer"]) is not bool
-        ):
+        integers = all(type(one) is int and one >= 1 for one in numbers)
+        if not integers or type(content["outer_optimizer"]) is not bool:
             raise ValueError(
                 "`residency`: ways and outer are numbers of ranks, outer_optimizer is true or false"
             )
         if content["strategy"] not in STRATEGIES or content["policy"] not in POLICIES:
             raise ValueError(f"`residency`: strategy is one of {STRATEGIES}, policy one of {POLICIES}")
         units, texts = (_texts(content[name], name) for name in ("units", "grouping"))
-        if sum(map(_count, (one for stage in texts for one in stage))) > most_groups:
+        runs = [[_runs(text) for text in stage] for stage in texts]
+        if sum(count for stage in runs for unit in stage for _, count in unit) > most_groups:
             raise ValueError("`residency`: there are more groups of microbatches than operations")
-        grouping = tuple(tuple(map(_groups, stage)) for stage in texts)
-        row = (content["strategy"], *numbers, content["outer_optimizer"], content["policy"])
-        return cls(*row, units, grouping)
+        grouping = tuple(
+            tuple(tuple(size for size, count in unit for _ in range(count)) for unit in stage)
+            for stage in runs
+        )
+        return cls(**{**content, "units": units, "grouping": grouping})
 
 
-_RUN = re.compile(r"(\d{1,9})\*(\d{1,9})")
-
-
-def _runs(groups: tuple[int, ...]) -> str:
-    return ",".join(f"{size}*{len(list(run))}" for size, run in itertools.groupby(groups))
-
-
-def _count(text: str) -> int:
-    """How many groups a text of runs has."""
-    runs = [_RUN.fullmatch(one) for one in text.split(",")] if text else []
+def _runs(text: str) -> list[tuple[int, int]]:
+    """(size, count) of equal groups in a row."""
+    runs = [re.fullmatch(r"(\d{1,9})\*(\d{1,9})", one) for one in text.split(",")] if text else []
     if not all(runs):
         raise ValueError(f"{text!r:.80} is no list of groups: expected for example 1*64 or 3*1,2*4")
-    return sum(int(run[2]) for run in runs if run)
-
-
-def _groups(text: str) -> tuple[int, ...]:
-    runs = (one.split("*") for one in text.split(",") if one)
-    return tuple(int(size) for size, count in runs for _ in range(int(count)))
+    return [(int(run[1]), int(run[2])) for run in runs if run]
 
 
 def _texts(content: object, name: str) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(content, list) or not all(isinstance(stage, list) for stage in content):
+    stages = content if isinstance(content, list) else [content]
+    if not all(isinstance(stage, list) and all(isinstance(one, str) for one in stage) for stage in stages):
         raise ValueError(f"`residency`: {name} is a list of texts a stage")
-    if not all(isinstance(one, str) for stage in content for one in stage):
-        raise ValueError(f"`residency`: {name} is a list of texts a stage")
-    return tuple(map(tuple, content))
+    return tuple(map(tuple, stages))
 
 
 @dataclass(frozen=True)
 class LaneCosts:
-    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective,
-    bytes in a unit of time. It is one wire a rank; messages between stages are taken to have another one,
-    which they have not where both go over the same network card."""
+    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective, bytes in a
+    unit of time. It is one wire a rank; messages between stages are taken to have another one, which they have not
+    where both go over the same network card."""
 
     latency: float = 0.0
     bandwidth: float = float("inf")
@@ -205,3 +195,17 @@ class LaneCosts:
 
     def _ring(self, num_bytes: int, ways: int) -> float:
         return self.of(Moved(1, num_bytes), ways)
+
+
+@dataclass(frozen=True)
+class RankBudget:
+    """What one limit in bytes is chosen under. rows: by strategy that may be chosen, what is asked of plans, with the
+    limit, and how large states are. flops, bytes_per_s: of a rank, and of its wire to data parallel peers."""
+
+    rows: tuple[tuple[Residency, StateBytes], ...]
+    flops: float
+    bytes_per_s: float
+
+    def lanes(self, unit_flops: float) -> LaneCosts:
+        """In a cost model's unit of time, in which so many FLOPs are computed."""
+        return LaneCosts(bandwidth=self.bytes_per_s * unit_flops / self.flops)

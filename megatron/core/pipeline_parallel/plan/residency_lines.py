@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.sizes import mib_text
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +100,10 @@ class StepResidency:
             ("planned", self._comparable, self.planned_moves),
             ("measured", self.measured, self.measured_moves),
         ):
-            scalars[f"{prefix}-held-bytes"] = held.total
-            kinds = held.kinds().items()
-            scalars |= {f"{prefix}-{kind.replace(' ', '-')}-bytes": size for kind, size in kinds}
+            kinds = {f"{kind.replace(' ', '-')}-bytes": size for kind, size in held.kinds().items()}
             known = {
+                "held-bytes": held.total,
+                **kinds,
                 "gathers": moves.gathers,
                 "reductions": moves.reductions,
                 "hsdp-all-gathers": moves.outer_gathers,
@@ -135,12 +135,9 @@ def _held(held: HeldBytes) -> str:
 
 
 def _moves(moves: StepMoves) -> str:
-    words = [_counted(moves.gathers, "gather"), _counted(moves.reductions, "reduction")]
-    if moves.outer_gathers:
-        words.append(_counted(moves.outer_gathers, "HSDP all-gather"))
-    if moves.outer_sums:
-        words.append(_counted(moves.outer_sums, "HSDP all-reduce"))
-    words.append(mib_text(moves.payload_bytes))
+    outer = ((moves.outer_gathers, "HSDP all-gather"), (moves.outer_sums, "HSDP all-reduce"))
+    counts = ((moves.gathers, "gather"), (moves.reductions, "reduction"), *(one for one in outer if one[0]))
+    words = [*(_counted(*one) for one in counts), mib_text(moves.payload_bytes)]
     if moves.lane_share is not None:
         words.append(f"lane busy {100 * moves.lane_share:.2f}%")
     if moves.exposed_share is not None:

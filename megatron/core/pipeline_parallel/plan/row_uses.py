@@ -1,8 +1,8 @@
 """When a row's computations use which units: moments, uses and the gaps between them.
 
-[Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more
-stands for the row's end. An operation of data parallelism belongs to a moment: it is issued when that access
-begins, or before the computation is called where it is the computation's first.
+[Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more stands for the
+row's end. An operation of data parallelism belongs to a moment: it is issued when that access begins, or before the
+computation is called where it is the computation's first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 
@@ -29,8 +29,8 @@ class Span:
 
 
 class Gap(NamedTuple):
-    """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it.
-    weights: gathered ones; else gradients."""
+    """Moments [start, end) between a unit's use number `index` and the next one, and the bytes of keeping it. weights:
+    gathered ones; else gradients."""
 
     start: int
     end: int
@@ -56,10 +56,8 @@ class RowUses:
         self.reads: list[list[Span]] = [[] for _ in range(len(units))]
         self.adds: list[list[Span]] = [[] for _ in range(len(units))]
         self.most_adding = 0
-        self.most_read = 0
         last_read = [-2] * len(units)  # by number of the reading access
         under: deque[int] = deque(maxlen=MOST_UNDER_WAY)
-        grad_bytes, weight_bytes, extra_bytes = units.grad_bytes, units.weight_bytes, units.extra_bytes
         complete: list[int] = []  # bytes of gradients
         read_together: set[tuple[int, ...]] = set()
         moment = reading = adding = 0
@@ -69,28 +67,25 @@ class RowUses:
             self.computations.append((place, moment))
             uses = units.uses(op)
             for use in uses:
+                for unit in use.reads:
+                    mine = self.reads[unit]
+                    if last_read[unit] == reading - 1 and not (apart and mine[-1].last < moment - 1):
+                        mine[-1].last = moment
+                        mine[-1].end = op
+                    else:
+                        mine.append(Span(moment, moment, op, op))
+                    last_read[unit] = reading
                 if use.reads:
-                    for unit in use.reads:
-                        if last_read[unit] == reading - 1 and not (
-                            apart and self.reads[unit][-1].last < moment - 1
-                        ):
-                            self.reads[unit][-1].last = moment
-                            self.reads[unit][-1].end = op
-                        else:
-                            self.reads[unit].append(Span(moment, moment, op, op))
-                        last_read[unit] = reading
                     reading += 1
-                    if use.reads not in read_together:
-                        read_together.add(use.reads)
-                        self.most_read = max(self.most_read, sum(weight_bytes[unit] for unit in use.reads))
+                    read_together.add(use.reads)
                 for unit in use.begins:
                     self.adds[unit].append(Span(moment, moment, op, op))
-                    adding += grad_bytes[unit]
+                    adding += units.grad_bytes[unit]
                 for unit in use.completes:
                     self.adds[unit][-1].last = moment
-                    more = extra_bytes.get((unit, op[1]), 0) if extra_bytes else 0
+                    more = units.extra_bytes.get((unit, op[1]), 0)
                     adding += more
-                    complete.append(grad_bytes[unit] + more)
+                    complete.append(units.grad_bytes[unit] + more)
                 if complete and (overlap_reduce or use is uses[-1]):
                     self.most_adding = max(self.most_adding, adding + sum(under))
                     under.extend(complete)
@@ -98,24 +93,23 @@ class RowUses:
                     complete = []
                 moment += 1
         self.num_moments = moment
-
-    def gaps(self) -> tuple[list[Gap], list[Gap]]:
-        """Between uses of weights, and between contributions to gradients."""
-        return self._gaps
+        self.most_read = max(
+            (sum(units.weight_bytes[unit] for unit in one) for one in read_together), default=0
+        )
 
     @functools.cached_property
-    def _gaps(self) -> tuple[list[Gap], list[Gap]]:
+    def gaps(self) -> tuple[list[Gap], list[Gap]]:
+        """Between uses of weights, and between contributions to gradients."""
         grad_sizes = list(self.units.grad_bytes)
         for (unit, _), more in self.units.extra_bytes.items():
             grad_sizes[unit] += more
-        weights: list[Gap] = []
-        grads: list[Gap] = []
-        for found, is_weights, spans, sizes in (
-            (weights, True, self.reads, self.units.weight_bytes),
-            (grads, False, self.adds, grad_sizes),
-        ):
-            for unit, mine in enumerate(spans):
-                for index in range(len(mine) - 1):
-                    start, end = mine[index].last + 1, mine[index + 1].first
-                    found.append(Gap(start, end, sizes[unit], unit, index, is_weights))
-        return weights, grads
+
+        def between(spans: list[list[Span]], sizes: list[int], *, weights: bool) -> list[Gap]:
+            return [
+                Gap(mine[at].last + 1, mine[at + 1].first, sizes[unit], unit, at, weights)
+                for unit, mine in enumerate(spans)
+                for at in range(len(mine) - 1)
+            ]
+
+        weights = between(self.reads, self.units.weight_bytes, weights=True)
+        return weights, between(self.adds, grad_sizes, weights=False)

@@ -1,23 +1,13 @@
 """Which sends are complete once a message has arrived, as the plan says it.
 
-[Note: echoes] A rank computes in the order of its row. What it sends after a computation is proof that it has received
-that computation's input: the message that arrives echoes the one that was sent. So the sender may forget that one
-without asking the transport, which may not know (gloo) before it is waited for.
+A rank computes in the order of its row. What it sends after a computation is proof that it has received that
+computation's input. So the sender of that input may forget it without asking the transport, which may not know (gloo)
+before it is waited for.
 """
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    B,
-    F,
-    Plan,
-    RawOp,
-)
+from megatron.core.pipeline_parallel.plan.ir import BW, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Plan
 
 Key = tuple[int, int, int]  # (kind of transfer, stage at that end, microbatch)
 
@@ -26,12 +16,12 @@ _STEP = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # from this end's stage 
 _OTHER = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 
 
-def echoes(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
+def send_completion(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
     """For each receive of a rank's row: the sends of this row that its arrival proves complete.
 
     plan: verified, with its transfers. Arrivals are taken where they are waited for, before the computation that needs
-    them, and each send is under the first one that proves it. Sends that nothing echoes (those of an evaluation in
-    one direction, the last gradients) are in none.
+    them, and each send is under the first one that proves it. Sends that no arrival proves (those of an
+    evaluation in one direction, the last gradients) are in none.
     """
     row = plan.rows[rank]
     found: dict[Key, tuple[Key, ...]] = {}
@@ -43,7 +33,7 @@ def echoes(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
         sends = sorted((used_at[_other_end(op[:3])], op[:3]) for op in mine if op[0] in (SEND_F, SEND_B))
         receives = {op[:3] for op in mine if op[0] in (RECV_F, RECV_B)}
         first = 0
-        for key in _inputs(row):
+        for key in ((_INPUT_OF[op[0]], op[1], op[2]) for op in row if op[0] in _INPUT_OF):
             if key not in receives:
                 continue
             end, at = first, sent_at[_other_end(key)]
@@ -53,11 +43,6 @@ def echoes(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
                 found[key] = tuple(send for _, send in sends[first:end])
                 first = end
     return found
-
-
-def _inputs(row: tuple[RawOp, ...]) -> list[Key]:
-    """What a row's computations take, in their order."""
-    return [(_INPUT_OF[op[0]], op[1], op[2]) for op in row if op[0] in _INPUT_OF]
 
 
 def _other_end(key: Key) -> Key:

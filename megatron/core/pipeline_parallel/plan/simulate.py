@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.activations import peak_activation
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Plan, PlanError, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
@@ -34,10 +33,10 @@ class Simulation:
         spans = []
         for rank, row in enumerate(self.plan.rows):
             places = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
-            end = self.timeline.ends[rank][places[-1]]
-            if self.timeline.lanes:
-                end = max(end, self.timeline.lanes[rank].free)
-            spans.append((self.timeline.starts[rank][places[0]], end))
+            free = self.timeline.lanes[rank].free if self.timeline.lanes else 0.0
+            spans.append(
+                (self.timeline.starts[rank][places[0]], max(self.timeline.ends[rank][places[-1]], free))
+            )
         return spans
 
     @property
@@ -110,17 +109,13 @@ def simulate(plan: Plan, costs: CostModel, lanes: Lanes | None = None) -> Simula
     without. Raises PlanError on a deadlock.
     """
     timeline = execute(plan, costs, lanes)
-    _refuse_deadlock(plan, timeline)
+    for rank, (place, what) in timeline.stopped.items():
+        raise PlanError(
+            f"deadlock: rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
+        )
     durations = costs.durations()
     busy = tuple(  # of a W in parts the first stands for all
         sum(durations[op[0]][op[1]] for op in row if IS_COMPUTE[op[0]] and op[4] <= 0) for row in plan.rows
     )
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
     return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
-
-
-def _refuse_deadlock(plan: Plan, timeline: Timeline) -> None:
-    for rank, (place, what) in timeline.stopped.items():
-        raise PlanError(
-            f"deadlock: rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
-        )

@@ -7,13 +7,11 @@ import enum
 import functools
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, W
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
-from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
+from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.plan_file import PlanFile
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -21,7 +19,8 @@ from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, 
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
 from megatron.core.pipeline_parallel.plan.sizes import mib_text
 from megatron.core.pipeline_parallel.plan.units import StageUnits
-from megatron.core.pipeline_parallel.plan.verify import peak_activation, verify
+from megatron.core.pipeline_parallel.plan.verify import verify
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 # Sums of activations, and costs of plans, are compared with this much of tolerance, relative to them.
 TOLERANCE = 1e-9

@@ -10,34 +10,21 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.activations import units_of_parts
-from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    B,
-    F,
-    Kind,
-    Plan,
-    RawOp,
-    W,
-    op_text,
-    partner_of,
-)
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
+from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, Plan, RawOp, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock, Lanes
+from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts, ends: by rank, then by place in its row; a transfer's is the time at which it is posted, a
-    gather's or reduction's that on the wire. lanes: by rank, where the plan was walked with lanes.
+    """starts, ends: by rank, then by place in its row; a transfer's is the time at which it is posted, a gather's or
+    reduction's that on the wire. lanes: by rank, where the plan was walked with lanes.
 
-    done: (rank, place) of computations, overlapped pairs once, in an order that respects all dependencies.
-    stopped: rank -> (place, what it waits for), for the ranks that never finish.
+    done: (rank, place) of computations, overlapped pairs once, in an order that respects all dependencies. stopped:
+    rank -> (place, what it waits for), for the ranks that never finish.
     """
 
     starts: list[list[float]]
@@ -60,21 +47,21 @@ def execute(
     blocking_sends: bool = False,
     begin: Sequence[float] | None = None,
 ) -> Timeline:
-    """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends
-    have met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and
-    reductions are about; without, they take no time.
+    """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends have
+    met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and reductions are
+    about; without, they take no time.
 
     States of post-validation are messages as others are: one goes from a rank once what it adds to has arrived, and
     takes `costs.comm`; VALIDATE and STEP wait for theirs and take no time.
     """
-    walk = _Walk(plan, costs, lanes, blocking_sends, begin)
+    walk = _Walk(plan, costs, lanes, blocking_sends, begin or [0.0] * len(plan.rows))
     ready = list(range(plan.placement.num_ranks))[::-1]
     while ready:
         walk.advance(ready.pop(), ready)
     stopped = {
-        rank: (walk.place[rank], walk.describe(walk.blocked[rank]))
-        for rank, row in enumerate(plan.rows)
-        if walk.place[rank] < len(row)
+        rank: (place, walk.describe(walk.blocked[rank]))
+        for rank, place in enumerate(walk.place)
+        if place < len(plan.rows[rank])
     }
     for rank, lane in enumerate(walk.lanes):
         for place, (start, end) in lane.times.items():
@@ -87,91 +74,79 @@ class _Walk:
     the rank that needs them, those from the rank before and then those from the rank behind."""
 
     def __init__(
-        self,
-        plan: Plan,
-        costs: CostModel,
-        lanes: Lanes | None,
-        blocking_sends: bool,
-        begin: Sequence[float] | None,
+        self, plan: Plan, costs: CostModel, lanes: Lanes | None, blocking_sends: bool, begin: Sequence[float]
     ) -> None:
-        num_ranks, self.total = plan.placement.num_ranks, plan.num_microbatches
+        self.num_ranks, self.total = plan.placement.num_ranks, plan.num_microbatches
         self.rows, self.costs, self.blocking_sends = plan.rows, costs, blocking_sends
         self.num_stages = plan.placement.num_stages
         self.size = self.num_stages * self.total
-        self.num_ranks = num_ranks
-        self.num_inputs = 2 * self.size + 2 * num_ranks
+        self.num_inputs = 2 * self.size + 2 * self.num_ranks
         self.durations = costs.durations()
         ranks = plan.placement.ranks()
         # Whether the step from a stage to the next one crosses ranks; the last stage's "next" is its own backward.
         self.crosses = [a != b for a, b in itertools.pairwise(ranks)] + [False]
         self.by_message = plan.has_transfers
         # From the stage of a transfer to the number of the input that it carries.
-        self.offset = {SEND_F: self.total, RECV_F: 0, SEND_B: self.size - self.total, RECV_B: self.size}
+        self.offset = {SEND_F: self.total, ir.RECV_F: 0, SEND_B: self.size - self.total, ir.RECV_B: self.size}
         self.sent = [-1.0] * self.num_inputs  # when an input was handed over or sent
         self.posted = [-1.0] * self.num_inputs  # when its receive was posted
         self.waiter: dict[int, int] = {}  # input -> rank; receive of an input, num_inputs further -> rank
-        self.place = [0] * num_ranks
-        self.clock = [0.0] * num_ranks if begin is None else list(begin)
-        self.blocked = [0] * num_ranks
-        self.unmet: list[list[int]] = [[] for _ in range(num_ranks)]
-        self.starts: list[list[float]] = [[] for _ in range(num_ranks)]
-        self.ends: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.place = [0] * self.num_ranks
+        self.clock = list(begin)
+        self.blocked = [0] * self.num_ranks
+        self.unmet: list[list[int]] = [[] for _ in plan.rows]
+        self.starts: list[list[float]] = [[] for _ in plan.rows]
+        self.ends: list[list[float]] = [[] for _ in plan.rows]
         self.done: list[tuple[int, int]] = []
         self.lanes: list[LaneClock] = []
         if lanes is not None:
-            self.lanes = [lanes.clock(rank, plan, costs, one) for rank, one in enumerate(self.clock)]
+            units = (RankUnits(rank, plan.placement, lanes.stages) for rank in range(self.num_ranks))
+            self.lanes = [LaneClock(*one, lanes, self.durations) for one in zip(units, begin, strict=True)]
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits or is through; ranks that it wakes are added to `ready`."""
         row, place, clock = self.rows[rank], self.place[rank], self.clock[rank]
         starts, ends, length = self.starts[rank], self.ends[rank], len(self.rows[rank])
         total, offset, num_inputs, durations = self.total, self.offset, self.num_inputs, self.durations
-        sent, posted, unmet = self.sent, self.posted, self.unmet[rank]
-        lane = self.lanes[rank] if self.lanes else None
+        unmet, lane = self.unmet[rank], self.lanes[rank] if self.lanes else None
         while place < length:
             op = row[place]
-            kind = op[0]
-            if not IS_COMPUTE[kind]:
-                if IS_TRANSFER[kind]:
-                    target = op[1] * total + op[2] + offset[kind]
-                    if kind in (SEND_F, SEND_B):
-                        self._provide(sent, target, clock, target, ready)
-                        if self.blocking_sends:
-                            unmet.append(target)
-                    else:
-                        self._provide(posted, target, clock, num_inputs + target, ready)
+            kind, behind = op[0], place + 1
+            if IS_TRANSFER[kind]:
+                start = clock
+                target = op[1] * total + op[2] + offset[kind]
+                if kind in (SEND_F, SEND_B):
+                    self._provide(self.sent, target, clock, target, ready)
+                    if self.blocking_sends:
+                        unmet.append(target)
                 else:
-                    wait = self._exchange_state if IS_VALIDATION[kind] else self._issue
-                    later = wait(rank, op, clock, ready)
-                    if later < 0:
-                        break
-                    clock = later
-                starts.append(clock)
-                ends.append(clock)
-                place += 1
-                continue
-            last = partner_of(row, place) if op[7] >= 0 else -1
-            start = self._meet(rank, clock) if unmet else clock
-            if start >= 0:
-                start = self._arrived(rank, op, start)
-            if start >= 0 and last >= 0:
-                start = self._arrived(rank, row[last], start)
-            if start < 0:
-                break
-            behind = max(place, last) + 1
-            clock = start
-            if lane is not None and last < 0:
-                clock = lane.compute(place, op, start)
-            elif lane is not None or op[4] >= 0:
-                clock = self._compute(rank, place, behind, start)
+                    self._provide(self.posted, target, clock, num_inputs + target, ready)
+            elif not IS_COMPUTE[kind]:
+                wait = self._exchange_state if IS_VALIDATION[kind] else self._issue
+                start = wait(rank, op, clock, ready)
+                if start < 0:
+                    break
+                clock = start
             else:
-                clock += durations[kind][op[1]]
+                last = ir.partner_of(row, place) if op[7] >= 0 else -1
+                start = self._meet(rank, clock) if unmet else clock
+                if start >= 0:
+                    start = self._arrived(rank, op, start)
+                if start >= 0 and last >= 0:
+                    start = self._arrived(rank, row[last], start)
+                if start < 0:
+                    break
+                behind = max(place, last) + 1
+                if last < 0 and lane is not None:
+                    clock = lane.compute(place, op, start)
+                elif last < 0 and op[4] < 0:
+                    clock = start + durations[kind][op[1]]
+                else:
+                    clock = self._compute(rank, place, behind, start)
+                self._finish(op, clock, ready)
                 if last >= 0:
-                    clock += durations[row[last][0]][row[last][1]]
-            self._finish(op, clock, ready)
-            if last >= 0:
-                self._finish(row[last], clock, ready)
-            self.done.append((rank, place))
+                    self._finish(row[last], clock, ready)
+                self.done.append((rank, place))
             starts += [start] * (behind - place)
             ends += [clock] * (behind - place)
             place = behind
@@ -186,8 +161,8 @@ class _Walk:
         return clock
 
     def _compute(self, rank: int, place: int, behind: int, clock: float) -> float:
-        """When the computation at `place` ends that starts at `clock`: with its units, or a part of a W; of an
-        overlapped pair when both do, with what stands between the two."""
+        """When the computation at `place` ends that starts at `clock`: a part of a W; or an overlapped pair when both
+        end, with what stands between the two."""
         for at in range(place, behind):
             op = self.rows[rank][at]
             if self.lanes:
@@ -226,6 +201,11 @@ class _Walk:
         self.blocked[rank] = event
         return -1.0
 
+    def _provide(self, times: list[float], target: int, time: float, event: int, ready: list[int]) -> None:
+        times[target] = time
+        if event in self.waiter:
+            ready.append(self.waiter.pop(event))
+
     def _finish(self, op: RawOp, end: float, ready: list[int]) -> None:
         """Hand the result on, unless a send will."""
         kind, stage = op[0], op[1]
@@ -233,7 +213,7 @@ class _Walk:
             turn = stage + 1 == self.num_stages  # the loss: its own backward is next
             target = stage * self.total + op[2] + (self.size if turn else self.total)
             crosses = self.crosses[stage]
-        elif kind in (B, BW) and stage > 0:
+        elif kind != W and stage > 0:
             target = (stage - 1) * self.total + op[2] + self.size
             crosses = self.crosses[stage - 1]
         else:
@@ -244,24 +224,21 @@ class _Walk:
     def _exchange_state(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
         """An operation of post-validation: when it is done, or -1 after noting what the rank waits for."""
         kind, peer = op[0], op[6]
-        if self.lanes and (kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)):
+        # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
+        partial = kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)
+        if self.lanes and partial:
             clock = self.lanes[rank].through(clock)
         if kind == Kind.RECV_STATE:
             message = self._state_for(rank, from_before=peer < rank)
             self._provide(self.posted, message, clock, self.num_inputs + message, ready)
             return clock
-        if self.unmet[rank]:
-            clock = self._meet(rank, clock)
-            if clock < 0:
-                return clock
-        # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
-        partial = kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)
-        if rank > 0 if partial else rank + 1 < self.num_ranks:
+        clock = self._meet(rank, clock)
+        if clock >= 0 and (rank > 0 if partial else rank + 1 < self.num_ranks):
             message = self._state_for(rank, from_before=partial)
             if self.sent[message] < 0:
                 return self._wait(rank, message)
             clock = max(clock, max(self.sent[message], self.posted[message]) + self.costs.comm)
-        if kind == Kind.SEND_STATE:
+        if clock >= 0 and kind == Kind.SEND_STATE:
             message = self._state_for(peer, from_before=partial)
             self._provide(self.sent, message, clock, message, ready)
             if self.blocking_sends:
@@ -271,11 +248,6 @@ class _Walk:
     def _state_for(self, rank: int, *, from_before: bool) -> int:
         """The number of a state, by who gets it."""
         return 2 * self.size + rank + (0 if from_before else self.num_ranks)
-
-    def _provide(self, times: list[float], target: int, time: float, event: int, ready: list[int]) -> None:
-        times[target] = time
-        if event in self.waiter:
-            ready.append(self.waiter.pop(event))
 
     def describe(self, event: int) -> str:
         """What a stopped rank waits for, in words."""
@@ -287,9 +259,8 @@ class _Walk:
         backward, at = divmod(target, self.size)
         stage, microbatch = divmod(at, self.total)
         if is_receive:
-            return f"the receive {op_text((RECV_B if backward else RECV_F, stage, microbatch, 0, -1, -1, -1, -1))}"
-        if not backward:
-            return f"the output of {stage - 1}F{microbatch}"
-        if stage + 1 == self.num_stages:
-            return f"the output of {stage}F{microbatch}"
+            kind = ir.RECV_B if backward else ir.RECV_F
+            return f"the receive {ir.op_text((kind, stage, microbatch, 0, -1, -1, -1, -1))}"
+        if not backward or stage + 1 == self.num_stages:
+            return f"the output of {stage - (not backward)}F{microbatch}"
         return f"the gradient from stage {stage + 1} of microbatch {microbatch}"

@@ -1,17 +1,17 @@
-"""What a stage is made of for data parallelism: units, which are gathered and reduced together, and their
-order.
+"""What a stage is made of for data parallelism: units, which are gathered and reduced together, and their order.
 
-[Note: accesses] A computation goes through its stage's units access by access. An access names the units that
-are needed together from one moment on: mostly one unit; layers that are recomputed together are one access of
-their backward. It begins when the first module of one of its units runs, when the first gradient of one
-arrives, or, in W, with the first weight gradient of one. A unit is in use from the beginning of each access
-that names it to the beginning of the next one that does not, or to the computation's end. A W of some units
-only, `0W7[2:4]`, has the accesses that name one of these.
+[Note: accesses] A computation goes through its stage's units access by access. An access names the units that are
+needed together from one moment on: mostly one unit; layers that are recomputed together are one access of their
+backward. It begins when the first module of one of its units runs, when the first gradient of one arrives, or, in W,
+with the first weight gradient of one. A unit is in use from the beginning of each access that names it to the beginning
+of the next one that does not, or to the computation's end. A W of some units only, `0W7[2:4]`, has the accesses that
+name one of these.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,17 +27,16 @@ Access = tuple[int, ...]
 class UnitCosts:
     """One unit of one stage: what one microbatch costs on one rank, and what its weights and gradients take.
 
-    name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding).
-    f, b, w: times in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its
-    whole weights as UNSHARD makes them, padding included; 0: nothing to gather. grad_bytes: its whole
-    gradients as REDUCE takes them, 0: frozen; where gradients are sharded they are held from the first
-    contribution to the end of that REDUCE. extra_grad_bytes: accumulators of further uses that this stage's
-    contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end
-    of its REDUCE. shard_bytes: what this rank holds of all its states at rest. outer_grad_bytes,
-    outer_weight_bytes: what is summed over instances, and gathered from them where they cut the optimizer.
-    reduce_calls, outer_calls: collectives that a REDUCE, and a sum over instances, is made of. backward_reads:
-    whether B and BW read its weights. begins_with_lookup: not in the last of its several accesses there, that
-    of a lookup.
+    name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding). f, b, w:
+    times in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its whole weights as
+    UNSHARD makes them, padding included; 0: nothing to gather. grad_bytes: its whole gradients as REDUCE takes them, 0:
+    frozen; where gradients are sharded they are held from the first contribution to the end of that REDUCE.
+    extra_grad_bytes: accumulators of further uses that this stage's contributions need (a tied matrix's lookup), held
+    from the unit's last access of a computation to the end of its REDUCE. shard_bytes: what this rank holds of all its
+    states at rest. outer_grad_bytes, outer_weight_bytes: what is summed over instances, and gathered from them where
+    they cut the optimizer. reduce_calls, outer_calls: collectives that a REDUCE, and a sum over instances, is made of.
+    backward_reads: whether B and BW read its weights. begins_with_lookup: not in the last of its several accesses
+    there, that of a lookup.
     """
 
     name: str
@@ -62,11 +61,11 @@ class UnitCosts:
 class StateBytes:
     """How large what the engine makes of parameters is.
 
-    align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks).
-    weight, grad: bytes of an element as it is gathered, and as it is reduced. at_rest: of all states (bytes of
-    an element, ranks that it is cut over). inner: ranks that share the states. outer_grad, outer_weight: bytes of
-    an element of their parts that instances sum, and that they gather, 0 where they do not cut the optimizer.
-    bucket_size: elements to which neighbours are merged where gradients are whole at rest; None: a bucket a unit.
+    align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks). weight, grad:
+    bytes of an element as it is gathered, and as it is reduced. at_rest: of all states (bytes of an element, ranks that
+    it is cut over). inner: ranks that share the states. outer_grad, outer_weight: bytes of an element of their parts
+    that instances sum, and that they gather, 0 where they do not cut the optimizer. bucket_size: elements to which
+    neighbours are merged where gradients are whole at rest; None: a bucket a unit.
     """
 
     align: int
@@ -81,8 +80,8 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StageUnits:
-    """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that
-    is the output layer too). backward: those of B, BW and W."""
+    """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that is the
+    output layer too). backward: those of B, BW and W."""
 
     units: tuple[UnitCosts, ...]
     forward: tuple[Access, ...]
@@ -102,21 +101,19 @@ class StageUnits:
 
     def accesses(self, op: RawOp) -> tuple[Access, ...]:
         """Those of a computation, in order; of a W with a range of units only its own."""
-        kind, first, end = op[0], op[4], op[5]
-        if kind == F:
+        if op[0] == F:
             return self.forward
-        if first < 0:
+        if op[4] < 0:
             return self.backward
-        kept = (tuple(unit for unit in access if first <= unit < end) for access in self.backward)
+        kept = (tuple(unit for unit in access if op[4] <= unit < op[5]) for access in self.backward)
         return tuple(access for access in kept if access)
 
     def reads(self, op: RawOp) -> tuple[Access, ...]:
         """By access of a computation, the units whose weights it reads."""
-        kind, accesses = op[0], self.accesses(op)
-        if kind == F or not READS_WEIGHTS[kind]:
-            return accesses if kind == F else ((),) * len(accesses)
-        last = {unit: at for at, access in enumerate(accesses) for unit in access}
-        first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
+        accesses = self.accesses(op)
+        if op[0] == F or not READS_WEIGHTS[op[0]]:
+            return accesses if op[0] == F else ((),) * len(accesses)
+        first, last = _first_and_last(accesses)
 
         def is_read(at: int, unit: int) -> bool:
             looks_up = self.units[unit].begins_with_lookup and first[unit] < at == last[unit]
@@ -127,19 +124,21 @@ class StageUnits:
         )
 
     def shares(self, op: RawOp) -> tuple[float, ...]:
-        """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units'
-        times, each divided evenly over its accesses. Of a W with a range of units they sum up to its part of
-        the whole W."""
-        times = [_time(unit, op[0]) for unit in self.units]
-        whole = sum(times)
-        if not whole:
-            times, whole = [1.0] * len(times), float(len(times))
-        accesses = self.accesses(op)
-        count = [0] * len(times)
-        for access in accesses:
-            for unit in access:
-                count[unit] += 1
+        """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units' times,
+        each divided evenly over its accesses. Of a W with a range of units they sum up to its part of the whole W."""
+        times = [{F: one.f, B: one.b, W: one.w, BW: one.b + one.w}[op[0]] for one in self.units]
+        if not any(times):
+            times = [1.0] * len(times)
+        whole, accesses = sum(times), self.accesses(op)
+        count = Counter(unit for access in accesses for unit in access)
         return tuple(sum(times[unit] / count[unit] for unit in access) / whole for access in accesses)
+
+
+def _first_and_last(accesses: Sequence[Access]) -> tuple[dict[int, int], dict[int, int]]:
+    """By unit, its first and its last access."""
+    last = {unit: at for at, access in enumerate(accesses) for unit in access}
+    first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
+    return first, last
 
 
 def with_work_of(stage: StageUnits, other: StageUnits | None) -> StageUnits:
@@ -147,46 +146,37 @@ def with_work_of(stage: StageUnits, other: StageUnits | None) -> StageUnits:
     names; where it has others, or there is none, in proportion to their bytes of gradients: only shares of a stage's
     time are read."""
     known = {} if other is None else {unit.name: unit for unit in other.units}
-
-    def taking(unit: UnitCosts) -> UnitCosts:
+    alike = set(known) == {unit.name for unit in stage.units}
+    units = []
+    for unit in stage.units:
         work = known.get(unit.name)
-        if set(known) != {one.name for one in stage.units} or work is None:
+        if work is None or not alike:
             size = float(unit.grad_bytes)
-            return dataclasses.replace(unit, f=size, b=size, w=size)
-        return dataclasses.replace(
-            unit,
-            f=work.f,
-            b=work.b,
-            w=work.w,
-            activation=work.activation,
-            held_after_b=work.held_after_b,
-            shard_bytes=work.shard_bytes or unit.shard_bytes,
-        )
-
-    return dataclasses.replace(stage, units=tuple(map(taking, stage.units)))
-
-
-def _time(unit: UnitCosts, kind: int) -> float:
-    return {F: unit.f, B: unit.b, W: unit.w, BW: unit.b + unit.w}[kind]
+            units.append(dataclasses.replace(unit, f=size, b=size, w=size))
+            continue
+        taken = {name: getattr(work, name) for name in ("f", "b", "w", "activation", "held_after_b")}
+        units.append(dataclasses.replace(unit, **taken, shard_bytes=work.shard_bytes or unit.shard_bytes))
+    return dataclasses.replace(stage, units=tuple(units))
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One access of a computation, by numbers of the rank's units. reads: weights that it needs. begins:
-    units to whose gradients the computation contributes from here on. completes: those to which it has
-    contributed when the access ends."""
+    """One access of a computation, by numbers of the rank's units. reads: weights that it needs. begins: units to whose
+    gradients the computation contributes from here on. completes: those to which it has contributed when the access
+    ends. share: of the computation's time."""
 
     reads: tuple[int, ...]
     begins: tuple[int, ...]
     completes: tuple[int, ...]
+    share: float
 
 
 class RankUnits:
     """The units of one pipeline rank, numbered: those of one name are one.
 
-    stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the
-    place in it of each. weight_bytes, grad_bytes: by number. extra_bytes: of (number, stage), where it is
-    more than none. shard_bytes: of all.
+    stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the place in it
+    of each. weight_bytes, grad_bytes: by number. extra_bytes: of (number, stage), where it is more than none.
+    shard_bytes: of all.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Sequence[StageUnits]) -> None:
@@ -201,10 +191,11 @@ class RankUnits:
         self.shard_bytes = 0
         self._uses: dict[tuple[int, int, int, int], tuple[Use, ...]] = {}
         numbers: dict[str, int] = {}
-        for stage in (stage for stage, one in enumerate(placement.ranks()) if one == rank):
-            mine = []
-            for place, unit in enumerate(stages[stage].units):
-                number = numbers.setdefault(unit.name, len(numbers))
+        for stage in placement.stages_of(rank):
+            units = stages[stage].units
+            self.of[stage] = mine = tuple(numbers.setdefault(unit.name, len(numbers)) for unit in units)
+            assert len(set(mine)) == len(mine), f"stage {stage} has two units of one name"
+            for place, (unit, number) in enumerate(zip(units, mine, strict=True)):
                 if number == len(self.home):
                     self.home.append((stage, place))
                     self.weight_bytes.append(unit.weight_bytes)
@@ -215,11 +206,8 @@ class RankUnits:
                     f"unit {unit.name} has {sizes} bytes in stage {self.home[number][0]}, in stage {stage} "
                     f"{(unit.weight_bytes, unit.grad_bytes)}"
                 )
-                assert number not in mine, f"stage {stage} has two units {unit.name}"
                 if unit.grad_bytes and unit.extra_grad_bytes:
                     self.extra_bytes[number, stage] = unit.extra_grad_bytes
-                mine.append(number)
-            self.of[stage] = tuple(mine)
 
     def __len__(self) -> int:
         return len(self.home)
@@ -230,8 +218,7 @@ class RankUnits:
         return self.stages[stage].units[place]
 
     def uses(self, op: RawOp) -> tuple[Use, ...]:
-        """What each access of a computation needs, in order; at least one, of nothing where the stage has no
-        units."""
+        """What each access of a computation needs, in order; at least one, of nothing where the stage has no units."""
         key = (op[0], op[1], op[4], op[5])
         found = self._uses.get(key)
         if found is None:
@@ -239,19 +226,19 @@ class RankUnits:
         return found
 
     def _compiled(self, op: RawOp) -> tuple[Use, ...]:
-        kind, stage = op[0], op[1]
-        units, numbers = self.stages[stage].units, self.of[stage]
-        accesses = self.stages[stage].accesses(op)
-        reads = self.stages[stage].reads(op)
-        adds = [WRITES_GRADS[kind] and bool(unit.grad_bytes) for unit in units]
-        first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
-        last = {unit: at for at, access in enumerate(accesses) for unit in access}
+        stage, numbers = self.stages[op[1]], self.of[op[1]]
+        accesses = stage.accesses(op)
+        adds = [WRITES_GRADS[op[0]] and bool(unit.grad_bytes) for unit in stage.units]
+        first, last = _first_and_last(accesses)
         uses = [
             Use(
-                tuple(numbers[unit] for unit in reads[at] if units[unit].weight_bytes),
+                tuple(numbers[unit] for unit in reads if stage.units[unit].weight_bytes),
                 tuple(numbers[unit] for unit in access if adds[unit] and first[unit] == at),
                 tuple(numbers[unit] for unit in access if adds[unit] and last[unit] == at),
+                share,
             )
-            for at, access in enumerate(accesses)
+            for at, (access, reads, share) in enumerate(
+                zip(accesses, stage.reads(op), stage.shares(op), strict=True)
+            )
         ]
-        return tuple(uses) or (Use((), (), ()),)
+        return tuple(uses) or (Use((), (), (), 1.0),)

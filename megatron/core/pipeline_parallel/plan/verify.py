@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan.activations import peak_activation as peak_activation
-from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
+    RECV_B,
     RECV_F,
     SEND_B,
     SEND_F,
@@ -21,22 +21,18 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     op_text,
     partner_of,
+    wrong_op,
 )
-from megatron.core.pipeline_parallel.plan.kinds import (
-    IS_COMPUTE,
-    IS_DATA_PARALLEL,
-    IS_VALIDATION,
-)
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.units import StageUnits
-from megatron.core.pipeline_parallel.plan.verify_lanes import verify_lanes
-from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
-from megatron.core.pipeline_parallel.plan.verify_state import verify_state
+from megatron.core.pipeline_parallel.plan.verify_residency import verify_lanes, verify_residency
+from megatron.core.pipeline_parallel.post_validation.verify import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
+_DOES = {F: _DONE_F, B: _DONE_B, W: _DONE_W, BW: _DONE_B | _DONE_W}
 SMALL = 1 << 20  # inputs that are walked even where operations are missing, to say which
-_PRODUCER = {SEND_F: F, SEND_B: B}
 
 
 def verify(
@@ -63,7 +59,7 @@ def verify(
         raise PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
     if len(plan.rows) != plan.placement.num_ranks:
         raise PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
-    needed, found = plan.placement.num_stages * plan.num_microbatches, sum(map(len, plan.rows))
+    needed, found = plan.placement.num_stages * plan.num_microbatches, plan.num_ops
     if needed > max(found, SMALL):  # before anything is allocated by numbers that a file may claim
         raise PlanError(
             f"{found} operations cannot compute {needed} inputs, one of each stage and microbatch"
@@ -114,9 +110,6 @@ class _Check:
         self.out_of_order = ""
         self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
 
-    def where(self, rank: int, place: int) -> str:
-        return f"rank {rank}, place {place}, {op_text(self.plan.rows[rank][place])}"
-
     def row(self, rank: int) -> None:
         """Check one rank's operations in order."""
         row = self.plan.rows[rank]
@@ -130,27 +123,27 @@ class _Check:
             if IS_DATA_PARALLEL[kind]:
                 self.has_lanes = True
                 continue
-            if part or (first >= 0 and kind != W) or not 0 <= stage < len(mine) or not mine[stage]:
-                raise PlanError(f"{self.where(rank, place)}: {self._misplaced(op)}")
-            if not 0 <= microbatch < self.total:
-                raise PlanError(f"{self.where(rank, place)}: microbatches are 0 to {self.total - 1}")
-            if IS_COMPUTE[kind]:
+            if part or (first >= 0 and kind != W):
+                wrong = "only a W has parts, of units"
+            elif not 0 <= stage < len(mine) or not mine[stage]:
+                wrong = "the stage is not on this rank"
+            elif not 0 <= microbatch < self.total:
+                wrong = f"microbatches are 0 to {self.total - 1}"
+            elif not IS_COMPUTE[kind]:
+                wrong = self._transfer(rank, op)
+            else:
                 wrong = self._compute(rank, kind, stage, microbatch) if first < 0 else self._part(op)
                 if pair >= 0:
                     alone, partner = place != partner, partner_of(row, place)
                     if alone and partner < 0:
                         wrong = "overlaps with nothing beside it"
-            elif kind in (SEND_F, SEND_B):
-                wrong = self._send(rank, op)
-            else:
-                wrong = self._receive(rank, op)
             if wrong:
-                raise PlanError(f"{self.where(rank, place)}: {wrong}")
-            if kind in (W, BW):
-                self._weights_in_order(rank, place, op)
+                raise wrong_op(rank, place, op, wrong)
+            if kind in (W, BW) and self._behind_later(op) and not self.out_of_order:
+                self.out_of_order = f"rank {rank}, place {place}, {op_text(op)}"
 
-    def _weights_in_order(self, rank: int, place: int, op: RawOp) -> None:
-        """Unit by unit, where a W has parts."""
+    def _behind_later(self, op: RawOp) -> bool:
+        """Whether weight gradients of a later microbatch were added before; unit by unit, where a W has parts."""
         stage, microbatch = op[1], op[2]
         if op[4] >= 0:
             units = [(stage, unit) for unit in range(op[4], op[5])]
@@ -160,39 +153,26 @@ class _Check:
         else:
             latest = max(self.last_weight[stage], self.latest_part[stage])
             self.last_weight[stage] = microbatch
-        if microbatch < latest and not self.out_of_order:
-            self.out_of_order = self.where(rank, place)
-
-    @staticmethod
-    def _misplaced(op: RawOp) -> str:
-        return (
-            "only a W has parts, of units"
-            if op[3] or (op[4] >= 0 and op[0] != W)
-            else "the stage is not on this rank"
-        )
+        return microbatch < latest
 
     def _compute(self, rank: int, kind: int, stage: int, microbatch: int) -> str:
         """What is wrong with a computation, or nothing."""
-        at = stage * self.total + microbatch
+        at, gives = stage * self.total + microbatch, _DOES[kind]
         state = self.state[at]
-        if kind == F:
-            if state & _DONE_F:
-                return "is there twice"
-            self.state[at] = state | _DONE_F
-            return self._input(rank, at, stage - 1) if stage else ""
-        if self.plan.forward_only:
+        if self.plan.forward_only and kind != F:
             return "is no forward, and the plan is forward_only"
-        gives = _DONE_B if kind == B else _DONE_W if kind == W else _DONE_B | _DONE_W
         if state & gives or (gives & _DONE_W and at in self.parts):
             return "is there twice"
-        if not state & _DONE_F:
+        if kind != F and not state & _DONE_F:
             return f"comes before {stage}F{microbatch}"
         if kind == W and not state & _DONE_B:
             return f"comes before {stage}B{microbatch}"
         self.state[at] = state | gives
-        if kind == W or stage + 1 == len(self.ranks):
+        need, source = (at, stage - 1) if kind == F else (at + self.size, stage + 1)
+        if kind == W or not 0 <= source < len(self.ranks):
             return ""
-        return self._input(rank, at + self.size, stage + 1)
+        missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
+        return f"has no receive before it for its input from stage {source}" if missing else ""
 
     def _part(self, op: RawOp) -> str:
         """What is wrong with a part of a W, or nothing."""
@@ -213,41 +193,26 @@ class _Check:
             self.state[at] = state | _DONE_W
         return ""
 
-    def _input(self, rank: int, need: int, source: int) -> str:
-        missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
-        return f"has no receive before it for its input from stage {source}" if missing else ""
-
-    def _send(self, rank: int, op: RawOp) -> str:
+    def _transfer(self, rank: int, op: RawOp) -> str:
+        """What is wrong with one end of a message, or nothing."""
         kind, stage, microbatch, peer, pair = op[0], op[1], op[2], op[6], op[7]
-        target = stage + 1 if kind == SEND_F else stage - 1
-        if not 0 <= target < len(self.ranks) or self.ranks[target] == rank:
-            return "no other rank needs this"
-        if peer != self.ranks[target]:
-            return f"stage {target} is on rank {self.ranks[target]}, not {peer}"
-        at = stage * self.total + microbatch
-        if not self.state[at] & (_DONE_F if kind == SEND_F else _DONE_B):
-            return f"comes before {stage}{Kind(_PRODUCER[kind]).name}{microbatch}"
-        need = target * self.total + microbatch + (0 if kind == SEND_F else self.size)
-        return self._note(self.sent, self.sends[rank, peer, kind], need, pair)
-
-    def _receive(self, rank: int, op: RawOp) -> str:
-        kind, stage, microbatch, peer, pair = op[0], op[1], op[2], op[6], op[7]
-        source = stage - 1 if kind == RECV_F else stage + 1
-        if not 0 <= source < len(self.ranks) or self.ranks[source] == rank:
-            return "this comes from no other rank"
-        if peer != self.ranks[source]:
-            return f"stage {source} is on rank {self.ranks[source]}, not {peer}"
-        need = stage * self.total + microbatch + (0 if kind == RECV_F else self.size)
-        route = (peer, rank, SEND_F if kind == RECV_F else SEND_B)
-        return self._note(self.received, self.receives[route], need, pair)
-
-    @staticmethod
-    def _note(pairs: list[int], route: list[int], need: int, pair: int) -> str:
+        sends, forward = kind in (SEND_F, SEND_B), kind in (SEND_F, RECV_F)
+        other = stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
+        if not 0 <= other < len(self.ranks) or self.ranks[other] == rank:
+            return "no other rank needs this" if sends else "this comes from no other rank"
+        if peer != self.ranks[other]:
+            return f"stage {other} is on rank {self.ranks[other]}, not {peer}"
+        if sends and not self.state[stage * self.total + microbatch] & (_DONE_F if forward else _DONE_B):
+            return f"comes before {stage}{'F' if forward else 'B'}{microbatch}"
+        need = (other if sends else stage) * self.total + microbatch + (0 if forward else self.size)
+        pairs = self.sent if sends else self.received
         if pairs[need] >= 0:
             return "is there twice"
         if pair < 0:
             return "has no message number"
         pairs[need] = pair
+        name = SEND_F if forward else SEND_B
+        route = self.sends[rank, peer, name] if sends else self.receives[peer, rank, name]
         route.append(need)
         return ""
 
@@ -258,13 +223,9 @@ class _Check:
             return
         at = next(at for at, state in enumerate(self.state) if state != complete)
         stage, microbatch = divmod(at, self.total)
-        absent = [
-            name
-            for name, bit in (("F", _DONE_F), ("B", _DONE_B), ("W", _DONE_W))
-            if complete & bit and not self.state[at] & bit
-        ]
-        names = " and ".join(f"{stage}{name}{microbatch}" for name in absent)
-        raise PlanError(f"rank {self.ranks[stage]}: {names} is missing")
+        missing = complete & ~self.state[at]
+        absent = [f"{stage}{Kind(kind).name}{microbatch}" for kind in (F, B, W) if missing & _DOES[kind]]
+        raise PlanError(f"rank {self.ranks[stage]}: {' and '.join(absent)} is missing")
 
     def all_matched(self) -> None:
         """Every send has its receive, with one number of its own, in one order at both ends of a route."""
@@ -274,14 +235,11 @@ class _Check:
             stage, microbatch = divmod(at, self.total)
             name, source = ("B", stage + 1) if backward else ("F", stage - 1)
             send, receive = f"{source}SEND_{name}{microbatch}", f"{stage}RECV_{name}{microbatch}"
+            here, there = f"rank {self.ranks[stage]}", f"rank {self.ranks[source]}"
             if self.sent[need] < 0:
-                raise PlanError(
-                    f"rank {self.ranks[stage]}: {receive} has no {send} on rank {self.ranks[source]}"
-                )
+                raise PlanError(f"{here}: {receive} has no {send} on {there}")
             if self.received[need] < 0:
-                raise PlanError(
-                    f"rank {self.ranks[source]}: {send} has no {receive} on rank {self.ranks[stage]}"
-                )
+                raise PlanError(f"{there}: {send} has no {receive} on {here}")
             raise PlanError(
                 f"{send} is message {self.sent[need]} and {receive} is message {self.received[need]}"
             )
@@ -289,16 +247,15 @@ class _Check:
         numbers = [pair for pair in self.sent if pair >= 0] + sorted(states)[::2]
         if len(numbers) != len(set(numbers)):
             raise PlanError("two messages have the same number")
-        for route, sent in self.sends.items():
-            received = self.receives[route]
-            if sent != received:
-                sender, receiver, kind = route
-                place = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
-                one, other = sent[place] % self.total, received[place] % self.total
-                raise PlanError(
-                    f"message {place} of {Kind(kind).name} from rank {sender} to rank {receiver} is of microbatch {one}"
-                    f" where it is sent and of microbatch {other} where it is received"
-                )
+        for (sender, receiver, kind), sent in self.sends.items():
+            both = zip(sent, self.receives[sender, receiver, kind], strict=True)
+            for place, (one, other) in enumerate(both):
+                if one != other:
+                    raise PlanError(
+                        f"message {place} of {Kind(kind).name} from rank {sender} to rank {receiver} is of microbatch "
+                        f"{one % self.total} where it is sent and of microbatch {other % self.total} where it is "
+                        "received"
+                    )
 
 
 def _no_deadlock(plan: Plan, costs: CostModel) -> None:

@@ -1,24 +1,29 @@
 """What `verify` holds operations of data parallelism to.
 
-V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the
-end. V3 a reduction sums at least one complete contribution, and every contribution is summed, in the groups
-that the plan names. V4, V6 gradients are held from their first contribution to the end of their reduction, of
-which two are under way at most: what `walk_row` counts. V5 all that is held is within what the policy allows.
-V7 no deadlock (`verify`). V8 nothing is gathered or unsummed where a step is decided on. V9 an evaluation
-reduces nothing. V10 units of one name are one. V11 one sum over instances behind each unit's last reduction.
-V12 what is moved is what the policy's closed form says.
+V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the end. V3 a
+reduction sums at least one complete contribution, and every contribution is summed, in the groups that the plan names.
+V4, V6 gradients are held from their first contribution to the end of their reduction, of which two are under way at
+most: what `walk_row` counts. V5 all that is held is within what the policy allows. V7 no deadlock (`verify`). V8
+nothing is gathered or unsummed where a step is decided on. V9 an evaluation reduces nothing. V10 units of one name are
+one. V11 one sum over instances behind each unit's last reduction. V12 what is moved is what the policy's closed form
+says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
-from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import RowWalk, grouping_of, walk_row
+from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, RawOp, wrong_op
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, WRITES_GRADS
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import (
+    RowWalk,
+    grouping_of,
+    walk_row,
+    with_their_computations,
+)
 from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 
@@ -26,96 +31,32 @@ from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 def verify_residency(
     plan: Plan, stages: Sequence[StageUnits], residency: Residency, costs: CostModel | None = None
 ) -> tuple[RowWalk, ...]:
-    """Hold a plan to V1-V6 and V8-V12 (see above), for these units and this residency; what each row moves
-    and holds.
+    """Hold a plan to V1-V6 and V8-V12 (see above), for these units and this residency; what each row moves and holds.
 
-    costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the
-    plan was made for if that is something else.
+    costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the plan was
+    made for if that is something else.
     """
     if residency.moves:
         _made_for(plan, PlannedResidency.of(residency, stages, ()))
-    walks = []
+    walks, words = [], plan.residency
     of_ranks = [RankUnits(rank, plan.placement, stages) for rank in range(len(plan.rows))]
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
-        if not residency.moves:
-            _no_lanes(plan, rank)
+        for place, op in enumerate(row if not residency.moves else ()):
+            if IS_DATA_PARALLEL[op[0]]:
+                raise wrong_op(rank, place, op, "there are no data parallel peers to share anything with")
         walk = walk_row(row, units, residency, costs, forward_only=plan.forward_only)
-        uses = RowUses(row, units, overlap_reduce=residency.overlap_reduce)
         if residency.moves:
-            _counts(plan, residency, uses, walk)
+            uses = RowUses(row, units, overlap_reduce=residency.overlap_reduce)
+            _counts(residency, uses, walk, forward_only=plan.forward_only)
             _bytes(residency, uses, walk)
         walks.append(walk)
-    if residency.moves:
+    if residency.moves and words is not None:
         grouping = grouping_of(plan.placement, of_ranks, [walk.groups for walk in walks])
-        assert plan.residency is not None, "looked at before the walk"
-        if plan.residency.grouping != grouping:
+        if words.grouping != grouping:
             raise PlanError(
-                f"the plan names groups of microbatches {plan.residency.grouping!r:.200}, its reductions sum "
-                f"{grouping!r:.200}"
+                f"the plan names groups of microbatches {words.grouping!r:.200}, its reductions sum {grouping!r:.200}"
             )
     return tuple(walks)
-
-
-def _no_lanes(plan: Plan, rank: int) -> None:
-    for place, op in enumerate(plan.rows[rank]):
-        if IS_DATA_PARALLEL[op[0]]:
-            raise PlanError(
-                f"rank {rank}, place {place}, {op_text(op)}: there are no data parallel peers to share anything with"
-            )
-
-
-def _counts(plan: Plan, residency: Residency, uses: RowUses, walk: RowWalk) -> None:
-    """V12. A policy that keeps nothing gathers for every use and reduces after every contribution; where all
-    is kept, or is whole at rest, once a unit."""
-    read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
-    read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
-    gathers: int | None = 0
-    if residency.weights_cut:
-        gathers = {"memory": read, "step": read_once}.get(residency.policy)
-    elif residency.gathers_once and not plan.forward_only:
-        gathers = read_once
-    reductions: int | None = added_once
-    if residency.grads_cut:
-        reductions = {"memory": added, "backward": added, "step": added_once}.get(residency.policy)
-    for what, expected, found in (
-        ("gathers", gathers, walk.moves.gathers.calls or walk.moves.outer_gathers.calls),
-        ("reductions", reductions, sum(map(len, walk.groups))),
-    ):
-        if expected is not None and expected != found:
-            raise PlanError(
-                f"rank {uses.units.rank}: {found} {what} in a row, policy {residency.policy} has {expected}"
-            )
-
-
-def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
-    """V5."""
-    rank, held = uses.units.rank, walk.peak
-    if residency.limit is not None:
-        total = uses.units.shard_bytes + held.total
-        if total > residency.limit[rank]:
-            raise PlanError(
-                f"rank {rank}, place {held.place}: {total:.0f} bytes are held, the limit is {residency.limit[rank]:.0f}"
-            )
-    if residency.policy in ("step", "backward"):
-        return
-    budget = 0 if residency.budget is None else residency.budget[rank]
-    if residency.policy == "budget" and residency.budget is None:
-        return
-    gathered = max(residency.ahead_of(uses.units), uses.most_read) if residency.weights_cut else 0
-    most = gathered + budget
-    if walk.most.gathered > most:
-        raise PlanError(
-            f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
-        )
-    if residency.grads_cut:
-        most += uses.most_adding
-        if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
-            most += MOST_UNDER_WAY * max(uses.units.grad_bytes, default=0)
-    if walk.most_transient > most:
-        raise PlanError(
-            f"rank {rank}: gathered weights and whole gradients take {walk.most_transient} bytes at once, {most} are "
-            "allowed"
-        )
 
 
 def _made_for(plan: Plan, expected: PlannedResidency) -> None:
@@ -133,3 +74,136 @@ def _made_for(plan: Plan, expected: PlannedResidency) -> None:
     ):
         if mine != theirs:
             raise PlanError(f"the plan was made for {what} {mine!r:.200}, here are {theirs!r:.200}")
+
+
+def _counts(residency: Residency, uses: RowUses, walk: RowWalk, *, forward_only: bool) -> None:
+    """V12. A policy that keeps nothing gathers for every use and reduces after every contribution; where all is kept,
+    or is whole at rest, once a unit."""
+    read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
+    read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
+    gathers: int | None = read_once if residency.gathers_once and not forward_only else 0
+    if residency.weights_cut:
+        gathers = {"memory": read, "step": read_once}.get(residency.policy)
+    reductions: int | None = added_once
+    if residency.grads_cut:
+        reductions = {"memory": added, "backward": added, "step": added_once}.get(residency.policy)
+    for what, expected, found in (
+        ("gathers", gathers, walk.moves.gathers.calls or walk.moves.outer_gathers.calls),
+        ("reductions", reductions, sum(map(len, walk.groups))),
+    ):
+        if expected is not None and expected != found:
+            raise PlanError(
+                f"rank {uses.units.rank}: {found} {what} in a row, policy {residency.policy} has {expected}"
+            )
+
+
+def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
+    """V5."""
+    rank, held = uses.units.rank, walk.peak
+    if residency.limit is not None and uses.units.shard_bytes + held.total > residency.limit[rank]:
+        total = uses.units.shard_bytes + held.total
+        raise PlanError(
+            f"rank {rank}, place {held.place}: {total:.0f} bytes are held, the limit is {residency.limit[rank]:.0f}"
+        )
+    if residency.policy in ("step", "backward") or (
+        residency.policy == "budget" and residency.budget is None
+    ):
+        return
+    most = 0 if residency.budget is None else residency.budget[rank]
+    if residency.weights_cut:
+        most += max(residency.ahead_of(uses.units), uses.most_read)
+    if walk.most.gathered > most:
+        raise PlanError(
+            f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
+        )
+    if residency.grads_cut:
+        most += uses.most_adding
+        if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
+            most += MOST_UNDER_WAY * max(uses.units.grad_bytes, default=0)
+    if walk.most_transient > most:
+        raise PlanError(
+            f"rank {rank}: gathered weights and whole gradients take {walk.most_transient} bytes at once, {most} are "
+            "allowed"
+        )
+
+
+def verify_lanes(plan: Plan) -> None:
+    """Where no more is known of units than the plan's own words: operations are of units that the plan names, on the
+    rank of their stage, before a computation if they belong to an access; units are gathered before they are freed,
+    once each time; every REDUCE comes behind the weight gradients that the plan's grouping has it sum up, and none is
+    missing.
+
+    Raises PlanError naming rank, place and operation.
+    """
+    words, num_stages = plan.residency, plan.placement.num_stages
+    if words is None:
+        raise PlanError("the plan gathers or reduces units, and does not say which: it has no `residency`")
+    for what, found in (("units", len(words.units)), ("groups", len(words.grouping))):
+        if found != num_stages:
+            raise PlanError(f"the plan has {what} of {found} stages, and {num_stages} stages")
+    if [len(units) for units in words.units] != [len(groups) for groups in words.grouping]:
+        raise PlanError("the plan's units and its groups of microbatches are not of the same units")
+    for rank, row in enumerate(plan.rows):
+        check = _ByWords(rank, plan.placement.stages_of(rank), words)
+        for place, op, inside in with_their_computations(rank, row):
+            if IS_DATA_PARALLEL[op[0]]:
+                check.perform(place, op)
+            elif IS_COMPUTE[op[0]]:
+                if WRITES_GRADS[op[0]]:
+                    units = range(op[4], op[5]) if op[4] >= 0 else range(len(words.units[op[1]]))
+                    check.added.update((op[1], unit) for unit in units)
+                for one in inside:
+                    check.perform(*one)
+        check.end()
+
+
+class _ByWords:
+    """gathered: names of units. added: microbatches by stage and unit. reductions: by name."""
+
+    def __init__(self, rank: int, mine: Sequence[int], words: PlannedResidency) -> None:
+        self.rank, self.mine, self.words = rank, mine, words
+        self.gathered: set[str] = set()
+        self.added: Counter[tuple[int, int]] = Counter()
+        self.reductions: Counter[str] = Counter()
+
+    def perform(self, place: int, op: RawOp) -> None:
+        wrong = self._wrong(op)
+        if wrong:
+            raise wrong_op(self.rank, place, op, wrong)
+
+    def _wrong(self, op: RawOp) -> str:
+        kind, stage = op[0], op[1]
+        if stage not in self.mine:
+            return "the stage is not on this rank"
+        names = self.words.units[stage]
+        if op[5] > len(names) or op[2] >= 0 or op[6] >= 0 or op[7] >= 0:
+            return f"stage {stage} has {len(names)} units, and these alone are named here"
+        comes_and_goes = self.words.strategy == "optim_grads_params" and self.words.ways > 1
+        for name in names if op[4] < 0 else names[op[4] : op[5]]:
+            if kind == UNSHARD and comes_and_goes:
+                if name in self.gathered:
+                    return f"unit {name} is gathered already"
+                self.gathered.add(name)
+            elif kind == RESHARD:
+                if name not in self.gathered:
+                    return f"unit {name} is not gathered"
+                self.gathered.discard(name)
+            elif kind == REDUCE:
+                self.reductions[name] += 1
+                for home in (one for one in self.mine if name in self.words.units[one]):
+                    unit = self.words.units[home].index(name)
+                    due = sum(self.words.grouping[home][unit][: self.reductions[name]])
+                    if self.added[home, unit] < due:
+                        return f"comes before {due} microbatches were added to unit {name}"
+        return ""
+
+    def end(self) -> None:
+        if self.gathered:
+            raise PlanError(f"rank {self.rank}: unit {min(self.gathered)} is gathered and never freed")
+        for stage in self.mine:
+            for name, groups in zip(self.words.units[stage], self.words.grouping[stage], strict=True):
+                if self.reductions[name] != len(groups):
+                    raise PlanError(
+                        f"rank {self.rank}: unit {name} is reduced {self.reductions[name]} times, its microbatches are "
+                        f"in {len(groups)} groups"
+                    )

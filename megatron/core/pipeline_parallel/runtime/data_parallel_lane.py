@@ -15,14 +15,25 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.ir import BW, Kind, PlanError, RawOp, Row, W, op_text
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    HSDP_ALL_REDUCE,
+    REDUCE,
+    RESHARD,
+    UNSHARD,
+    PlanError,
+    RawOp,
+    Row,
+    W,
+    op_text,
+)
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync
 from megatron.core.transport.peer_loss import PeerLostError
 
-_UNSHARD, _RESHARD = int(Kind.UNSHARD), int(Kind.RESHARD)
+Placed = tuple[int, RawOp]  # an operation and its place in the row
 
 
 @dataclass
@@ -47,30 +58,31 @@ class DataParallelLane:
     def __init__(
         self, row: Row, grad_sync: GradSync, units: Mapping[int, StageUnits], chunks: Mapping[int, int]
     ) -> None:
-        self._units, self._gatherer = units, grad_sync.gathers
+        self._wait = grad_sync.gathers.wait
         self._numbers = {
             stage: [grad_sync.unit_number(chunk, unit) for unit in range(len(units[stage].units))]
             for stage, chunk in chunks.items()
         }
         self._names = {stage: [unit.name for unit in units[stage].units] for stage in chunks}
         calls: dict[int, Callable[[int], None]] = {
-            Kind.UNSHARD: grad_sync.gathers.start,
-            Kind.RESHARD: grad_sync.gathers.free,
-            Kind.REDUCE: grad_sync.reductions.start,
-            Kind.HSDP_ALL_REDUCE: grad_sync.reductions.start_outer,
+            UNSHARD: grad_sync.gathers.start,
+            RESHARD: grad_sync.gathers.free,
+            REDUCE: grad_sync.reductions.start,
+            HSDP_ALL_REDUCE: grad_sync.reductions.start_outer,
         }
         # By place in the row, unit by unit: its number in the stage, its name, and what does the operation.
         self._doing: dict[int, list[tuple[int, str, Callable[[], None]]]] = {}
         for place, op in enumerate(row):
             if IS_DATA_PARALLEL[op[0]]:
-                if self._of(op).stop > len(units[op[1]].units):
-                    raise PlanError(f"{op_text(op)}: stage {op[1]} has {len(units[op[1]].units)} units")
-                self._doing[place] = [
-                    (one, self.name(op[1], one), partial(calls[op[0]], self._numbers[op[1]][one]))
-                    for one in self._of(op)
-                ]
+                kind, stage = op[:2]
+                names, numbers = self._names[stage], self._numbers[stage]
+                if op[5] > len(names):
+                    raise PlanError(f"{op_text(op)}: stage {stage} has {len(names)} units")
+                every = range(op[4], op[5]) if op[4] >= 0 else range(len(names))
+                self._doing[place] = [(one, names[one], partial(calls[kind], numbers[one])) for one in every]
         # What the row gathers; all else is always whole.
-        self._come_and_go = {name for op in row if op[0] == Kind.UNSHARD for name in self.names(op)}
+        gathers = (place for place in self._doing if row[place][0] == UNSHARD)
+        self._come_and_go = {name for place in gathers for _, name, _ in self._doing[place]}
         self._gathered: set[str] = set()
         self._gathers: dict[str, _Gather] = {}  # that nobody has waited for yet
         self._recorder: Recorder | None = None
@@ -95,49 +107,51 @@ class DataParallelLane:
         """The unit's name, which is the rank's."""
         return self._names[stage][unit]
 
-    def names(self, op: RawOp) -> list[str]:
-        """Those of the units that an operation is about."""
-        return [self.name(op[1], unit) for unit in self._of(op)]
-
     def has_weights(self, stage: int, unit: int) -> bool:
         """Whether the unit's weights are whole, or about to be."""
-        name = self.name(stage, unit)
+        name = self._names[stage][unit]
         return name in self._gathered or name not in self._come_and_go
 
-    def perform(self, place: int, op: RawOp) -> None:
-        """Do one operation. place: in the row."""
+    def is_about(self, place: int, name: str) -> bool:
+        """Whether an operation of the row is about the unit of this name."""
+        return any(name == one for _, one, _ in self._doing[place])
+
+    def perform(self, placed: Placed) -> None:
+        """Do one operation."""
+        place, op = placed
         kind, doing = op[0], self._doing[place]
         start = self._now()
         for unit, name, call in doing:
-            if kind == _RESHARD:
+            if kind == RESHARD:
                 if name in self._gathers:
                     self.wait(op[1], unit)
                 self._gathered.discard(name)
             try:
                 call()
             except Exception as error:
-                _name(error, f"{op_text(op)}, unit {name!r}")
+                _locate(error, f"{op_text(op)}, unit {name!r}")
                 raise
         end = self._now()
         self.spent_s += end - start
-        if kind == _UNSHARD:
-            gather = _Gather(place, op, start, end, left=len(doing))
+        gather = _Gather(place, op, start, end, len(doing))
+        if kind == UNSHARD:
             for _, name, _ in doing:
                 self._gathered.add(name)
                 self._gathers[name] = gather
-        elif self._recorder is not None:
-            self._record(_Gather(place, op, start, end, left=0))
+        else:
+            self._record(gather)
 
     def wait(self, stage: int, unit: int) -> None:
         """Return once the unit's weights are whole."""
-        gather = self._gathers.pop(self._names[stage][unit], None)
+        name = self._names[stage][unit]
+        gather = self._gathers.pop(name, None)
         if gather is None:
             return
         start = self._now()
         try:
-            self._gatherer.wait(self._numbers[stage][unit])
+            self._wait(self._numbers[stage][unit])
         except Exception as error:
-            _name(error, f"waiting for {op_text(gather.op)}, unit {self.name(stage, unit)!r}")
+            _locate(error, f"waiting for {op_text(gather.op)}, unit {name!r}")
             raise
         gather.end_s = self._now()
         gather.waited_s += gather.end_s - start
@@ -146,17 +160,13 @@ class DataParallelLane:
         if not gather.left:
             self._record(gather)
 
-    def _of(self, op: RawOp) -> range:
-        """The units of an operation."""
-        return range(op[4], op[5]) if op[4] >= 0 else range(len(self._units[op[1]].units))
-
     def _now(self) -> float:
         return 0.0 if self._recorder is None else self._recorder.now()
 
-    def _record(self, gather: _Gather) -> None:
-        if self._recorder is not None and gather.place not in self._recorded:
-            self._recorded.add(gather.place)
-            self._recorder.record(gather.place, gather.start_s, gather.end_s, gather.waited_s)
+    def _record(self, done: _Gather) -> None:
+        if self._recorder is not None and done.place not in self._recorded:
+            self._recorded.add(done.place)
+            self._recorder.record(done.place, done.start_s, done.end_s, done.waited_s)
 
 
 class UnitBoundaries:
@@ -175,9 +185,9 @@ class UnitBoundaries:
 
 
 class Crossing:
-    """One computation with units, which is called inside a `with` of it. operations: (place in the row, operation) that
-    belong to it, in rising k. chunk: local number of its stage. boundaries: who tells of units that begin; without, all
-    accesses begin before the call. Raises PlanError for an operation that waits for more accesses than there are.
+    """One computation with units, which is called inside a `with` of it. operations: that belong to it, in rising k.
+    chunk: local number of its stage. boundaries: who tells of units that begin; without, all accesses begin before the
+    call. Raises PlanError for an operation that waits for more accesses than there are.
 
     The first access begins before the call too, whatever the model does until its units run. Behind it all have begun.
     """
@@ -187,24 +197,19 @@ class Crossing:
         op: RawOp,
         chunk: int,
         units: StageUnits,
-        operations: Sequence[tuple[int, RawOp]],
+        operations: Sequence[Placed],
         lane: DataParallelLane,
         boundaries: UnitBoundaries | None,
     ) -> None:
         self._op, self._chunk, self._lane, self._boundaries = op, chunk, lane, boundaries
         self._operations = tuple(operations)
-        self._accesses = units.accesses(op) or ((),)
+        self._accesses, self._reads = units.accesses(op) or ((),), units.reads(op) or ((),)
         for _, one in operations:
             if one[3] > len(self._accesses):
                 raise PlanError(
-                    f"{op_text(one)} waits for access {one[3]} of {self}, which has {len(self._accesses)}"
+                    f"{op_text(one)} waits for access {one[3]} of {op_text(op)}, which has {len(self._accesses)}"
                 )
-        self._reads = units.reads(op) or ((),)
-        self._adds = op[0] in (W, BW)
         self._begun = self._done = 0  # accesses, operations
-
-    def __str__(self) -> str:
-        return op_text(self._op)
 
     def __enter__(self) -> None:
         self._done = 0
@@ -226,7 +231,9 @@ class Crossing:
 
         Raises ModelError where the unit is not to come any more, and its weights are gone or its gradients summed.
         """
-        assert chunk == self._chunk, f"chunk {chunk} runs inside of {self}, which is of chunk {self._chunk}"
+        assert chunk == self._chunk, (
+            f"chunk {chunk} runs inside of {op_text(self._op)}, which is of chunk {self._chunk}"
+        )
         if unit in self._accesses[self._begun - 1]:
             return
         for at in range(self._begun, len(self._accesses)):
@@ -245,30 +252,25 @@ class Crossing:
     def _operate(self, begun: int) -> None:
         while self._done < len(self._operations) and self._operations[self._done][1][3] <= begun:
             self._done += 1
-            self._lane.perform(*self._operations[self._done - 1])
+            self._lane.perform(self._operations[self._done - 1])
 
     def _came_late(self, unit: int) -> None:
-        stage = self._op[1]
-        freed = any(unit in access for access in self._reads) and not self._lane.has_weights(stage, unit)
-        if freed or (self._adds and self._is_reduced(unit)):
-            name = self._lane.name(stage, unit)
-            before = " and ".join(
-                repr(self._lane.name(stage, one)) for one in self._accesses[self._begun - 1]
-            )
+        stage, lane = self._op[1], self._lane
+        name = lane.name(stage, unit)
+        reductions = (place for place, op in self._operations[: self._done] if op[0] == REDUCE)
+        reduced = self._op[0] in (W, BW) and any(lane.is_about(place, name) for place in reductions)
+        freed = any(unit in access for access in self._reads) and not lane.has_weights(stage, unit)
+        if freed or reduced:
+            before = " and ".join(repr(lane.name(stage, one)) for one in self._accesses[self._begun - 1])
             raise ModelError(
-                f"{self}: unit {name!r} runs after {before}, where the plan has it over: its "
+                f"{op_text(self._op)}: unit {name!r} runs after {before}, where the plan has it over: its "
                 f"{'weights are freed' if freed else 'gradients are summed'} by then. Units must run in one order, the "
                 "model's own or that of --fsdp-unit-modules: name the module around those that run in turn, or leave "
                 "this one out"
             )
 
-    def _is_reduced(self, unit: int) -> bool:
-        """Whether an operation in this computation's middle has taken the unit's gradients."""
-        name, done = self._lane.name(self._op[1], unit), self._operations[: self._done]
-        return any(op[0] == Kind.REDUCE and name in self._lane.names(op) for _, op in done)
 
-
-def _name(error: Exception, what: str) -> None:
+def _locate(error: Exception, what: str) -> None:
     """An error says what was being done. By hand: between computations nothing is in the caches, and a context manager
     for each operation costs as much as the operation's own lines."""
     if isinstance(error, PeerLostError):

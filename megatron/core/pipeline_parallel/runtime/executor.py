@@ -8,62 +8,31 @@ operation with a kind, and a kind is a handler in the table: the executor's own,
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    B,
-    F,
-    Kind,
-    Plan,
-    RawOp,
-    W,
-    op_text,
-)
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, IS_TRANSFER, REPEATED_ON_AGAIN
-from megatron.core.pipeline_parallel.plan.rollback_ops import undone
-from megatron.core.pipeline_parallel.plan.send_completion import Key, echoes
+from megatron.core.pipeline_parallel.plan import ir, kinds
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
+from megatron.core.pipeline_parallel.plan.send_completion import Key, send_completion
 from megatron.core.pipeline_parallel.plan.units import StageUnits
-from megatron.core.pipeline_parallel.runtime.channel import Arrival, Channel
+from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
+from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     Crossing,
     DataParallelLane,
+    Placed,
     UnitBoundaries,
 )
+from megatron.core.pipeline_parallel.runtime.p2p import Arrival, Channel
 from megatron.core.pipeline_parallel.runtime.program import Computation, Step, check_row, compile_row
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync, Stage
 from megatron.core.transport.peer_loss import PeerLostError
 
 Handler = Callable[[RawOp], None]
-
-
-class Go(enum.Enum):
-    """What follows VALIDATE, on all ranks alike. ON: the rest of the row. AGAIN: the forwards before it once more, then
-    the rest. STOP: the forwards are dropped, and the step ends here."""
-
-    ON = "on"
-    AGAIN = "again"
-    STOP = "stop"
-
-
-@dataclass(frozen=True)
-class Validation:
-    """What VALIDATE does. decide: communicates over the pipeline, perhaps changes the weights. forget: a stage's
-    forward of a microbatch did not happen (stage, microbatch): nothing of it is kept, or counted."""
-
-    decide: Callable[[], Go]
-    forget: Callable[[int, int], None]
 
 
 class _Stopped(Exception):  # noqa: N818 - no error: the way out of the row
@@ -101,31 +70,34 @@ class Executor:
         validation: Validation | None = None,
     ) -> None:
         self.plan, self._rank, self._row = plan, rank, plan.rows[rank]
-        self._stages, self._channel = stages, channel
+        self._stages, self._channel, self._units = stages, channel, units or {}
         self._boundaries, self._recorder, self._validation = boundaries, recorder, validation
         ranks = plan.placement.ranks()
         self._last_stage = len(ranks) - 1
         self._is_local = [one == rank for one in ranks]
-        self._units = units or {}
-        self._lane: DataParallelLane | None = None
-        if grad_sync is not None and any(IS_DATA_PARALLEL[op[0]] for op in self._row):
-            chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
-            assert set(stages) <= set(self._units), (
-                f"units of stages {sorted(self._units)} of {sorted(stages)}"
-            )
-            self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
         # Tensors on their way: what a send takes; what a computation takes, there already or arriving.
         self._outgoing: dict[Key, Tensor] = {}
         self._incoming: dict[Key, Tensor | Arrival] = {}
         self._waited_s = 0.0
-        table = self._table()
-        both = [kind.name for kind in handlers or {} if kind in table or IS_TRANSFER[kind]]
+        # Every kind that this executor does by itself; transfers are done by batches, operations in the middle of
+        # computations by their `Crossing`.
+        table: dict[int, Callable[[Any], None]] = {ir.F: self._forward, ir.W: self._backward_weight}
+        table |= dict.fromkeys((ir.B, ir.BW), self._backward)
+        self._lane: DataParallelLane | None = None
+        if grad_sync is not None and any(kinds.IS_DATA_PARALLEL[op[0]] for op in self._row):
+            assert set(stages) <= set(self._units), f"units of {sorted(self._units)}, stages {sorted(stages)}"
+            chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
+            self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
+            table |= {kind: self._lane.perform for kind in Kind if kinds.IS_DATA_PARALLEL[kind]}
+        if validation is not None:
+            table[Kind.VALIDATE] = self._validate
+        both = [kind.name for kind in handlers or {} if kind in table or kinds.IS_TRANSFER[kind]]
         assert not both, f"handlers for what the executor does itself: {both}"
-        check_row(plan, rank, stages, {*table, *(handlers or {})}, units=self._lane is not None)
         table |= {int(kind): handler for kind, handler in (handlers or {}).items()}
+        check_row(plan, rank, stages, table, units=self._lane is not None)
         self._program = compile_row(self._row, table, self._transfer, self._crossing)
-        self._echoes = echoes(plan, rank)
-        self._undone = undone(plan, rank)
+        self._completed = send_completion(plan, rank)
+        self._rollback = rollback_ops(plan, rank)
 
     def run(self, iteration: int = 0) -> bool:
         """Do the row once. Afterwards every message is through and nothing is kept; gradients are this rank's own
@@ -142,14 +114,14 @@ class Executor:
         if self._lane is not None:
             self._lane.begin(self._recorder)
         step: Step | None = None
+        done = True
         try:
             for step in self._program if self._recorder is None else self._timed(self._recorder, iteration):
                 step.call(step.argument)
             step = None
             self._channel.drain()
         except _Stopped:
-            self._check_empty()
-            return False
+            done = False
         except PeerLostError as error:
             raise error.at(self._where(step, iteration)) from error
         except Exception as error:
@@ -160,29 +132,13 @@ class Executor:
                 self._lane.drop()
             if self._recorder is not None:
                 self._recorder.end_step()
-        self._check_empty()
-        return True
-
-    def _check_empty(self) -> None:
         assert not self._outgoing, f"never sent: {sorted(self._outgoing)}"
         assert not self._incoming, f"never used: {sorted(self._incoming)}"
         for stage in self._stages.values():
             stage.check_empty()
+        return done
 
-    # Before the first step -------------------------------------------------------------------------
-
-    def _table(self) -> dict[int, Callable[[Any], None]]:
-        """Every kind that this executor does by itself; transfers are done by batches, see `_transfer`, operations in
-        the middle of computations by their `Crossing`."""
-        table: dict[int, Callable[[Any], None]] = {F: self._forward, B: self._backward_input}
-        table |= {W: self._backward_weight, BW: self._backward}
-        if self._lane is not None:
-            table |= {kind: self._perform for kind in Kind if IS_DATA_PARALLEL[kind]}
-        if self._validation is not None:
-            table[Kind.VALIDATE] = self._validate
-        return table
-
-    def _crossing(self, op: RawOp, within: Sequence[tuple[int, RawOp]]) -> Crossing | None:
+    def _crossing(self, op: RawOp, within: Sequence[Placed]) -> Crossing | None:
         """Of a computation. within: operations in its middle."""
         if self._lane is None:
             return None
@@ -201,12 +157,11 @@ class Executor:
             start = recorder.now()
             yield step
             end = recorder.now()
-            if step.call == self._perform:
+            if lane is not None and step.call == lane.perform:
                 continue  # recorded by the lane, once it is known when it was through
+            spent_s = 0.0 if lane is None else lane.spent_s - lane_s
             for place in step.places:
-                recorder.record(
-                    place, start, end, self._waited_s, 0.0 if lane is None else lane.spent_s - lane_s
-                )
+                recorder.record(place, start, end, self._waited_s, spent_s)
 
     def _where(self, step: Step | None, iteration: int) -> str:
         if step is None:
@@ -214,26 +169,33 @@ class Executor:
             return f"stage {stages}, iteration {iteration}, waiting for its last sends"
         ops = [self._row[place] for place in step.places]
         where = f"stage {', '.join(sorted({str(op[1]) for op in ops}))}, iteration {iteration}"
-        if step.call == self._perform:
+        if kinds.IS_DATA_PARALLEL[ops[0][0]]:
             return where  # the lane has named its operation
-        return f"{where}, {', '.join(map(op_text, ops))}"
+        return f"{where}, {', '.join(map(ir.op_text, ops))}"
 
     # Handlers --------------------------------------------------------------------------------------
 
     def _forward(self, computation: Computation) -> None:
         op, crossing = computation
         stage, microbatch = op[1], op[2]
-        hidden = self._take(RECV_F, stage, microbatch) if stage > 0 else None
+        hidden = self._take(ir.RECV_F, stage, microbatch) if stage > 0 else None
         with crossing or _NO_UNITS:
             output = self._stages[stage].forward(microbatch, hidden)
         if stage < self._last_stage:
-            self._hand_on(output, SEND_F, RECV_F, stage, stage + 1, microbatch)
+            self._hand_on(output, ir.SEND_F, ir.RECV_F, stage, stage + 1, microbatch)
 
     def _backward(self, computation: Computation) -> None:
-        self._propagate(computation, self._stages[computation.op[1]].backward)
-
-    def _backward_input(self, computation: Computation) -> None:
-        self._propagate(computation, self._stages[computation.op[1]].backward_input)
+        """B or BW: the gradient of the output in, that of the input out."""
+        op, crossing = computation
+        kind, stage, microbatch = op[:3]
+        grad = self._take(ir.RECV_B, stage, microbatch) if stage < self._last_stage else None
+        with crossing or _NO_UNITS:
+            if kind == ir.BW:
+                grad = self._stages[stage].backward(microbatch, grad)
+            else:
+                grad = self._stages[stage].backward_input(microbatch, grad)
+        if stage > 0:
+            self._hand_on(grad, ir.SEND_B, ir.RECV_B, stage, stage - 1, microbatch)
 
     def _backward_weight(self, computation: Computation) -> None:
         op, crossing = computation
@@ -242,67 +204,6 @@ class Executor:
                 self._stages[op[1]].backward_weight(op[2])
             else:
                 self._stages[op[1]].backward_weight(op[2], (op[4], op[5]))
-
-    def _perform(self, placed: tuple[int, RawOp]) -> None:
-        assert self._lane is not None
-        self._lane.perform(*placed)
-
-    def _transfer(self, batch: tuple[RawOp, ...]) -> None:
-        """Post neighbouring transfers; receives are waited for by their consumers."""
-        messages = [(op, self._outgoing.pop(op[:3]) if op[0] in (SEND_F, SEND_B) else None) for op in batch]
-        arrivals = iter(self._channel.post(messages))
-        for op in batch:
-            if op[0] in (RECV_F, RECV_B):
-                self._incoming[op[:3]] = next(arrivals)
-
-    def _validate(self, op: RawOp) -> None:
-        assert self._validation is not None
-        go = self._validation.decide()
-        if go is Go.ON:
-            return
-        self._drop_forwards()
-        if go is Go.STOP:
-            raise _Stopped
-        if self._recorder is not None:
-            self._recorder.repeated()
-        if self._lane is not None:
-            self._lane.drop()  # by `decide`, which has changed the weights
-        for step in self._program:
-            if step.argument is op:
-                return
-            if REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:
-                step.call(step.argument)
-
-    def _drop_forwards(self) -> None:
-        """As if the forwards before VALIDATE had not run; see plan.undone, [Note: messages of undone forwards].
-
-        Receives come first: other ranks wait here for their sends. No deadlock, as each rank has nothing else to do
-        for the ranks behind it than to have come here.
-        """
-        late = self._channel.post([(op, None) for op in self._undone.surplus])
-        for arrival in (*self._incoming.values(), *late):
-            if not isinstance(arrival, Tensor):
-                arrival.wait()
-        self._channel.drain()
-        self._incoming.clear()
-        self._outgoing.clear()
-        assert self._validation is not None
-        for stage, microbatch in self._undone.forwards:
-            self._validation.forget(stage, microbatch)
-
-    # What handlers share ---------------------------------------------------------------------------
-
-    def _propagate(
-        self, computation: Computation, backward: Callable[[int, Tensor | None], Tensor | None]
-    ) -> None:
-        """B or BW: the gradient of the output in, that of the input out."""
-        op, crossing = computation
-        stage, microbatch = op[1], op[2]
-        grad = self._take(RECV_B, stage, microbatch) if stage < self._last_stage else None
-        with crossing or _NO_UNITS:
-            grad = backward(microbatch, grad)
-        if stage > 0:
-            self._hand_on(grad, SEND_B, RECV_B, stage, stage - 1, microbatch)
 
     def _take(self, kind: int, stage: int, microbatch: int) -> Tensor:
         """An input, waited for if it is still on its way."""
@@ -316,8 +217,8 @@ class Executor:
             start = self._recorder.now()
             tensor = one.wait()
             self._waited_s += self._recorder.now() - start
-        if key in self._echoes:
-            self._channel.release(self._echoes[key])
+        if key in self._completed:
+            self._channel.release(self._completed[key])
         return tensor
 
     def _hand_on(
@@ -333,3 +234,40 @@ class Executor:
             self._incoming[receive, target, microbatch] = tensor
         else:
             self._outgoing[send, stage, microbatch] = tensor
+
+    def _transfer(self, batch: tuple[RawOp, ...]) -> None:
+        """Post neighbouring transfers; receives are waited for by their consumers."""
+        sends = (ir.SEND_F, ir.SEND_B)
+        messages = [(op, self._outgoing.pop(op[:3]) if op[0] in sends else None) for op in batch]
+        arrivals = iter(self._channel.post(messages))
+        for op in batch:
+            if op[0] not in sends:
+                self._incoming[op[:3]] = next(arrivals)
+
+    def _validate(self, op: RawOp) -> None:
+        assert self._validation is not None
+        go = self._validation.decide()
+        if go is Go.ON:
+            return
+        # As if the forwards before VALIDATE had not run; see rollback_ops, [Note: messages of undone forwards].
+        # Receives come first: other ranks wait here for their sends, and none waits for one behind it before that.
+        late = self._channel.post([(op, None) for op in self._rollback.surplus])
+        for arrival in (*self._incoming.values(), *late):
+            if not isinstance(arrival, Tensor):
+                arrival.wait()
+        self._channel.drain()
+        self._incoming.clear()
+        self._outgoing.clear()
+        for stage, microbatch in self._rollback.forwards:
+            self._validation.forget(stage, microbatch)
+        if go is Go.STOP:
+            raise _Stopped
+        if self._recorder is not None:
+            self._recorder.repeated()
+        if self._lane is not None:
+            self._lane.drop()  # by `decide`, which has changed the weights
+        for step in self._program:
+            if step.argument is op:
+                return
+            if kinds.REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:
+                step.call(step.argument)

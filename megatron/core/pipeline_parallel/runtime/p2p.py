@@ -11,6 +11,8 @@ execution even if every message blocks. A batch in which a route is new is poste
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from time import monotonic_ns
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,27 +20,52 @@ from torch import Tensor
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
 from megatron.core.pipeline_parallel.plan.send_completion import Key
-from megatron.core.pipeline_parallel.runtime.channel import Arrival, Message
 from megatron.core.transport.collectives import Pending
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError
-from megatron.core.transport.point_to_point import Line, send_receive
+from megatron.core.transport.point_to_point import P2PRoute, send_receive
 
 MAX_DIMS = 8
 # A dtype's place in this list is its number in headers: only ever append.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PINGS = 5  # of a link, behind one that brings both ends together
 
 _RECEIVE_OF = {SEND_F: RECV_F, SEND_B: RECV_B}
 
+Message = tuple[RawOp, Tensor | None]  # a SEND_* with what it sends, or a RECV_*
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Route = tuple[int, int]  # (kind of transfer, peer)
+
+
+class Arrival(Protocol):
+    """A message that was posted to be received."""
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there. Called once."""
+
+
+class Channel(Protocol):
+    """What an executor asks of a transport between the places of one pipeline."""
+
+    def post(self, messages: Sequence[Message]) -> list[Arrival]:
+        """Start a batch of transfers, in the order of the plan; an `Arrival` for each receive among them.
+
+        A sent tensor belongs to the channel from now on, and nobody writes to it.
+        """
+
+    def release(self, sends: Iterable[Key]) -> None:
+        """These sends are complete, something that arrived proves it: nothing of them need be kept beyond the next
+        `post`. The channel may know already."""
+
+    def drain(self) -> None:
+        """After the step's last operation: return once every send is complete."""
 
 
 class P2P:
     """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
 
-    gloo has no batches: there each message goes the shortest way (`Line`), sends before receives, since a result was
-    just computed and somebody waits for it.
+    gloo has no batches: there each message goes the shortest way (`P2PRoute`), sends before receives, since a result
+    was just computed and somebody waits for it.
 
     A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through. Whoever
     knows says so by `release`; NCCL is asked at every batch. max_sends: so many of the others may be under way once a
@@ -48,22 +75,17 @@ class P2P:
     """
 
     def __init__(self, ps: ParallelState, *, max_sends: int | None = None) -> None:
-        self._groups = {
-            SEND_F: ps.pp_forward_group,
-            RECV_F: ps.pp_forward_group,
-            SEND_B: ps.pp_backward_group,
-            RECV_B: ps.pp_backward_group,
-        }
-        self._device = ps.device.torch_device
+        self._groups = dict.fromkeys((SEND_F, RECV_F), ps.pp_forward_group)
+        self._groups |= dict.fromkeys((SEND_B, RECV_B), ps.pp_backward_group)
+        self._device = ps.device
         self._max_sends = 2 * ps.pp_forward_group.size if max_sends is None else max_sends
-        # This rank's routes: what they carry.
+        # This rank's routes: what they carry; where there are no batches, the way and an empty tensor of that dtype.
         self._shapes: dict[Route, Shape] = {}
-        # Of known routes, where there are no batches: the line, and an empty tensor of what it carries.
-        self._lines: dict[Route, tuple[Line, Tensor]] = {}
+        self._routes: dict[Route, tuple[P2PRoute, Tensor]] = {}
         # Under way, in the order in which they were posted; headers apart.
         self._sends: dict[Key, tuple[RawOp, Pending]] = {}
-        self._proven: list[Key] = []  # sends that are known to be complete
         self._headers: list[tuple[RawOp, Pending]] = []
+        self._proven: list[Key] = []  # sends that are known to be complete
         # Whether the backend takes batches, and can be asked if a send is through.
         self._batches = ps.pp_forward_group.backend != "gloo"
 
@@ -75,9 +97,14 @@ class P2P:
         """
         known = True
         for op, tensor in messages:
-            if tensor is not None:
-                self._check_shape(op, tensor)
-            known = known and (op[0], op[6]) in self._shapes
+            shape = self._shapes.get((op[0], op[6]))
+            if shape is None:
+                known = False
+            elif tensor is not None and (tensor.dtype != shape[0] or tensor.shape != shape[1]):
+                raise ModelError(
+                    f"{op_text(op)}: {_shape_text(tensor.dtype, tensor.shape)} after {_shape_text(*shape)}; what"
+                    " stages hand on must have one shape for all microbatches, in training and in evaluation"
+                )
         start = self._start_batch if self._batches else self._start_each
         if known:
             arrivals = start(messages)
@@ -90,8 +117,9 @@ class P2P:
             key = self._proven.pop()
             if key in self._sends:  # not waited for before, to make room
                 self._finish_send(key)
-        if self._batches:
-            self._finish_completed_sends()
+        if self._batches:  # oldest first, up to one that is under way
+            while self._sends and next(iter(self._sends.values()))[1].is_completed():
+                self._finish_send(next(iter(self._sends)))
         while len(self._sends) > self._max_sends:
             self._finish_send(next(iter(self._sends)))
         return arrivals
@@ -109,6 +137,37 @@ class P2P:
         while self._sends:
             self._finish_send(next(iter(self._sends)))
 
+    def ping(self) -> int:
+        """Nanoseconds of a message on the slowest of this rank's links: half a round trip of what the link's forwards
+        carry, the median of `PINGS`. 0 where none has carried anything. To be called by all ranks between two steps;
+        communicates over the pipeline, link by link in one order on all ranks."""
+        group, slowest = self._groups[SEND_F], 0
+        carried = {
+            kind_peer: shape for kind_peer, shape in self._shapes.items() if kind_peer[0] in (SEND_F, RECV_F)
+        }
+        links = {
+            (group.rank, peer) if kind == SEND_F else (peer, group.rank): (kind, peer)
+            for kind, peer in carried
+        }
+        for _, (kind, peer) in sorted(links.items()):
+            dtype, shape = carried[kind, peer]
+            message = [(torch.zeros(shape, dtype=dtype, device=self._device.torch_device), peer)]
+            took = []
+            for _ in range(1 + PINGS):
+                begin = monotonic_ns()
+                for sends in (kind == SEND_F, kind != SEND_F):
+                    try:
+                        ends = send_receive(*((message, []) if sends else ([], message)), group)
+                        (*ends[0], *ends[1])[0].wait()
+                    except PeerLostError as error:
+                        raise error.at(f"measuring the link to pipeline rank {peer}") from error
+                self._device.synchronize()  # sync: a round trip
+                took.append(monotonic_ns() - begin)
+            slowest = max(slowest, sorted(took[1:])[PINGS // 2] // 2)
+        return slowest
+
+    # Starting messages -------------------------------------------------------------------------------
+
     def _start_each(self, messages: Sequence[Message]) -> list[Arrival]:
         """Every message by itself, over known routes."""
         arrivals: list[Arrival] = []
@@ -116,56 +175,41 @@ class P2P:
         try:
             for op, tensor in messages:
                 if tensor is not None:
-                    self._keep(op, self._line(op)[0].start(tensor.contiguous()))
+                    self._keep(op, self._route(op)[0].start(tensor.contiguous()))
             for op, tensor in messages:
                 if tensor is None:
-                    line, like = self._line(op)
+                    route, like = self._route(op)
                     buffer = like.new_empty(self._shapes[op[0], op[6]][1])
-                    arrivals.append(_Receive(op, buffer, line.start(buffer)))
+                    arrivals.append(_Receive(op, buffer, route.start(buffer)))
         except PeerLostError as error:
             raise error if op is None else error.at(op_text(op)) from error
         return arrivals
 
-    def _line(self, op: RawOp) -> tuple[Line, Tensor]:
-        route = (op[0], op[6])
-        found = self._lines.get(route)
+    def _route(self, op: RawOp) -> tuple[P2PRoute, Tensor]:
+        key = (op[0], op[6])
+        found = self._routes.get(key)
         if found is None:
-            direction = "send" if op[0] in _RECEIVE_OF else "receive"
-            line = Line(direction, op[6], self._groups[op[0]])
-            found = (line, torch.empty(0, dtype=self._shapes[route][0], device=self._device))
-            self._lines[route] = found
+            route = P2PRoute("send" if op[0] in _RECEIVE_OF else "receive", op[6], self._groups[op[0]])
+            like = torch.empty(0, dtype=self._shapes[key][0], device=self._device.torch_device)
+            found = self._routes[key] = (route, like)
         return found
 
-    def _keep(self, op: RawOp, pending: Pending) -> None:
-        key = op[:3]
-        assert key not in self._sends, f"{op_text(op)}: posted again before it was through"
-        self._sends[key] = (op, pending)
-
     def _start_batch(self, messages: Sequence[Message]) -> list[Arrival]:
-        """One batch a direction, over known routes."""
+        """One batch a direction, over known routes. A direction that sends goes first: a result was just computed, and
+        somebody waits for it."""
         arrivals: dict[RawOp, Arrival] = {}
-        for send in self._directions(messages):
-            sends: list[tuple[RawOp, Tensor]] = []
-            receives: list[tuple[RawOp, Tensor]] = []
-            for op, tensor in messages:
-                if op[0] == send and tensor is not None:
-                    sends.append((op, tensor.contiguous()))
-                elif op[0] == _RECEIVE_OF[send]:
-                    receives.append((op, self._buffer(op)))
+        backward_first = any(op[0] == SEND_B for op, _ in messages)
+        for send in (SEND_B, SEND_F) if backward_first else (SEND_F, SEND_B):
+            sends = [(op, one.contiguous()) for op, one in messages if op[0] == send and one is not None]
+            receives = [(op, self._buffer(op)) for op, _ in messages if op[0] == _RECEIVE_OF[send]]
+            if not sends and not receives:
+                continue
             sent, received = self._start(sends, receives, self._groups[send])
             for (op, _), pending in zip(sends, sent, strict=True):
                 self._keep(op, pending)
             for (op, buffer), pending in zip(receives, received, strict=True):
                 arrivals[op] = _Receive(op, buffer, pending)
         return [arrivals[op] for op, tensor in messages if tensor is None]
-
-    @staticmethod
-    def _directions(messages: Sequence[Message]) -> list[int]:
-        """SEND_F and SEND_B as far as they or their receives are there. One that sends goes first: a result was just
-        computed, and somebody waits for it."""
-        kinds = {op[0] for op, _ in messages}
-        order = (SEND_B, SEND_F) if SEND_B in kinds else (SEND_F, SEND_B)
-        return [send for send in order if send in kinds or _RECEIVE_OF[send] in kinds]
 
     def _start(
         self, sends: Sequence[tuple[RawOp, Tensor]], receives: Sequence[tuple[RawOp, Tensor]], group: Group
@@ -179,16 +223,11 @@ class P2P:
 
     def _buffer(self, op: RawOp) -> Tensor:
         dtype, shape = self._shapes[op[0], op[6]]
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
 
-    def _check_shape(self, op: RawOp, tensor: Tensor) -> None:
-        """A route carries tensors of one shape."""
-        known = self._shapes.get((op[0], op[6]))
-        if known is not None and (tensor.dtype != known[0] or tensor.shape != known[1]):
-            raise ModelError(
-                f"{op_text(op)}: {_shape_text(tensor.dtype, tensor.shape)} after {_shape_text(*known)}; what stages"
-                " hand on must have one shape for all microbatches, in training and in evaluation"
-            )
+    def _keep(self, op: RawOp, pending: Pending) -> None:
+        assert op[:3] not in self._sends, f"{op_text(op)}: posted again before it was through"
+        self._sends[op[:3]] = (op, pending)
 
     def _shake_hands(self, op: RawOp, tensor: Tensor | None) -> None:
         """Tell or hear what a route will carry, unless both ends know."""
@@ -196,12 +235,12 @@ class P2P:
         if route in self._shapes:
             return
         if tensor is not None:
-            header = torch.tensor(_header(op, tensor), device=self._device)
+            header = torch.tensor(_header(op, tensor), device=self._device.torch_device)
             sent, _ = self._start([(op, header)], [], self._groups[op[0]])
             self._headers.append((op, sent[0]))
             self._shapes[route] = (tensor.dtype, tuple(tensor.shape))
             return
-        header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self._device)
+        header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self._device.torch_device)
         _, received = self._start([], [(op, header)], self._groups[op[0]])
         _wait(op, received[0])
         code, num_dims, *dims = header.tolist()  # sync: the shape of a route, once
@@ -210,14 +249,6 @@ class P2P:
     def _finish_send(self, key: Key) -> None:
         """Wait even where it is known to be through: that is what gives the memory back, and tells of an error."""
         _wait(*self._sends.pop(key))
-
-    def _finish_completed_sends(self) -> None:
-        """Oldest first, up to one that is under way."""
-        while self._sends:
-            key = next(iter(self._sends))
-            if not self._sends[key][1].is_completed():
-                return
-            self._finish_send(key)
 
 
 class _Receive:
@@ -242,7 +273,7 @@ def _header(op: RawOp, tensor: Tensor) -> list[int]:
     """What goes ahead of a route's first tensor. Raises ModelError for what a header cannot say."""
     told = f"{op_text(op)}: a stage handed on {_shape_text(tensor.dtype, tensor.shape)}; "
     if tensor.dtype not in DTYPES:
-        names = ", ".join(_dtype_text(dtype) for dtype in DTYPES)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ModelError(f"{told}between stages go hidden states of one of the types {names}")
     if tensor.dim() > MAX_DIMS:
         raise ModelError(f"{told}that is {tensor.dim()} dimensions, and between stages go at most {MAX_DIMS}")
@@ -250,8 +281,4 @@ def _header(op: RawOp, tensor: Tensor) -> list[int]:
 
 
 def _shape_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{_dtype_text(dtype)} {list(shape)}"
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,7 +1,7 @@
 """Measuring a pipeline while it trains: what computations take, and what they hold, for solving its schedule again.
 
 The profiler keeps the steps of a window (`--zero-bubble-pipeline-timers-start-iter`, `-end-iter`) and of every log
-interval's last iteration in memory, and makes small figures of them (plan/rank_figures.py). Exchanging figures and
+interval's last iteration in memory, and makes small figures of them (plan/measured_costs.py). Exchanging figures and
 making a plan of them is the trainer's.
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import monotonic
+from typing import Any
 
 from torch import Tensor
 
 from megatron.core.device import Device, heap_bytes
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measured import Span
-from megatron.core.pipeline_parallel.plan.rank_figures import Figures, RankStep, figures_of, median
+from megatron.core.pipeline_parallel.plan.measured_costs import Figures, RankStep, figures_of, median
 from megatron.core.protocols import Stage
 from megatron.core.transport.parallel_state import ParallelState
 
 MOST_STEPS = 32  # that are kept; of more, the latest
+MOST_WEIGHINGS = 256  # of one stage and kind of backward
 
 
 class Profiler:
@@ -44,17 +46,15 @@ class Profiler:
         interval: int = 0,
         transient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        assert 0 <= start <= end, f"a window from {start} to {end}"
         assert interval >= 0, f"interval {interval}"
         self._device, self._pipeline, self._transient_bytes = device, pipeline, transient_bytes
-        self._start, self._end, self._interval = start, end, interval
-        self._steps: deque[RankStep] = deque(maxlen=MOST_STEPS)
-        self._peaks: deque[int] = deque(maxlen=MOST_STEPS)
-        self._weighed: dict[int, _Weights] = {}
-        self._plan: Plan | None = None
-        self._rank = self._iteration = 0
+        self.move_window(start, end)
+        self._interval = interval
+        self._steps: deque[tuple[RankStep, int]] = deque(maxlen=MOST_STEPS)  # and the peak of each
+        self._weighed: dict[int, _WeighedStage] = {}
+        self._step: RankStep | None = None  # under way
         self._spans: dict[int, Span] = {}  # by place in the row
-        self._watching = False
+        self.watching = False  # the step under way
         self._begin_bytes = self._peak_bytes = 0
 
     @classmethod
@@ -69,13 +69,10 @@ class Profiler:
         iteration where measuring makes nobody wait."""
         if ps.pp_size == 1:
             return None
+        interval, (start, end) = 0 if ps.device.queues_work else log_interval, window
+        pipeline = ps.pp_group.ranks
         return cls(
-            ps.device,
-            ps.pp_group.ranks,
-            start=window[0],
-            end=window[1],
-            interval=0 if ps.device.queues_work else log_interval,
-            transient_bytes=transient_bytes,
+            ps.device, pipeline, start=start, end=end, interval=interval, transient_bytes=transient_bytes
         )
 
     def move_window(self, start: int, end: int) -> None:
@@ -88,28 +85,23 @@ class Profiler:
         at_interval = self._interval > 0 and iteration % self._interval == 0
         return at_interval or self._start <= iteration < self._end
 
-    @property
-    def watching(self) -> bool:
-        """Whether the step under way is measured."""
-        return self._watching
-
     # Recorder --------------------------------------------------------------------------------------
 
     def now(self) -> float:
         """Seconds of this machine's steady clock."""
-        if self._watching:
+        if self.watching:
             self._device.synchronize()  # sync: measured steps
         return monotonic()
 
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
-        self._watching = self.watches(iteration)
-        if self._watching:
-            self._plan, self._rank, self._iteration = plan, rank, iteration
+        self.watching = self.watches(iteration)
+        if self.watching:
             self._spans = {}
+            self._step = RankStep(iteration, plan, rank, ())
             self._begin_bytes = self._peak_bytes = self.in_use()
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
-        if not self._watching:
+        if not self.watching:
             return
         assert place not in self._spans, f"operation {place} a second time"
         self._spans[place] = Span(start_s, end_s, wait_s, lane_s)
@@ -117,68 +109,47 @@ class Profiler:
 
     def repeated(self) -> None:
         """A step like no other: messages of its first run arrived, or those of its second."""
-        self._watching = False
+        self.watching = False
 
     def end_step(self) -> None:
         """Keep the step if it came to its end."""
-        if not self._watching:
-            return
-        self._watching = False
-        assert self._plan is not None, "end_step without begin_step"
-        if len(self._spans) == len(self._plan.rows[self._rank]):
-            spans = tuple(self._spans[place] for place in range(len(self._spans)))
-            self._steps.append(RankStep(self._iteration, self._plan, self._rank, spans))
-            self._peaks.append(self._peak_bytes - self._begin_bytes)
-        self._spans = {}
+        if self.watching and self._step is not None:
+            iteration, plan, rank, _ = self._step
+            if len(self._spans) == len(plan.rows[rank]):
+                spans = tuple(self._spans[place] for place in range(len(self._spans)))
+                peak = self._peak_bytes - self._begin_bytes
+                self._steps.append((RankStep(iteration, plan, rank, spans), peak))
+        self.watching, self._spans = False, {}
 
     def close(self) -> None:
         """The run is over: what was measured stays."""
-        self._watching = False
+        self.watching = False
 
     # What was measured -----------------------------------------------------------------------------
 
-    @property
-    def num_steps(self) -> int:
-        """That are kept."""
-        return len(self._steps)
-
-    def local_figures(self, until: int | None = None) -> Figures | None:
+    def local_figures(self, until: int | None = None, link_ns: int = 0) -> Figures | None:
         """What this rank measured since `forget`, small, JSON-able; None where no step was kept. until: the last
-        iteration that counts; None: all do."""
-        kept = [place for place, step in enumerate(self._steps) if until is None or step.iteration <= until]
+        iteration that counts; None: all do. link_ns: see `P2P.ping`."""
+        kept = [(step, peak) for step, peak in self._steps if until is None or step.iteration <= until]
         if not kept:
             return None
-        activations = {
-            stage: sizes for stage, of in self._weighed.items() if (sizes := of.sizes()) is not None
-        }
+        sizes = {stage: one.sizes() for stage, one in self._weighed.items()}
         # All stages or none: a plan needs every one of them.
-        whole = activations if len(activations) == len(self._weighed) else None
-        steps = tuple(self._steps[place] for place in kept)
-        peak = median(tuple(self._peaks[place] for place in kept))
-        return figures_of(steps, self._pipeline, whole, peak)
+        known = {stage: size for stage, size in sizes.items() if size is not None}
+        activations = known if len(known) == len(sizes) else None
+        steps, peaks = zip(*kept, strict=True)
+        return figures_of(steps, self._pipeline, activations, median(peaks), link_ns)
 
     def figures_of_step(self, iteration: int) -> Figures | None:
         """How long this rank took for one step, and for its computations; None for a step that is not kept."""
-        found = next((step for step in reversed(self._steps) if step.iteration == iteration), None)
-        if found is None:
-            return None
-        return Figures(
-            pipeline=list(self._pipeline),
-            rank=found.rank,
-            times=[],
-            sends=[],
-            receives=[],
-            steps=[[found.iteration, found.span_ns, found.busy_ns]],
-            activations=[],
-            peak_bytes=0,
-        )
+        found = [step for step, _ in self._steps if step.iteration == iteration]
+        return figures_of(found[-1:], self._pipeline) if found else None
 
     def forget(self, until: int | None = None) -> None:
         """What follows is measured by itself, as after a new plan. until: the last iteration that is forgotten; None:
         all are."""
-        while self._steps and (until is None or self._steps[0].iteration <= until):
+        while self._steps and (until is None or self._steps[0][0].iteration <= until):
             self._steps.popleft()
-            self._peaks.popleft()
         if not self._steps:
             for one in self._weighed.values():
                 one.clear()
@@ -187,8 +158,8 @@ class Profiler:
 
     def weigh(self, stages: Mapping[int, Stage]) -> dict[int, Stage]:
         """The same stages (of this rank, by global stage), weighed while a step is watched."""
-        self._weighed = {stage: _Weights() for stage in stages}
-        return {stage: _WeighedStage(one, self, self._weighed[stage]) for stage, one in stages.items()}
+        self._weighed = {stage: _WeighedStage(one, self) for stage, one in stages.items()}
+        return dict(self._weighed)
 
     def in_use(self) -> int:
         """Bytes of this rank's device now, on CPU of its heap, without those that come and go by the plan."""
@@ -201,29 +172,6 @@ def bytes_in_use(device: Device) -> int:
     return device.memory().allocated_bytes if heap is None else heap
 
 
-class _Weights:
-    """What backwards of one stage gave back, in bytes. after_b: a W gave back. after_f: a BW, or a B without its W."""
-
-    def __init__(self) -> None:
-        self.fused: deque[int] = deque(maxlen=256)
-        self.by_b: deque[int] = deque(maxlen=256)
-        self.by_w: deque[int] = deque(maxlen=256)
-
-    def clear(self) -> None:
-        for one in (self.fused, self.by_b, self.by_w):
-            one.clear()
-
-    def sizes(self) -> tuple[int, int] | None:
-        """(what F leaves, what is held of it between B and W). Where no B was seen, all is held until W."""
-        if self.by_b and self.by_w:
-            by_w = max(0, median(self.by_w))
-            return max(0, median(self.by_b) + by_w), by_w
-        if self.fused:
-            whole = max(0, median(self.fused))
-            return whole, whole
-        return None
-
-
 class _WeighedStage:
     """A `protocols.Stage` that hands everything on, and compares the bytes in use before and after a backward.
 
@@ -232,43 +180,50 @@ class _WeighedStage:
     the graph holds it too. What a backward returns is new, and belongs to the next message.
     """
 
-    def __init__(self, stage: Stage, profiler: Profiler, weights: _Weights) -> None:
-        self._stage, self._profiler, self._weights = stage, profiler, weights
+    def __init__(self, stage: Stage, profiler: Profiler) -> None:
+        self._stage, self._profiler = stage, profiler
+        self.forward = stage.forward
+        # Bytes that BW's, B's and W's gave back.
+        self._by_bw, self._by_b, self._by_w = (deque[int](maxlen=MOST_WEIGHINGS) for _ in range(3))
+
+    def clear(self) -> None:
+        for one in (self._by_bw, self._by_b, self._by_w):
+            one.clear()
+
+    def sizes(self) -> tuple[int, int] | None:
+        """(what F leaves, what is held of it between B and W). Where no B was seen, all is held until W."""
+        if self._by_b and self._by_w:
+            by_w = max(0, median(self._by_w))
+            return max(0, median(self._by_b) + by_w), by_w
+        whole = max(0, median(self._by_bw)) if self._by_bw else None
+        return None if whole is None else (whole, whole)
 
     @property
     def splits(self) -> bool:
         return self._stage.splits
 
-    def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
-        return self._stage.forward(microbatch, hidden)
-
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        if not self._profiler.watching:
-            return self._stage.backward(microbatch, grad)
-        before = self._profiler.in_use()
-        answer = self._stage.backward(microbatch, grad)
-        self._weights.fused.append(before - self._profiler.in_use() + _bytes(answer))
-        return answer
+        return self._weigh(self._by_bw, self._stage.backward, microbatch, grad)
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        if not self._profiler.watching:
-            return self._stage.backward_input(microbatch, grad)
-        before = self._profiler.in_use()
-        answer = self._stage.backward_input(microbatch, grad)
-        self._weights.by_b.append(before - self._profiler.in_use() + _bytes(answer))
-        return answer
+        return self._weigh(self._by_b, self._stage.backward_input, microbatch, grad)
 
     def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
-        if not self._profiler.watching or units is not None:  # parts of a W are not weighed
+        if units is not None:  # parts of a W are not weighed
             self._stage.backward_weight(microbatch, units)
-            return
-        before = self._profiler.in_use()
-        self._stage.backward_weight(microbatch)
-        self._weights.by_w.append(before - self._profiler.in_use())
+        else:
+            self._weigh(self._by_w, self._stage.backward_weight, microbatch)
 
     def check_empty(self) -> None:
         self._stage.check_empty()
 
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+    def _weigh(
+        self, given_back: deque[int], backward: Callable[..., Tensor | None], *args: Any
+    ) -> Tensor | None:
+        if not self._profiler.watching:
+            return backward(*args)
+        before = self._profiler.in_use()
+        answer = backward(*args)
+        returned = 0 if answer is None else answer.untyped_storage().nbytes()
+        given_back.append(before - self._profiler.in_use() + returned)
+        return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.plan.ir import B, F, Kind, Plan, PlanError, RawOp, Row, W, op_text
@@ -12,10 +12,8 @@ from megatron.core.pipeline_parallel.plan.kinds import (
     IS_DATA_PARALLEL,
     IS_TRANSFER,
 )
-from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, Placed
 from megatron.core.protocols import Stage
-
-Placed = tuple[int, RawOp]  # an operation and its place in the row
 
 
 class Step(NamedTuple):
@@ -43,65 +41,54 @@ def check_row(
     mine = {stage for stage, here in enumerate(local) if here}
     assert set(stages) == mine, f"rank {rank} has stages {sorted(mine)}, given {sorted(stages)}"
     for op in plan.rows[rank]:
-        kind = Kind(op[0])
+        kind, problem = Kind(op[0]), ""
         if kind not in known and not IS_TRANSFER[kind]:
-            raise PlanError(
-                f"rank {rank}: {op_text(op)}: nothing here does {kind.name}; it needs {_needed(kind)}"
+            needed = "a data parallel engine" if IS_DATA_PARALLEL[kind] else "a handler"
+            needed = "a validation" if kind == Kind.VALIDATE else needed
+            problem = f"nothing here does {kind.name}; it needs {needed}"
+        elif HAS_MICROBATCH[kind] and (op[3] or (op[4] >= 0 and not (kind == W and units))):
+            problem = (
+                "stages compute whole microbatches of all their units; only W may have parts, where a data parallel "
+                "engine knows units"
             )
-        if HAS_MICROBATCH[kind] and (op[3] or (op[4] >= 0 and not (kind == W and units))):
-            raise PlanError(
-                f"rank {rank}: {op_text(op)}: stages compute whole microbatches of all their units; only W may have"
-                " parts, where a data parallel engine knows units"
+        elif kind in (B, W) and not stages[op[1]].splits:
+            problem = (
+                f"stage {op[1]} cannot split B from W, because autograd accumulates its gradients; use a schedule of F "
+                "and BW, such as 1f1b, or layers that put them into a sink"
             )
-        if kind in (B, W) and not stages[op[1]].splits:
-            raise PlanError(
-                f"rank {rank}: {op_text(op)}: stage {op[1]} cannot split B from W, because autograd accumulates its"
-                " gradients; use a schedule of F and BW, such as 1f1b, or layers that put them into a sink"
-            )
-        if kind == F and op[1] > 0 and not local[op[1] - 1] and not plan.has_transfers:
-            raise PlanError(f"rank {rank}: {op_text(op)}: the plan has no transfers; `lower` adds them")
-
-
-def _needed(kind: Kind) -> str:
-    if IS_DATA_PARALLEL[kind]:
-        return "a data parallel engine"
-    return "a validation" if kind == Kind.VALIDATE else "a handler"
+        elif kind == F and op[1] > 0 and not local[op[1] - 1] and not plan.has_transfers:
+            problem = "the plan has no transfers; `lower` adds them"
+        if problem:
+            raise PlanError(f"rank {rank}: {op_text(op)}: {problem}")
 
 
 def compile_row(
     row: Row,
     table: Mapping[int, Callable[[Any], None]],
     transfer: Callable[[Any], None],
-    crossing: Callable[[RawOp, Sequence[Placed]], Crossing | None],
+    crossing: Callable[[RawOp, list[Placed]], Crossing | None],
 ) -> list[Step]:
     """The row with each operation's handler from the table; neighbouring transfers are one step. An operation of data
     parallelism that waits for accesses to begin is done in the middle of the computation behind it, whose `crossing`
     takes it. Raises PlanError where there is none."""
     program: list[Step] = []
-    batch: list[Placed] = []
     within: list[Placed] = []
-
-    def post() -> None:
-        if batch:
-            program.append(Step(transfer, tuple(op for _, op in batch), tuple(place for place, _ in batch)))
-            batch.clear()
-
     for place, op in enumerate(row):
         kind = op[0]
         if IS_TRANSFER[kind]:
-            batch.append((place, op))
+            batch: tuple[RawOp, ...] = ()
+            places: tuple[int, ...] = ()
+            if program and program[-1].call == transfer:
+                _, batch, places = program.pop()
+            program.append(Step(transfer, (*batch, op), (*places, place)))
         elif IS_DATA_PARALLEL[kind] and op[3]:
             within.append((place, op))
         else:
-            post()
-            argument: Any = op
+            argument: Any = (place, op) if IS_DATA_PARALLEL[kind] else op
             if IS_COMPUTE[kind]:
                 argument = Computation(op, crossing(op, within))
                 within = []
-            elif IS_DATA_PARALLEL[kind]:
-                argument = (place, op)
             program.append(Step(table[kind], argument, (place,)))
-    post()
     if within:
         raise PlanError(f"{op_text(within[0][1])}: no computation comes behind it")
     return program

@@ -40,33 +40,29 @@ class Recorders:
     """Several recorders as one. Each is told times on its own clock: clocks differ by what they count from."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        assert recorders, "no recorder"
-        self._first, *others = recorders
-        first_now = self._first.now()
-        self._others = [(one, one.now() - first_now) for one in others]
+        first_now = recorders[0].now()
+        self._all = [(one, one.now() - first_now if one is not recorders[0] else 0.0) for one in recorders]
 
     def now(self) -> float:
-        for one, _ in self._others:
-            one.now()  # which waits for what it wants to be done
-        return self._first.now()
+        first, *_ = [one.now() for one, _ in self._all]  # each waits for what it wants to be done
+        return first
 
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
-        for one in (self._first, *(one for one, _ in self._others)):
+        for one, _ in self._all:
             one.begin_step(plan, rank, iteration)
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
-        self._first.record(place, start_s, end_s, wait_s, lane_s)
-        for one, ahead_s in self._others:
+        for one, ahead_s in self._all:
             one.record(place, start_s + ahead_s, end_s + ahead_s, wait_s, lane_s)
 
     def repeated(self) -> None:
-        for one in (self._first, *(one for one, _ in self._others)):
+        for one, _ in self._all:
             one.repeated()
 
     def end_step(self) -> None:
-        for one in (self._first, *(one for one, _ in self._others)):
+        for one, _ in self._all:
             one.end_step()
 
     def close(self) -> None:
-        for one in (self._first, *(one for one, _ in self._others)):
+        for one, _ in self._all:
             one.close()

@@ -32,10 +32,10 @@ class _Saved(NamedTuple):
 class ModelStage:
     """`protocols.Stage` over a function that runs one chunk forwards.
 
-    run: with the microbatch and the hidden states (None where the model begins): the hidden states to hand on, or
-    where it ends the scalar to differentiate. sink: where the chunk's layers put their weight gradients; None for a
-    module whose gradients autograd accumulates, which cannot split B from W. begins: the chunk embeds, and takes no
-    hidden states. ends: it computes the loss. timed: around each B, W and BW.
+    run: with the microbatch and the hidden states [tokens, batch, hidden] (None where the model begins): the hidden
+    states to hand on, or where it ends the scalar to differentiate. sink: where the chunk's layers put their weight
+    gradients; None for a module whose gradients autograd accumulates, which cannot split B from W. begins: the chunk
+    embeds, and takes no hidden states. ends: it computes the loss. timed: around each B, W and BW.
 
     Under `torch.no_grad` (evaluation) nothing is kept.
     """
@@ -49,11 +49,8 @@ class ModelStage:
         ends: bool,
         timed: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self._run = run
-        self._sink = sink
-        self._timed = timed
-        self._begins = begins
-        self._ends = ends
+        self._run, self._sink, self._timed = run, sink, timed
+        self._begins, self._ends = begins, ends
         self._saved: dict[int, _Saved] = {}
 
     @property
@@ -69,14 +66,20 @@ class ModelStage:
         assert (hidden is None) == self._begins, (
             f"F{microbatch}: begins {self._begins}, hidden {hidden is not None}"
         )
-        if not torch.is_grad_enabled():
-            output = self._output(microbatch, hidden)
-            return None if self._ends else output
-        assert microbatch not in self._saved, f"a second F{microbatch} before its backward"
-        leaf = None if hidden is None else hidden.detach().requires_grad_()
-        output = self._output(microbatch, leaf)
-        self._saved[microbatch] = _Saved(leaf, get_gradient_edge(output) if output.requires_grad else None)
-        return None if self._ends else output.detach()
+        keeps = torch.is_grad_enabled()
+        assert not keeps or microbatch not in self._saved, f"a second F{microbatch} before its backward"
+        leaf = hidden.detach().requires_grad_() if keeps and hidden is not None else hidden
+        output: object = self._run(microbatch, leaf)  # user code, whose types nobody has checked
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"the forward of microbatch {microbatch} returned {type(output).__name__}; a stage returns one tensor,"
+                " hidden states for the next stage or the loss"
+            )
+        if keeps:
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._saved[microbatch] = _Saved(leaf, edge)
+            output = output.detach()
+        return None if self._ends else output
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """BW. grad: of the output, None after the loss. Returns the gradient of the input, None where it begins."""
@@ -84,6 +87,7 @@ class ModelStage:
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """B: as `backward`; what the weight gradients are made of is filed in the sink."""
+        assert self._sink is not None, f"B{microbatch} of a stage whose gradients autograd accumulates"
         return self._backward(microbatch, grad, split=True)
 
     def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
@@ -103,26 +107,15 @@ class ModelStage:
         if self._sink is not None:
             self._sink.check_flushed()
 
-    def _output(self, microbatch: int, hidden: Tensor | None) -> Tensor:
-        output: object = self._run(microbatch, hidden)  # user code, whose types nobody has checked
-        if not isinstance(output, Tensor):
-            raise ModelError(
-                f"the forward of microbatch {microbatch} returned {type(output).__name__}; a stage returns one tensor,"
-                " hidden states for the next stage or the loss"
-            )
-        return output
-
     def _backward(self, microbatch: int, grad: Tensor | None, *, split: bool) -> Tensor | None:
         assert (grad is None) == self._ends, f"B{microbatch}: ends {self._ends}, gradient {grad is not None}"
         assert microbatch in self._saved, f"B{microbatch} without its F; kept: {sorted(self._saved)}"
         leaf, edge = self._saved.pop(microbatch)
-        assert not split or self._sink is not None, (
-            f"B{microbatch} of a stage whose gradients autograd accumulates"
-        )
-        put_under = (
-            contextlib.nullcontext() if self._sink is None else self._sink.backward(microbatch, split=split)
-        )
-        with self._timed(), put_under:
+        sink = self._sink
+        with (
+            self._timed(),
+            contextlib.nullcontext() if sink is None else sink.backward(microbatch, split=split),
+        ):
             if edge is not None:
                 torch.autograd.backward(edge, grad)
         if leaf is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -32,8 +33,7 @@ class TimelineWriter:
     def __init__(self, directory: Path, ps: ParallelState) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         _set_earlier_aside(directory, ps)
-        self._pipeline = ps.pp_group.ranks
-        self._device = ps.device
+        self._pipeline, self._device = ps.pp_group.ranks, ps.device
         self._file = os.fdopen(open_for_append(directory / file_name(ps.rank), mode=SHARED_MODE), "w")
         # Both clocks at once: what is written counts from here.
         self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
@@ -41,8 +41,7 @@ class TimelineWriter:
         self.at_rest = 0
         self._plan: Plan | None = None
         self._templates: list[str] = []
-        self._iteration = 0
-        self._header = ""
+        self._iteration, self._header = 0, ""
         self._lines: dict[int, str] = {}  # by place in the row
 
     def now(self) -> float:
@@ -54,9 +53,8 @@ class TimelineWriter:
         """A pipeline rank begins its row; a header where the plan is another one than before."""
         if plan is not self._plan:
             self._plan, self._templates = plan, op_lines(plan.rows[rank])
-            self._header = header_line(
-                plan, rank, self._pipeline, self._clock_unix_s, self.lanes, self.at_rest
-            )
+            clock = self._clock_unix_s
+            self._header = header_line(plan, rank, self._pipeline, clock, self.lanes, self.at_rest)
         self._iteration = iteration
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
@@ -99,10 +97,8 @@ def _set_earlier_aside(directory: Path, ps: ParallelState) -> None:
 
 
 def _move_aside(directory: Path, files: Sequence[Path]) -> None:
-    number = 1
-    while any((directory / f"old-{number}" / file.name).exists() for file in files):
-        number += 1
+    folders = (directory / f"old-{number}" for number in itertools.count(1))
+    target = next(folder for folder in folders if not any((folder / file.name).exists() for file in files))
     for file in files:
-        target = directory / f"old-{number}"
         target.mkdir(exist_ok=True)
         file.rename(target / file.name)

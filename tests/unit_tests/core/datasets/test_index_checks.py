@@ -12,9 +12,11 @@ from megatron.core.datasets.index_builders import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,
+    index_fault,
+    index_layouts,
+    layout_bytes,
     plan_epochs,
 )
-from megatron.core.datasets.index_checks import index_fault, index_layouts, layout_bytes
 
 
 def built(lengths, length, requested, extra_token, seed=1):
@@ -25,7 +27,7 @@ def built(lengths, length, requested, extra_token, seed=1):
     documents = build_document_index(sequences, plan, rng)
     arrays = {
         "document_index": documents,
-        "sample_index": build_sample_index(lengths, documents, length, plan, extra_token=extra_token),
+        "sample_index": build_sample_index(lengths, documents, plan),
         "shuffle_index": build_shuffle_index(plan, rng),
     }
     return sequences, plan, arrays
@@ -61,7 +63,7 @@ def test_a_change_is_refused_or_changes_no_sample(case, data):
     def fault():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(index_builders, "DOCUMENTS_PER_BLOCK", block)
-            return index_fault(arrays, lengths, sequences, length, plan, extra_token=extra_token)
+            return index_fault(arrays, lengths, sequences, plan)
 
     assert fault() is None
     rows = arrays["sample_index"]
@@ -77,5 +79,5 @@ def test_no_samples_at_all():
     sequences, plan, arrays = built(lengths, 50, None, True)
     arrays["shuffle_index"] = arrays["shuffle_index"][:0]
     plan = plan_epochs(4, 50, None)
-    arrays["sample_index"] = build_sample_index(lengths, arrays["document_index"], 50, plan)
-    assert index_fault(arrays, lengths, sequences, 50, plan, extra_token=True) is None
+    arrays["sample_index"] = build_sample_index(lengths, arrays["document_index"], plan)
+    assert index_fault(arrays, lengths, sequences, plan) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.schema import (
+from megatron.core.schema import (
     MAX_DEPTH,
     Place,
     anything,
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.schema import (
     text,
 )
 
-PLACE = Place(Path("m.json"))
+PLACE = Place(Path("m.json"), error=CheckpointError)
 
 
 def nested(depth):

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.core.dist_checkpointing.state_pieces import Place, StatePiece, as_pieces, taken
+from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece, as_pieces, taken
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 
 
 def piece(shape: tuple[int, ...], start: int, end: int) -> StatePiece:
     whole = torch.arange(math.prod(shape), dtype=torch.float32)
-    return StatePiece(whole[start:end].clone(), Place(ParamMeta("w", shape), start, end))
+    return StatePiece(whole[start:end].clone(), FlatSpan(ParamMeta("w", shape), start, end))
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
@@ -64,7 +64,7 @@ def test_what_is_computed_with_it_is_the_ranks_own_part_or_refused():
 
 def test_an_empty_one_notes_a_load_too():
     local = torch.zeros(0)
-    one = StatePiece(local, Place(ParamMeta("w", (2,)), 2, 2))
+    one = StatePiece(local, FlatSpan(ParamMeta("w", (2,)), 2, 2))
     before = local._version
     assert one.__create_write_items__("w", one) == []
     assert local._version == before
@@ -73,7 +73,7 @@ def test_an_empty_one_notes_a_load_too():
 
 
 def test_what_is_taken_into_a_place():
-    place = Place(ParamMeta("w", (3, 4)), 2, 7)
+    place = FlatSpan(ParamMeta("w", (3, 4)), 2, 7)
     assert taken(piece((3, 4), 2, 7), place).tolist() == [2, 3, 4, 5, 6]
     assert taken(torch.arange(12).view(3, 4), place).tolist() == [2, 3, 4, 5, 6]
     assert taken(other := torch.zeros(9), place) is other
@@ -84,7 +84,7 @@ def test_what_is_taken_into_a_place():
 
 
 def test_what_an_optimizer_keeps():
-    place = Place(ParamMeta("w", (3, 4)), 2, 7)
+    place = FlatSpan(ParamMeta("w", (3, 4)), 2, 7)
     kept = as_pieces({"step": torch.ones(()), "sum": torch.ones(5), "old": [torch.ones(3)]}, place, "Some")
     assert type(kept["step"]) is torch.Tensor
     assert kept["sum"].shape == (3, 4)

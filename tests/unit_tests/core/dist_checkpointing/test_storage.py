@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import (
     ITEM_BYTES,
-    Entry,
+    StoredTensor,
     build_header,
     file_order,
     header_length,
@@ -47,10 +47,10 @@ def test_any_safetensors_reader_opens_a_shard(tmp_path):
 
 def test_every_tensor_is_aligned_to_its_element():
     entries = [
-        Entry("a", "U8", (3,)),
-        Entry("b", "F64", (1,)),
-        Entry("c", "BF16", (5,)),
-        Entry("d", "F32", ()),
+        StoredTensor("a", "U8", (3,)),
+        StoredTensor("b", "F64", (1,)),
+        StoredTensor("c", "BF16", (5,)),
+        StoredTensor("d", "F32", ()),
     ]
     ordered = [entries[i] for i in file_order(entries)]
     header, begins = build_header(ordered)

@@ -9,7 +9,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.all_gather_pipeline import UnitState
 from megatron.core.module import ModelError
 from megatron.core.transport.parallel_state import single_process
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 from tests.harness.hand_driven import Model, build, sample
 from tests.harness.ranks import run_ranks
 

@@ -10,11 +10,10 @@ from megatron.core.distributed.bucket_memory import (
     grad_comm_dtype,
     main_grad_dtype,
     main_weight_dtype,
-    own_storage,
-    with_memory,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket
+from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

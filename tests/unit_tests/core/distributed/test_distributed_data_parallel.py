@@ -14,7 +14,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.module import ModelError
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import single_process
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 from tests.harness.hand_driven import (
     Model,
     build,
@@ -262,13 +262,13 @@ def test_world_of_one_neither_communicates_nor_copies(monkeypatch):
         monkeypatch.setattr(collectives, name, forbidden)
     for strategy in STRATEGIES:
         engine, chains = build(single_process(Device("cpu")), Model(), strategy)
-        pointer = engine.buffer.arenas[0].main_grads.data_ptr()
+        pointer = engine.buffer.buckets[0].main_grads.data_ptr()
         inputs = [sample(number, torch.float64) for number in range(3)]
         run_step(engine, chains, inputs, reduce_after=(2,))
         for name, grad in reference(Model(), 1, 3).grads[0].items():
             torch.testing.assert_close(engine.buffer.main_grad(name).flatten(), grad, rtol=1e-12, atol=1e-12)
         engine.weights_changed()
-        assert engine.buffer.arenas[0].main_grads.data_ptr() == pointer
+        assert engine.buffer.buckets[0].main_grads.data_ptr() == pointer
 
 
 def backward_of(engine, chunks, batch):

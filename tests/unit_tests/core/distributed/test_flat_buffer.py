@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket_memory import BucketMemory, own_storage
+from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import ALIGNMENT
 from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.distributed.transient_memory import own_storage
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
 
 CPU = torch.device("cpu")
@@ -207,7 +208,7 @@ def test_what_all_ranks_hold_makes_up_the_model(row, dtype, by_unit):
             assert buffer.main_grad_part(name, Cut.FULL).numel() == high - low
         for number, memory in enumerate(buffer.buckets):
             check_bucket(buffer, memory)
-            whole = gathered(made, "resting", sharding.weights, number)
+            whole = gathered(made, "weights_at_rest", sharding.weights, number)
             if sharding.weights is not Cut.WHOLE:
                 assert memory.full_weights.untyped_storage().nbytes() == 0
                 give_memory(memory.full_weights).copy_(whole)
@@ -432,11 +433,10 @@ def test_whole_gradients_are_one_allocation_a_dtype_and_cut_ones_one_a_bucket():
     whole = buffer_of(module, None, None, ROWS["optim"])
     assert [flat.dtype for flat in whole.grads_at_rest()] == [torch.float64, torch.float32]
     for flat in whole.grads_at_rest():
-        arenas = [arena for arena in whole.arenas if arena.main_grads.dtype == flat.dtype]
-        assert flat.numel() == sum(arena.main_grads.numel() for arena in arenas)
-        storages = {arena.main_grads.untyped_storage().data_ptr() for arena in arenas}
-        assert storages == {flat.untyped_storage().data_ptr()}
-        assert len({arena.main_grads.data_ptr() for arena in arenas}) == len(arenas)
+        grads = [memory.main_grads for memory in whole.buckets if memory.main_grads.dtype == flat.dtype]
+        assert flat.numel() == sum(grad.numel() for grad in grads)
+        assert {grad.untyped_storage().data_ptr() for grad in grads} == {flat.untyped_storage().data_ptr()}
+        assert len({grad.data_ptr() for grad in grads}) == len(grads)
     cut = buffer_of(module, None, None, ROWS["optim_grads_params"])
     for flat, memory in zip(cut.grads_at_rest(), cut.buckets, strict=True):
         assert flat is memory.main_grads

@@ -11,7 +11,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.param_meta import LOOKUP, GradRoute, ParamMeta
 from megatron.core.transport import collectives
-from megatron.core.transport.traffic_counter import Moved
+from megatron.core.transport.traffic import Moved
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import run_ranks
 

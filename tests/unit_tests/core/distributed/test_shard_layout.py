@@ -15,7 +15,6 @@ from megatron.core.distributed.shard_layout import (
     ALIGNMENT,
     ParamSpec,
     bucket_size_of,
-    layout_of_buckets,
     plan_layouts,
 )
 from megatron.core.distributed.sharding import Cut, ShardPlace
@@ -295,7 +294,7 @@ def test_experts_lie_in_buffers_of_their_own():
 
 def test_chosen_buckets_are_kept():
     a, b, c = (ParamSpec(name, 100, "float32") for name in "abc")
-    layout = layout_of_buckets("float32", 2, [[c, b], [a]])
+    (layout,) = plan_layouts([a, b, c], 2, bucket_size=200)
     assert [bucket.names for bucket in layout.buckets] == [("c", "b"), ("a",)]
     assert [(bucket.start, bucket.end) for bucket in layout.buckets] == [(0, 256), (256, 512)]
 

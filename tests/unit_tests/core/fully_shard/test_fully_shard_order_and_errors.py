@@ -170,7 +170,7 @@ def an_order_that_changes_is_recorded_again(ctx) -> None:
         square_loss(WIDTH)(model, step).backward()
         model.zero_grad()
     square_loss(WIDTH)(model, 0).backward()
-    order = model.engine.driver._weights.order
+    order = model.engine.driver.order
     order.begin(repeats=False)
     assert order.recorded == (0, 1, 2, 3, 2, 1, 0)
     assert_at_rest(model)

@@ -307,7 +307,7 @@ def test_a_world_of_one_is_the_plain_model_and_communicates_nothing(monkeypatch)
             "all_gather",
         ):
             monkeypatch.setattr(dist, op, no_collective)
-        monkeypatch.setattr(collectives._Call, "launch", no_collective)
+        monkeypatch.setattr(collectives.Call, "launch", no_collective)
         for strategy in STRATEGIES:
             for microbatches in (1, 2):
                 found = check_parity(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.fully_shard.parameter_reads import _WatchedParameters
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
@@ -98,12 +97,12 @@ def gathered_where_they_are_read_and_ahead_in_later_steps(ctx) -> None:
         square_loss(WIDTH)(model, step).backward()
         assert_at_rest(model)
         model.zero_grad()
-    order = model.engine.driver._weights.order
+    order = model.engine.driver.order
     order.begin(repeats=False)
     assert order.recorded.count(unit.index) >= 1, (unit, order.recorded)
     # of units that are called nothing is listened to any more
     kinds = {
-        name: type(module._parameters) is not _WatchedParameters for name, module in model.named_modules()
+        name: getattr(module._parameters, "on_read", None) is None for name, module in model.named_modules()
     }
     found = [kinds[name] for name in ("head", "blocks.0.up", "attention.out_proj")]
     assert found == [True, True, False], kinds

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.distributed.custom_fsdp.hooks import UnitHooks, in_backward
 from megatron.core.distributed.unit_events import tensors_in
-from megatron.core.fully_shard.hooks import UnitHooks, in_backward
 from megatron.core.module import ModelError
 from megatron.core.units import find_units
 

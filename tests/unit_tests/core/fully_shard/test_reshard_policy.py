@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.fully_shard.reshard_policy import (
+from megatron.core.distributed.custom_fsdp.reshard_policy import (
     Keep,
     ReshardPlanError,
     UnitFacts,
@@ -17,7 +17,7 @@ from megatron.core.fully_shard.reshard_policy import (
     policies,
 )
 
-CUT = {"weights_cut": True, "grads_cut": True}
+CUT = {"weights_sharded": True, "grads_sharded": True}
 CHOICES = [UnitPolicy(keep, reduce_late=late) for keep in Keep for late in (False, True)]
 units_lists = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 2)),
@@ -34,7 +34,7 @@ def held_bytes(facts, chosen):
     return weights + sum(unit.reduce_bytes for unit, p in zip(facts, chosen, strict=True) if p.reduce_late)
 
 
-def travelling(facts, chosen, num_microbatches, *, weights_cut=True, grads_cut=True):
+def travelling(facts, chosen, num_microbatches, *, weights_sharded=True, grads_sharded=True):
     """Bytes of a step, counted use by use."""
     total = 0
     for unit, policy in zip(facts, chosen, strict=True):
@@ -42,19 +42,21 @@ def travelling(facts, chosen, num_microbatches, *, weights_cut=True, grads_cut=T
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
             for _ in range(unit.gathers):
-                total += weights_cut * (not gathered) * unit.gather_bytes
+                total += weights_sharded * (not gathered) * unit.gather_bytes
                 gathered = policy.keep is not Keep.NOTHING
             gathered = policy.keep is Keep.STEP
             reduced = is_last or not policy.reduce_late
-            total += grads_cut * reduced * unit.reduce_bytes
+            total += grads_sharded * reduced * unit.reduce_bytes
     return total
 
 
 @settings(derandomize=True, max_examples=120, deadline=None)
 @given(units_lists, st.integers(0, 200), st.integers(1, 4), st.booleans(), st.booleans())
-def test_no_choice_within_the_budget_moves_much_less(facts, budget, num_microbatches, weights_cut, grads_cut):
+def test_no_choice_within_the_budget_moves_much_less(
+    facts, budget, num_microbatches, weights_sharded, grads_sharded
+):
     """The best choice saves less than one more unit, where that is the largest, would."""
-    cut = {"weights_cut": weights_cut, "grads_cut": grads_cut or not weights_cut}
+    cut = {"weights_sharded": weights_sharded, "grads_sharded": grads_sharded or not weights_sharded}
     found = policies(facts, "budget", num_microbatches=num_microbatches, budget_bytes=budget, **cut)
     assert held_bytes(facts, found) <= budget
     least = min(
@@ -146,12 +148,14 @@ def test_a_budget_for_all_is_the_policy_step():
 def test_the_policies_without_a_budget():
     facts = layers(3)
     common = {"num_microbatches": 2}
-    both = {**common, "weights_cut": True, "grads_cut": True}
-    grads = {**common, "weights_cut": False, "grads_cut": True}
+    both = {**common, "weights_sharded": True, "grads_sharded": True}
+    grads = {**common, "weights_sharded": False, "grads_sharded": True}
     assert policies(facts, "memory", **both) == (UnitPolicy(),) * 3
     assert policies(facts, "backward", **both) == (UnitPolicy(Keep.TO_BACKWARD),) * 3
     assert policies(facts, "step", **grads) == (UnitPolicy(reduce_late=True),) * 3
-    assert policies(facts, "step", **common, weights_cut=False, grads_cut=False) == (UnitPolicy(),) * 3
+    assert (
+        policies(facts, "step", **common, weights_sharded=False, grads_sharded=False) == (UnitPolicy(),) * 3
+    )
 
 
 def test_a_model_of_200_units_and_gigabytes():
@@ -183,4 +187,4 @@ def test_a_model_of_200_units_and_gigabytes():
 )
 def test_senseless_combinations(policy, budget, cut, told):
     with pytest.raises(ReshardPlanError, match=told):
-        check_policy(policy, budget, weights_cut=cut[0], grads_cut=cut[1])
+        check_policy(policy, budget, weights_sharded=cut[0], grads_sharded=cut[1])

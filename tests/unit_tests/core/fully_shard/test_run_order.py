@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.fully_shard.run_order import RunOrder
+from megatron.core.distributed.custom_fsdp.run_order import RunOrder
 
 # embedding 0 (its backward reads nothing), layers 1-3, head 4
 MICROBATCH = (0, 1, 2, 3, 4, 4, 3, 2, 1)

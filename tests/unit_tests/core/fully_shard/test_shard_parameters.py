@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed.custom_fsdp import shard_parameters
+from megatron.core.distributed.custom_fsdp.shard_parameters import ShardParameters
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.sharding import ShardPlace, sharding_of
-from megatron.core.fully_shard import shard_parameters
-from megatron.core.fully_shard.shard_parameters import ShardParameters
 from megatron.core.module import ModelError
 from megatron.core.param_meta import infer_param_meta
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.fully_shard.standalone_config import (
-    CUT_GRADIENTS,
-    OF_CUT_GRADIENTS,
+from megatron.core.distributed.custom_fsdp.standalone_config import (
+    OF_SHARDED_GRADIENTS,
+    SHARDED_GRADIENTS,
     resolve_standalone,
 )
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 
 CHANGED = {
@@ -35,9 +35,9 @@ def test_without_a_config_everything_is_cut():
 
 
 def test_fields_of_cut_gradients_are_known_with_their_defaults():
-    assert CHANGED.keys() == OF_CUT_GRADIENTS.keys()
+    assert CHANGED.keys() == OF_SHARDED_GRADIENTS.keys()
     plain = DistributedDataParallelConfig()
-    assert {name: getattr(plain, name) for name in OF_CUT_GRADIENTS} == OF_CUT_GRADIENTS
+    assert {name: getattr(plain, name) for name in OF_SHARDED_GRADIENTS} == OF_SHARDED_GRADIENTS
 
 
 @pytest.mark.parametrize("field", CHANGED)
@@ -45,7 +45,7 @@ def test_what_acts_on_cut_gradients_only_is_refused_elsewhere(field):
     for strategy in ("no_shard", "optim"):
         with pytest.raises(ModelError, match=rf"{field}: no effect with .*'{strategy}'.*leave it out"):
             resolved(data_parallel_sharding_strategy=strategy, **{field: CHANGED[field]})
-    for strategy in CUT_GRADIENTS:
+    for strategy in SHARDED_GRADIENTS:
         found = resolved(data_parallel_sharding_strategy=strategy, **{field: CHANGED[field]})
         assert getattr(found, field) == CHANGED[field]
 

@@ -67,7 +67,7 @@ def reference_groups(module, weight_decay, lr, decoupled_lr=None):
 class WholeVectors(nn.Module):
     """A model's parameters one by one, each filled up with zeros to whole vectors: torch's fused CPU kernels round what
     is left behind the last vector in another way than all the rest, so without it a reference of tensors as short as
-    these would be one of that remainder (see ragged_ends)."""
+    these would be one of that remainder (see flat_update)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -422,9 +422,10 @@ def checkpoint_of(ranks) -> dict[str, torch.Tensor]:
 
 def load(ranks, whole: dict[str, torch.Tensor], state) -> None:
     for buffer, ours in ranks:
-        for piece in [*weight_pieces(buffer), *ours.pieces()]:
-            slot = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
-            piece.tensor.copy_(whole[piece.name][slot])
+        with buffer.resting_weights():
+            for piece in [*weight_pieces(buffer), *ours.pieces()]:
+                slot = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+                piece.tensor.copy_(whole[piece.name][slot])
         ours.load_state(state)
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from megatron.core.optimizer.step_rules import StepRules
-from megatron.core.validation_state import Decision, ValidationState
+from megatron.core.optimizer.clip_grads import StepRules
+from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.module import ModelContext
-from megatron.core.tensor_parallel.random import (
-    Clock,
-    DropoutSite,
-    dropout,
-    seeded_default_generator,
-    stable_seed,
-)
+from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator, stable_seed
+from megatron.core.transformer.recompute import recomputed
 
 FACTS = st.tuples(st.integers(0, 2**62), st.integers(0, 10**7), st.integers(0, 10**7), st.integers(-1, 500))
 
@@ -85,11 +80,16 @@ def test_seeded_default_generator_puts_the_state_back():
         assert torch.equal(torch.rand(3), inside)
 
 
-def test_clock_restores_and_leaves_the_sink_alone():
-    context = ModelContext(seed=1)
+def test_recomputing_restores_the_clock_and_leaves_the_sink_alone():
+    context, seen = ModelContext(seed=1), []
+
+    def segment(x):
+        seen.append((context.iteration, context.microbatch, context.grads.microbatch))
+        return x * 2.0
+
     context.begin_microbatch(4, 1, 9)
-    clock = Clock(context)
+    out = recomputed(segment, context, torch.ones(1, requires_grad=True))
     context.begin_microbatch(5, 2, 10)
-    with clock.restored():
-        assert (context.iteration, context.microbatch, context.grads.microbatch) == (4, 9, 2)
+    out.backward()
+    assert seen == [(4, 9, 1), (4, 9, 2)]
     assert (context.iteration, context.microbatch, context.grads.microbatch) == (5, 10, 2)

@@ -11,7 +11,7 @@ from megatron.core.tokenizers.build import (
     build_from_config,
     build_tokenizer,
 )
-from megatron.core.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron.core.module import ModelContext
-from megatron.core.transformer.core_attention import CoreAttention
-from megatron.core.transformer.inference_cache import InferenceCache
+from megatron.core.transformer.attention import CoreAttention, InferenceCache
 from tests.harness.tiny_models import GQA, ROPE, SEQ, backward_microbatch, tiny_batch, tiny_config, tiny_model
 
 

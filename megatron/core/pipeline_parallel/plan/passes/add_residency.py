@@ -1,17 +1,16 @@
-"""Add gathers, reductions and sums over instances: everything that data parallelism does in a step is in the
-plan.
+"""Add gathers, reductions and sums over instances: everything that data parallelism does in a step is in the plan.
 
-Each row is walked as its accesses (see `units`). The policy says which gaps between two uses are kept:
-`memory` none, `step` all, `backward` a microbatch's from F to B, `budget` the shortest ones that there is
-room for (see `keep`). Every stay then has a gather before it, as early as the room for gathers ahead allows,
-and what was gathered is freed behind its last use; a group of microbatches whose gradients stay together has
-its reduction right behind the last of them.
+Each row is walked as its accesses (see `units`). The policy says which gaps between two uses are kept: `memory` none,
+`step` all, `backward` a microbatch's from F to B, `budget` the shortest ones that there is room for (see `keep`). Every
+stay then has a gather before it, as early as the room for gathers ahead allows, and what was gathered is freed behind
+its last use; a group of microbatches whose gradients stay together has its reduction right behind the last of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -20,11 +19,11 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.passes.fit_limit import Left, fit_limit
+from megatron.core.pipeline_parallel.plan.passes.fit_limit import Reserve, fit_limit
+from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, kept_gaps
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
-from megatron.core.pipeline_parallel.plan.passes.room import bytes_kept, kept_gaps, room_to_keep
-from megatron.core.pipeline_parallel.plan.passes.trailing_w import PARTS, split_trailing
-from megatron.core.pipeline_parallel.plan.passes.within_limit import LEFTS, Orders, WithinLimit
+from megatron.core.pipeline_parallel.plan.passes.move_w import PARTS, split_trailing
+from megatron.core.pipeline_parallel.plan.passes.within_limit import RESERVES, Orders, WithinLimit
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
 from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses
@@ -32,8 +31,6 @@ from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 
-# What is left of the room, tried where there is something to choose.
-_LEFT = LEFTS[:3]
 Groups = list[list[dict[int, int]]]
 
 
@@ -49,10 +46,10 @@ def add_residency(
 ) -> Plan:
     """The plan with its operations of data parallelism; the plan itself where nothing is shared.
 
-    plan: with transfers or without, with post-validation or without, of training or evaluation. lanes: what
-    gathers and reductions take; with them a budget is divided between units that are kept and gathers ahead
-    as it is fastest, and trailing W's come unit by unit where that is faster. grouping: of an earlier plan,
-    to keep its bits. Raises PlanError for a policy that the plan cannot have, and where the result is wrong.
+    plan: with transfers or without, with post-validation or without, of training or evaluation. lanes: what gathers and
+    reductions take; with them a budget is divided between units that are kept and gathers ahead as it is fastest, and
+    trailing W's come unit by unit where that is faster. grouping: of an earlier plan, to keep its bits. Raises
+    PlanError for a policy that the plan cannot have, and where the result is wrong.
     """
     assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "add_residency: a second time"
     if residency.policy == "backward" and plan.placement.num_stages > 1:
@@ -62,8 +59,8 @@ def add_residency(
         )
     if not residency.moves:
         return plan
-    maker = _Maker(stages, residency, costs, lanes, grouping)
-    best = maker.fastest(plan)
+    maker = _Maker(plan, stages, residency, costs, lanes, grouping)
+    best = maker.within_limit() if residency.limit is not None and lanes is not None else maker.fastest()
     verify(best, costs, stages=stages, residency=residency)
     return best
 
@@ -72,34 +69,35 @@ def add_residency(
 class _Maker:
     """Plans that differ in what add_residency chooses."""
 
+    plan: Plan
     stages: Sequence[StageUnits]
     residency: Residency
     costs: CostModel
     lanes: LaneCosts | None
     grouping: Grouping | None
 
-    def fastest(self, plan: Plan) -> Plan:
-        """The best of a few; the first of them where nothing tells what gathers and reductions take."""
-        asked, uses = self.residency, self._uses(plan)
-        divides = asked.policy == "budget" and asked.weights_cut and asked.overlap_gather
-        keeps = not asked.grads_cut or asked.policy in ("step", "budget")
-        if asked.limit is not None and self.lanes is not None:
-            return self._within_limit(plan)
-        best, left = self._add(plan, uses, _LEFT[0]), _LEFT[0]
-        if self.lanes is None or not (divides or keeps):
+    def fastest(self) -> Plan:
+        """Without a limit, the best of a few; the first of them where nothing tells what gathers and reductions take.
+        Each choice is made more of until that is no better."""
+        asked, plan, reserve = self.residency, self.plan, RESERVES[0]
+        best = self._made(plan, self._uses(plan), reserve)
+        if self.lanes is None:
             return best
         judged = self._merit(best)
-        for one in _LEFT[1:] if divides else ():
-            other = self._add(plan, uses, one)
-            if (found := self._merit(other)) >= judged:
+        divides = asked.policy == "budget" and asked.weights_cut and asked.overlap_gather
+        for one in RESERVES[1:3] if divides else ():  # shares
+            other = self._made(plan, self._uses(plan), one)
+            found = self._merit(other)
+            if found >= judged:
                 break
-            best, judged, left = other, found, one
+            best, judged, reserve = other, found, one
         unsplit = judged
+        keeps = not asked.grads_cut or asked.policy in ("step", "budget")
         for parts in PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
             split = split_trailing(plan, self.stages, parts)
             if split is plan:
                 break
-            other = self._add(split, self._uses(split), left)
+            other = self._made(split, self._uses(split), reserve)
             found = self._merit(other)
             if found >= unsplit:  # then coarser parts are no better
                 break
@@ -107,34 +105,39 @@ class _Maker:
                 best, judged = other, found
         return best
 
-    def _within_limit(self, plan: Plan) -> Plan:
-        asked = self.residency
-        lefts = LEFTS if asked.weights_cut or asked.grads_cut else LEFTS[:1]
-        whole = [sum(one.grad_bytes for one in stage.units) * asked.grads_cut for stage in self.stages]
-        parts = asked.overlap_reduce and not plan.forward_only
+    def within_limit(self) -> Plan:
+        asked, plan = self.residency, self.plan
         uses = functools.lru_cache(maxsize=None)(self._uses)
         assert asked.limit is not None
-        room = [limit - one.units.shard_bytes for limit, one in zip(asked.limit, uses(plan), strict=True)]
-        read = [one.most_read * asked.weights_cut for one in uses(plan)]
-        orders = Orders(self.stages, self.costs, room, read, whole, parts, lefts)
+        orders = Orders(
+            plan,
+            self.stages,
+            self.costs,
+            room=[limit - one.units.shard_bytes for limit, one in zip(asked.limit, uses(plan), strict=True)],
+            most_read=[one.most_read * asked.weights_cut for one in uses(plan)],
+            whole_grads=[
+                sum(one.grad_bytes for one in stage.units) * asked.grads_cut for stage in self.stages
+            ],
+            parts=asked.overlap_reduce and not plan.forward_only,
+            reserves=RESERVES if asked.weights_cut or asked.grads_cut else RESERVES[:1],
+        )
 
-        def make(order: Plan, left: Left) -> tuple[Merit, Plan]:
-            made = self._add(order, uses(order), left)
+        def make(order: Plan, reserve: Reserve) -> tuple[Merit, Plan]:
+            made = self._made(order, uses(order), reserve)
             return self._merit(made), made
 
-        return WithinLimit(make, plan).fastest(plan, orders)
+        return WithinLimit(make, orders).fastest()
 
     def _uses(self, plan: Plan) -> list[RowUses]:
-        overlap = self.residency.overlap_reduce
         units = (RankUnits(rank, plan.placement, self.stages) for rank in range(len(plan.rows)))
-        apart = self.residency.limit is not None
+        overlap, apart = self.residency.overlap_reduce, self.residency.limit is not None
         return [
             RowUses(row, one, overlap_reduce=overlap, apart=apart)
             for row, one in zip(plan.rows, units, strict=True)
         ]
 
-    def _add(self, plan: Plan, uses: Sequence[RowUses], left: Left) -> Plan:
-        made = [_row(one, plan, self.residency, self.costs, self.grouping, left) for one in uses]
+    def _made(self, plan: Plan, uses: Sequence[RowUses], reserve: Reserve) -> Plan:
+        made = [self._row(one, reserve) for one in uses]
         groups = grouping_of(plan.placement, [one.units for one in uses], [groups for _, groups in made])
         note = PlannedResidency.of(self.residency, self.stages, groups)
         return dataclasses.replace(plan, rows=tuple(row for row, _ in made), residency=note)
@@ -143,46 +146,42 @@ class _Maker:
         assert self.lanes is not None
         return simulate(planned, self.costs, Lanes(tuple(self.stages), self.residency, self.lanes)).merit
 
+    def _row(self, uses: RowUses, reserve: Reserve) -> tuple[Row, Groups]:
+        """One rank's row, and its groups as in `RowWalk`."""
+        asked, forward_only = self.residency, self.plan.forward_only
+        if asked.limit is not None:
+            kept, bound = fit_limit(
+                uses, asked, self.costs, self.grouping, reserve, forward_only=forward_only
+            )
+        else:
+            kept, bound = self._kept(uses, reserve)
+        lanes = LaneRow(uses, asked, reduced_first=reserve.reduced_first)
+        gathered = stays(uses.reads, kept, weights=True)
+        if asked.weights_cut:
+            moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather)
+            for stay, moment in zip(gathered, moments, strict=True):
+                lanes.gather(stay, moment)
+                lanes.free(stay)
+        elif asked.gathers_once and not forward_only:
+            for stay in gathered:
+                lanes.gather(stay, 0)
+        reduced = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
+        lanes.reduce(reduced)
+        groups: Groups = [[] for _ in uses.adds]
+        for stay in reduced:
+            groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
+        return lanes.write(), groups
 
-def _row(
-    uses: RowUses,
-    plan: Plan,
-    residency: Residency,
-    costs: CostModel,
-    grouping: Grouping | None,
-    left: Left,
-) -> tuple[Row, Groups]:
-    """One rank's row, and its groups as in `RowWalk`."""
-    if residency.limit is not None:
-        kept, bound = fit_limit(uses, residency, costs, grouping, left, forward_only=plan.forward_only)
-    else:
-        room = room_to_keep(uses, residency)
-        kept = kept_gaps(uses, residency, [one * (1 - left.share) for one in room], grouping)
-        bound = _bound(uses, residency, room, kept)
-    lanes = LaneRow(uses, residency, reduced_first=left.reduced_first)
-    gathered = stays(uses.reads, kept, weights=True)
-    if residency.weights_cut:
-        moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=residency.overlap_gather)
-        for stay, moment in zip(gathered, moments, strict=True):
-            lanes.gather(stay, moment)
-            lanes.free(stay)
-    elif residency.gathers_once and not plan.forward_only:
-        for stay in gathered:
-            lanes.gather(stay, 0)
-    reduced = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
-    lanes.reduce(reduced)
-    groups: Groups = [[] for _ in uses.adds]
-    for stay in reduced:
-        groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
-    return lanes.write(), groups
-
-
-def _bound(uses: RowUses, residency: Residency, room: Sequence[float], kept: set[Gap]) -> list[float]:
-    """By moment, bytes that whole weights may take in all where there is no limit."""
-    if residency.policy == "backward":
-        room = bytes_kept(uses, (gap for gap in kept if gap.weights))
-    elif residency.grads_cut and residency.policy == "budget":
-        grads = bytes_kept(uses, (gap for gap in kept if not gap.weights))
-        room = [one - used for one, used in zip(room, grads, strict=True)]
-    ahead = residency.ahead_of(uses.units)
-    return [ahead + one for one in room]
+    def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+        """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""
+        asked, count = self.residency, uses.num_moments
+        budget = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
+        room = math.inf if asked.policy == "step" else budget
+        kept = kept_gaps(uses, asked, [room * (1 - reserve.share)] * count, self.grouping)
+        beyond: Sequence[float] = [room] * count
+        if asked.policy == "backward":
+            beyond = bytes_kept(count, kept, weights=True)
+        elif asked.grads_cut and asked.policy == "budget":
+            beyond = [room - used for used in bytes_kept(count, kept, weights=False)]
+        ahead = asked.ahead_of(uses.units)
+        return kept, [ahead + one for one in beyond]

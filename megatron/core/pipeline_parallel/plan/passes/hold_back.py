@@ -17,16 +17,20 @@ _SLACK = 1e-9
 
 
 def hold_back(
-    plan: Plan, costs: CostModel, room: Sequence[float], read: Sequence[float], whole: Sequence[float]
+    plan: Plan,
+    costs: CostModel,
+    room: Sequence[float],
+    most_read: Sequence[float],
+    whole_grads: Sequence[float],
 ) -> Plan | None:
-    """plan: of computations alone. room: by rank, bytes for activations and gradients, and for what is read: the most
-    that one access reads. whole: by stage, bytes of gradients from its first weight gradient on. None where some rank
-    can go no further.
+    """plan: of computations alone. room: by rank, bytes for activations, gradients and what is read. most_read: the
+    most that one access reads. whole_grads: by stage, bytes of gradients from its first weight gradient on. None where
+    some rank can go no further.
 
     Each rank takes the first of its row that there is room for. Where all ranks wait for each other then, the result
     that is there first is used earlier than the row says.
     """
-    walk = _Walk(plan, costs, room, read, whole)
+    walk = _Walk(plan, costs, room, most_read, whole_grads)
     waiting = list(range(len(plan.rows)))
     while any(walk.left):
         while waiting:
@@ -46,11 +50,11 @@ class _Walk:
         plan: Plan,
         costs: CostModel,
         room: Sequence[float],
-        read: Sequence[float],
-        whole: Sequence[float],
+        most_read: Sequence[float],
+        whole_grads: Sequence[float],
     ) -> None:
-        self.costs, self.whole, self.durations = costs, whole, costs.durations()
-        self.room, self.read = [one * (1 + _SLACK) for one in room], read
+        self.costs, self.whole_grads, self.durations = costs, whole_grads, costs.durations()
+        self.room, self.most_read = [one * (1 + _SLACK) for one in room], most_read
         self.rank_of = plan.placement.ranks()
         self.last = len(self.rank_of) - 1
         self.left = [list(reversed(row)) for row in plan.rows]
@@ -63,25 +67,24 @@ class _Walk:
         """As far as the row goes; ranks that may go on then."""
         woken = []
         while (place := next(self._possible(rank), None)) is not None:
-            op = self.left[rank][place]
-            if self._arrival(op) is None:
+            arrival = self._arrival(self.left[rank][place])
+            if arrival is None:
                 break
-            woken += self._take(rank, place)
+            woken += self._take(rank, place, arrival)
         return woken
 
     def jump(self) -> list[int]:
         """One computation out of its row's order: the one that can start first."""
         found = []
-        for rank in range(len(self.left)):
-            for place in self._possible(rank):
-                arrival = self._arrival(self.left[rank][place])
-                if arrival is not None:
-                    found.append((max(arrival, self.clock[rank]), rank, place))
-                    break
+        for rank, left in enumerate(self.left):
+            known = ((place, self._arrival(left[place])) for place in self._possible(rank))
+            place, arrival = next((one for one in known if one[1] is not None), (-1, None))
+            if arrival is not None:
+                found.append((max(arrival, self.clock[rank]), rank, place, arrival))
         if not found:
             return []
-        _, rank, place = min(found)
-        return [rank, *self._take(rank, place)]
+        _, rank, place, arrival = min(found)
+        return [rank, *self._take(rank, place, arrival)]
 
     def _possible(self, rank: int) -> Iterator[int]:
         """Places of what the rank itself is ready for and has room for, in the row's order."""
@@ -89,27 +92,28 @@ class _Walk:
         for place in range(len(left) - 1, -1, -1):
             kind, stage, one = left[place][:3]
             f, b, w = done[F][stage], done[B][stage], done[W][stage]
-            ready = f if kind == F else w if kind == W else b
-            if ready != one or (kind == W and b <= one) or (kind in (B, BW) and f <= one):
-                continue
-            if kind == BW and w != one:
-                continue
-            if self._fits(rank, kind, stage, one):
+            if kind == F:
+                ready = f == one
+            elif kind == W:
+                ready = w == one < b
+            else:
+                ready = b == one < f and (kind == B or w == one)
+            if ready and self._fits(rank, kind, stage, one):
                 yield place
 
     def _fits(self, rank: int, kind: int, stage: int, one: int) -> bool:
         """While it runs: B's and W's free at their ends."""
         more = self._more(kind, stage, one)
         if kind in (W, BW):
-            more = max(more, 0.0 if one else self.whole[stage])
-        read = 0.0 if kind == W else self.read[rank]
+            more = max(more, 0.0 if one else self.whole_grads[stage])
+        read = 0.0 if kind == W else self.most_read[rank]
         return more <= 0 or self.held[rank] + more + read <= self.room[rank]
 
     def _more(self, kind: int, stage: int, one: int) -> float:
         if kind == F:
             return self.costs.activation[stage]
         more = -self.costs.released(kind, stage)
-        return more + self.whole[stage] if kind in (W, BW) and not one else more
+        return more + self.whole_grads[stage] if kind in (W, BW) and not one else more
 
     def _arrival(self, op: RawOp) -> float | None:
         """When what it needs is there; None if that is not known."""
@@ -122,12 +126,10 @@ class _Walk:
             return end
         return end + self.costs.comm
 
-    def _take(self, rank: int, place: int) -> list[int]:
+    def _take(self, rank: int, place: int, arrival: float) -> list[int]:
         op = self.left[rank].pop(place)
         kind, stage, one = op[:3]
         self.held[rank] += self._more(kind, stage, one)
-        arrival = self._arrival(op)
-        assert arrival is not None
         self.clock[rank] = max(self.clock[rank], arrival) + self.durations[kind][stage]
         self.rows[rank].append(op)
         if kind in (W, BW):

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.held_units import MOST_UNDER_WAY
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, RESHARD, UNSHARD, RawOp, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.passes.keep import bytes_by_moment
 from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import WholeGradients
 from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span
 
 
@@ -49,14 +50,7 @@ def gather_moments(
     """
     if not overlap:
         return [stay.first for stay in gathered]
-    change = [0] * (len(room) + 1)
-    for stay in gathered:
-        change[stay.first] += sizes[stay.unit]
-        change[stay.last + 1] -= sizes[stay.unit]
-    held, total = [], 0
-    for one in change:
-        total += one
-        held.append(total)
+    held = bytes_by_moment(len(room) + 1, ((one.first, one.last + 1, sizes[one.unit]) for one in gathered))
     moments = []
     latest, freed = 0, [0] * len(sizes)
     for stay in gathered:
@@ -108,37 +102,26 @@ class LaneRow:
         self._reduced[end] += waiting
 
     def gradients_held(self) -> list[int]:
-        """By moment, the most bytes of whole gradients and of those under way, as `HeldUnits` counts them."""
+        """By moment, the most bytes of whole gradients and of those under way."""
         units = self._uses.units
         begins: defaultdict[int, list[int]] = defaultdict(list)
-        grows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        completes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for unit, spans in enumerate(self._uses.adds):
             for span in spans:
                 begins[span.first].append(unit)
-                if (unit, span.begin[1]) in units.extra_bytes:
-                    grows[span.last].append((unit, span.begin[1]))
-        whole: dict[int, int] = {}
-        grown: set[tuple[int, int]] = set()
-        under: list[tuple[int, int]] = []
-        held, most = 0, []
+                if units.extra_bytes:
+                    completes[span.last].append((unit, span.begin[1]))
+        gradients, most = WholeGradients(units), []
         for moment in range(self._uses.num_moments):
-            most.append(0 if self._reduced_first else held)
+            before = 0 if self._reduced_first else gradients.growing + gradients.under_way
             for op in self._reduced.get(moment, ()):
-                unit = units.of[op[1]][op[4]]
-                if unit not in whole:  # its sum over instances waits for its reduction
-                    under = [one for one in under if one[0] != unit]
-                under = [*under[len(under) + 1 - MOST_UNDER_WAY :], (unit, whole.pop(unit, 0))]
-                grown -= {one for one in grown if one[0] == unit}
+                does = gradients.reduce if op[0] == REDUCE else gradients.outer_sum
+                does(units.of[op[1]][op[4]])
             for unit in begins.get(moment, ()):
-                if unit not in whole:
-                    under = [one for one in under if one[0] != unit]
-                    whole[unit] = units.grad_bytes[unit]
-            for one in grows.get(moment, ()):
-                if one not in grown:
-                    grown.add(one)
-                    whole[one[0]] += units.extra_bytes[one]
-            held = sum(whole.values()) + sum(size for _, size in under)
-            most[-1] = max(most[-1], held)
+                gradients.begin(unit)
+            for unit, stage in completes.get(moment, ()):
+                gradients.complete(unit, stage)
+            most.append(max(before, gradients.growing + gradients.under_way))
         return most
 
     def _op(self, kind: int, stay: Stay) -> RawOp:
@@ -154,19 +137,15 @@ class LaneRow:
         written: list[RawOp] = []
         computation = 0
         end = 1 + max(place for place, op in enumerate(row) if not IS_VALIDATION[op[0]])
-        for place, op in enumerate(row):
-            if place == end:
-                written += self._at(self._uses.num_moments, 0)
+        for op in row[:end]:
             if IS_COMPUTE[op[0]]:
-                first, behind = firsts[computation], firsts[computation + 1]
-                for moment in range(first, behind):
+                first = firsts[computation]
+                computation += 1
+                for moment in range(first, firsts[computation]):
                     if moment in moments:
                         written += self._at(moment, moment - first + 1 if moment > first else 0)
-                computation += 1
             written.append(op)
-        if end == len(row):
-            written += self._at(self._uses.num_moments, 0)
-        return tuple(written)
+        return (*written, *self._at(self._uses.num_moments, 0), *row[end:])
 
     def _at(self, moment: int, begun: int) -> list[RawOp]:
         gathered, reduced = self._gathered[moment], self._reduced[moment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
@@ -13,7 +14,6 @@ from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.solve import solve
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.v_placement import v_placement
-from megatron.core.pipeline_parallel.plan.verify import peak_activation
 
 
 def zb_1p(request: Request) -> Plan:

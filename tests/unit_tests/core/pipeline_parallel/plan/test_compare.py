@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.compare import (
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.drawing.compare import (
     Entry,
     entry_of,
     longest,
@@ -10,7 +11,6 @@ from megatron.core.pipeline_parallel.plan.compare import (
     over_limit,
     table,
 )
-from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held_over_time import held_over_time, limits_in_bytes
+from megatron.core.pipeline_parallel.plan.drawing.held_over_time import held_over_time, limits_in_bytes
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts

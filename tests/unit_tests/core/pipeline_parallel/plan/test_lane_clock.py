@@ -7,8 +7,7 @@ from megatron.core.pipeline_parallel.plan.ir import B, Plan, W, op_text, parse_r
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
-from megatron.core.pipeline_parallel.plan.passes.trailing_w import split_trailing
+from megatron.core.pipeline_parallel.plan.passes.move_w import split_trailing
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
@@ -16,6 +15,7 @@ from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from tests.harness.unit_stages import asked, layers, model, unit
 
 SHARDED = "optim_grads_params"

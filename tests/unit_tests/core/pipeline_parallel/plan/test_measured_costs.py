@@ -8,8 +8,6 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
@@ -17,8 +15,6 @@ from megatron.core.pipeline_parallel.plan.measured_costs import (
     bubble_rate,
     costs_of,
     divide_backwards,
-    drifted,
-    latency_ns,
     measured_bubbles,
     peaks_of,
 )
@@ -40,10 +36,10 @@ def costs(placement, seed=0, comm=0.25):
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "v-half", "1f1b", "interleaved", "gis"])
-def test_a_run_gives_its_costs_back_on_clocks_that_differ_and_drift(name):
+def test_a_run_gives_its_costs_back_on_clocks_that_differ(name):
     plan = lowered(name, 3, 9, comm=0.25)
     real = costs(plan.placement)
-    figures = figures_of_run(plan, real, ahead_s=(0.0, -3.5, 70_000.0), steps=3, drift_s=0.1)
+    figures = figures_of_run(plan, real, ahead_s=(0.0, -3.5, 70_000.0), steps=3)
     found = costs_of(figures, plan.placement)
     assert found.f == pytest.approx([NS * one for one in real.f], abs=2)
     both = [b + w for b, w in zip(real.b, real.w, strict=True)]
@@ -58,26 +54,11 @@ def test_a_run_gives_its_costs_back_on_clocks_that_differ_and_drift(name):
     assert simulate(plan, found).cost == pytest.approx(NS * simulate(plan, real).cost, rel=1e-6)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    st.lists(st.integers(-(10**6), 10**6), min_size=2, max_size=2),
-    st.integers(0, 10**6),
-    st.integers(2, 8),
-)
-def test_latency_is_seen_whatever_the_clocks_say(ahead, comm, microbatches):
-    plan = lowered("1f1b", 2, microbatches)
-    real = CostModel.of_ranks(plan.placement, comm=comm / 1e6)
-    found = latency_ns(figures_of_run(plan, real, ahead_s=[one / 1e3 for one in ahead]))
-    assert found == pytest.approx(1000 * comm, abs=3)
-
-
-def test_no_latency_where_one_direction_says_nothing():
+def test_without_a_measured_link_transfers_take_nothing():
     figures = figures_of_run(lowered("1f1b", 2, 3))
-    assert latency_ns(figures) is not None
-    figures[0]["receives"] = []
-    assert latency_ns(figures) is None
+    for one in figures:
+        one["link_ns"] = 0
     assert costs_of(figures, Placement("linear", 2)).comm == 0
-    assert latency_ns(figures_of_run(lowered("1f1b", 1, 3))) is None
 
 
 def test_of_several_ranks_of_a_stage_the_slowest_and_of_several_links_the_slowest():
@@ -155,24 +136,3 @@ def test_peaks_are_the_most_of_all_pipelines():
         one["peak_bytes"] = peak
     assert peaks_of(figures, 2) == (7, 9)
     assert peaks_of([], 2) == (0, 0)
-
-
-def test_drift_is_named_and_small_things_do_not_count():
-    old = CostModel((100, 100), (100, 100), (100, 0), (50, 50), (40, 40), comm=5)
-    assert drifted(old, old) is None
-    assert drifted(old, dataclasses.replace(old, f=(109, 91))) is None
-    assert drifted(old, dataclasses.replace(old, f=(109, 91)), share=0.05) is not None
-    assert drifted(old, dataclasses.replace(old, b=(100, 125))) == "B of stage 1: 0.0001 -> 0.000125 ms"
-    # a W of nothing and a small latency: of no account until they are a tenth of a tenth of a stage's work
-    assert drifted(old, dataclasses.replace(old, w=(100, 2), comm=7)) is None
-    assert drifted(old, dataclasses.replace(old, comm=60)) == "a transfer: 5e-06 -> 6e-05 ms"
-    assert (
-        drifted(old, dataclasses.replace(old, activation=(50, 60)))
-        == "activation of stage 1: 4.77e-05 -> 5.72e-05 MiB"
-    )
-    slow = CostModel((1.33279e6,), (1e6,), (1e6,), (2**21,), (2**20,))
-    assert drifted(slow, dataclasses.replace(slow, f=(2.05312e6,))) == "F of stage 0: 1.333 -> 2.053 ms"
-    more = dataclasses.replace(slow, activation=(3 * 2**20,))
-    assert drifted(slow, more) == "activation of stage 0: 2.000 -> 3.000 MiB"
-    with pytest.raises(AssertionError, match="costs of 2 and of 1 stages"):
-        drifted(old, CostModel((1,), (1,), (1,), (1,), (1,)))

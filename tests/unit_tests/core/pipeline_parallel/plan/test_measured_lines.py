@@ -15,7 +15,6 @@ def test_a_schedule_solved_again():
     plan = MeasuredPlan(
         iteration=109,
         first_iteration=100,
-        changed=None,
         solved=True,
         schedule="zb-1p",
         hash="0123456789abcdef",
@@ -42,6 +41,4 @@ def test_a_schedule_solved_again():
     kept = dataclasses.replace(plan, kept="a new one would take as long")
     assert line(kept) == f"{begin}; zb-1p 0123456789ab stays: a new one would take as long"
     fixed = dataclasses.replace(plan, schedule="gpipe", solved=False, kept="gpipe is a fixed order")
-    drifted = dataclasses.replace(plan, changed="F of stage 0: 1.333 -> 2.053 ms")
-    assert " 109 (iterations 100-109; changed most: F of stage 0: 1.333 -> 2.053 ms): F " in line(drifted)
     assert line(fixed).startswith(" > pipeline measured after iteration 109 (iterations 100-109): F ")

@@ -4,17 +4,17 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measured import Span, span_key
-from megatron.core.pipeline_parallel.plan.overlay import (
+from megatron.core.pipeline_parallel.plan.drawing.overlay import (
     mean_times,
     measured_costs,
     measured_simulation,
     overlay_figures,
-    overlay_svg,
     overlay_text,
     overlay_trace,
 )
+from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.measured import Span, span_key
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -133,7 +133,7 @@ def test_text_has_two_grids_to_one_scale(both):
 
 
 def test_svg_has_two_lanes_a_rank(both):
-    root = ET.fromstring(overlay_svg(*both[:2]))
+    root = ET.fromstring(beside_svg(*both[:2]))
     titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 16
     assert {"1BW0: 2 to 4", "1BW0: 4 to 6"} <= set(titles)

@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan import render_html
-from megatron.core.pipeline_parallel.plan.compare import Entry
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.drawing import page
+from megatron.core.pipeline_parallel.plan.drawing.compare import Entry
+from megatron.core.pipeline_parallel.plan.drawing.page import to_html
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.render_html import to_html
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from tests.harness import unit_stages
 from tests.harness.measured_runs import lowered, simulate
@@ -61,7 +61,7 @@ def test_all_are_on_one_axis_and_limits_are_drawn():
 
 @pytest.mark.parametrize("most_boxes", [6000, 1])
 def test_gathers_and_what_is_held_lie_below_computations(monkeypatch, most_boxes):
-    monkeypatch.setattr(render_html, "_MOST_BOXES", most_boxes)
+    monkeypatch.setattr(page, "MOST_BOXES", most_boxes)
     plan = lowered("1f1b", 2, 3)
     stages, costs = unit_stages.model(plan.placement, 2), CostModel.of_ranks(plan.placement, activation=[5e9])
     residency = unit_stages.asked("optim_grads_params", "memory", 2).within((16e9, 17e9))
@@ -102,7 +102,7 @@ def test_planned_and_measured_are_lanes_side_by_side_and_problems_are_told():
 def test_a_large_comparison_is_drawn_without_tooltips(monkeypatch):
     entries = [Entry("1f1b", simulation("1f1b", 4, 12))]
     with_tooltips = to_html("x", entries)
-    monkeypatch.setattr(render_html, "_MOST_BOXES", 50)
+    monkeypatch.setattr(page, "MOST_BOXES", 50)
     without = to_html("x", entries)
     assert "<title>0F0" in with_tooltips
     assert "<title>0F0" not in without

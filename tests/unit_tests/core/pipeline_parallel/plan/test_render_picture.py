@@ -6,8 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.render import COLOURS
-from megatron.core.pipeline_parallel.plan.render_picture import to_picture
+from megatron.core.pipeline_parallel.plan.drawing.svg import COLOURS, to_picture
 from tests.harness.measured_runs import lowered, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,8 +5,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
-from megatron.core.pipeline_parallel.plan.passes.forward_only import forward_only
-from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan

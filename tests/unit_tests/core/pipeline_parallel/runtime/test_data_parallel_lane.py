@@ -7,8 +7,9 @@ import pytest
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
+from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
-from megatron.core.pipeline_parallel.runtime.executor import Executor, Go, Validation
+from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.transport.peer_loss import PeerLostError
 from tests.harness.telling_stages import NAMES, Log, NoChannel, TellingStage, units_of
 

@@ -23,7 +23,7 @@ def op(kind, stage, microbatch, peer):
 def counted(channel):
     """The messages that a channel starts, in order: (send or receive, elements, purpose of the group)."""
     started = []
-    start, line = channel._start, channel._line
+    start, line = channel._start, channel._route
 
     def by_batch(sends, receives, group):
         started.extend(("send", tensor.numel(), group.purpose) for _, tensor in sends)
@@ -36,7 +36,7 @@ def counted(channel):
         started.append((direction, math.prod(shape), channel._groups[op[0]].purpose))
         return line(op)
 
-    channel._start, channel._line = by_batch, by_line
+    channel._start, channel._route = by_batch, by_line
     return started
 
 

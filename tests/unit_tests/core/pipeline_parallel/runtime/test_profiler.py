@@ -46,11 +46,13 @@ def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
 
         stage = ModelStage(run, chunk.sink, begins=chunk.begins, ends=chunk.ends)
         stages = profiler.weigh({ps.pp_rank: stage})
-        executor = Executor(plan, ps.pp_rank, stages, P2P(ps), recorder=recorder)
+        channel = P2P(ps)
+        assert channel.ping() == 0  # no link has carried anything
+        executor = Executor(plan, ps.pp_rank, stages, channel, recorder=recorder)
         for iteration in range(7):
             executor.run(iteration)
         recorder.close()
-        return profiler.local_figures()
+        return profiler.local_figures(link_ns=channel.ping())
 
     figures = run_ranks(check, 2)
     assert [[step[0] for step in one["steps"]] for one in figures] == [[3, 4], [3, 4]]
@@ -58,7 +60,7 @@ def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
     assert costs == costs_of(figures[::-1], plan.placement)
     assert 0.9 * SLOW_S < costs.f[1] / 1e9 < 3 * SLOW_S
     assert costs.f[0] < 0.5 * costs.f[1]
-    assert costs.comm < costs.f[1]
+    assert 0 < costs.comm < costs.f[1]
     assert min(costs.b + costs.w) > 0
     # the timeline of the same steps says the same
     step = next(one for one in read_timeline(tmp_path) if one.iteration == 3)
@@ -136,11 +138,11 @@ def test_the_window_the_interval_and_nothing_else():
     profiler.forget(3)
     assert [step[0] for step in profiler.local_figures()["steps"]] == [5, 10]
     profiler.forget()
-    assert profiler.num_steps == 0
+    assert profiler.local_figures() is None
     run_alone("gpipe", profiler, [15], microbatches=1)
     assert [row[0] for row in profiler.local_figures()["times"]] == [Kind.F, Kind.BW]
     run_alone("gpipe", profiler, [15] * (MOST_STEPS + 3), microbatches=1)
-    assert profiler.num_steps == MOST_STEPS
+    assert len(profiler.local_figures()["steps"]) == MOST_STEPS
 
 
 def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
@@ -154,7 +156,7 @@ def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
 
     with pytest.raises(FloatingPointError):
         run_alone("gpipe", profiler, [0], 2, ModelStage(run, None, begins=True, ends=True))
-    assert profiler.num_steps == 0
+    assert profiler.local_figures() is None
     assert not profiler.watching
     profiler.begin_step(plan, 0, 1)
     for place in range(4):
@@ -162,7 +164,7 @@ def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
             profiler.repeated()
         profiler.record(place, 0.0, 1.0, 0.0)
     profiler.end_step()
-    assert profiler.num_steps == 0
+    assert profiler.local_figures() is None
     profiler.begin_step(plan, 0, 2)
     for place in range(4):
         profiler.record(place, float(place), place + 1.0, 0.0)

@@ -63,7 +63,7 @@ def gathers(plan, share):
     stages = [layers(stage, UNITS // plan.placement.num_chunks) for stage in range(plan.placement.num_stages)]
     for rank, row in enumerate(plan.rows):
         uses = RowUses(row, RankUnits(rank, plan.placement, stages))
-        weights, _ = uses.gaps()
+        weights, _ = uses.gaps
         kept = keep_gaps(weights, [share * UNITS * W_BYTES] * uses.num_moments)
         mean += (sum(map(len, uses.reads)) - len(kept)) / UNITS / len(plan.rows)
     return mean

@@ -1,0 +1,138 @@
+"""One number for every region of the whole model, in the model's order, wherever its regions live.
+
+Norms and counts are sums over the whole model, which tensor and pipeline parallel ranks hold parts of. Each region has
+one owner, which puts its number into a vector that is zero elsewhere; the sum of these vectors over `mp` is exact
+(only zeros are added), and adding its elements in the model's order gives every rank the same bits. Without tensor
+parallelism these are the bits of one process, however long the pipeline.
+
+Where the optimizer is sharded, every data parallel rank has a number for its own part of each region that it owns:
+inner and outer ranks share the work, even where outer ones hold the same. The sum is then over `world`, and every rank
+knows of every number.
+
+Model order: global stage, place in the stage's list of parameters, offset of the region. The owner of a region is on
+the first stage that holds the parameter (tied embeddings are on two), and the first of its copies.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharding import Cut
+from megatron.core.module import ModelError
+from megatron.core.param_meta import Region
+from megatron.core.transport import collectives, host_data
+from megatron.core.transport.parallel_state import ParallelState
+
+_Key = tuple[str, tuple[int, ...]]  # of a region: its parameter, its offset
+
+
+class _Held(NamedTuple):
+    """A region as one rank holds it. order: place of the parameter in its stage's list."""
+
+    name: str
+    stage: int
+    shared: bool
+    order: int
+    offset: tuple[int, ...]
+    copies: int
+
+
+class GlobalNormIndex:
+    """Built once, communicating over mp.
+
+    size: regions of the whole model. owned: (name, region) of those that this rank answers for, or for a part of them.
+    over_world: the optimizer is sharded, and data parallel ranks have a part each. of_earlier_stages: this rank's
+    parameters that an earlier stage holds too.
+
+    Raises ModelError where stages have different parameters of one name.
+    """
+
+    def __init__(self, buffer: FlatBuffer, ps: ParallelState) -> None:
+        self._mp_group, self._device = ps.mp_group, ps.device.torch_device
+        self.over_world = buffer.sharding.optimizer is not Cut.WHOLE
+        self._group = ps.world_group if self.over_world else ps.mp_group
+        self._num_parts = buffer.place.dp_size if self.over_world else 1
+        regions = [
+            (name, order, region)
+            for order, name in enumerate(buffer.names)
+            for region in buffer.param_meta[name].parts
+        ]
+        mine = [
+            _Held(name, buffer.stage_of(name), buffer.param_meta[name].shared, order, one.offset, one.copies)
+            for name, order, one in regions
+        ]
+        everyone = [
+            [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in rank]
+            for rank in host_data.all_gather_json(mine, self._mp_group)
+        ]
+        first = _first_stages([held for rank in everyone for held in rank])
+        places = {
+            (held.name, held.offset): (held.stage, held.order, held.offset)
+            for rank in reversed(everyone)
+            for held in rank
+            if held.stage == first[held.name]
+        }
+        index: dict[_Key, int] = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
+        self.size = len(index)
+        self.of_earlier_stages = frozenset(held.name for held in mine if held.stage != first[held.name])
+
+        def owns(held: _Held, tp_rank: int) -> bool:
+            return held.stage == first[held.name] and tp_rank % held.copies == 0
+
+        tp_ranks = [ps.grid.coordinates(rank)["tp"] for rank in self._mp_group.ranks]
+        owners = collections.Counter(
+            (held.name, held.offset)
+            for rank, tp_rank in zip(everyone, tp_ranks, strict=True)
+            for held in rank
+            if owns(held, tp_rank)
+        )
+        wrong = {key: owners[key] for key in index if owners[key] != 1}  # a region with two would count twice
+        assert not wrong, f"regions by number of owners, where it is not 1 (Region.copies?): {wrong}"
+        self._held = [(index[held.name, held.offset], held.name) for held in mine]
+        own = [n for n, held in enumerate(mine) if owns(held, ps.tp_rank)]
+        self.owned: list[tuple[str, Region]] = [(regions[n][0], regions[n][2]) for n in own]
+        positions = [self._held[n][0] for n in own]
+        self._positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
+
+    def place(self, rows: Sequence[Tensor]) -> Tensor:
+        """[rows, size] fp64 from rows of [owned]: each number at its region's place, zeros elsewhere."""
+        full = torch.zeros(len(rows), self.size, dtype=torch.float64, device=self._device)
+        for row, values in zip(full, rows, strict=True):
+            row[self._positions] = values.to(full)
+        return full
+
+    def whole(self, full: Tensor) -> list[list[float]]:
+        """The rows of `place` with every rank's numbers, on the host. Communicates over mp, or `over_world`."""
+        expected = self._mp_group.size * self._num_parts
+        assert self._group.size == expected, (
+            f"{expected} ranks have a part each, {self._group.size} are added"
+        )
+        collectives.all_reduce(full, self._group)
+        values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
+        return values
+
+    def names_at(self, positions: Iterable[int]) -> tuple[str, ...]:
+        """This rank's parameters that hold one of these regions, in its own order."""
+        wanted = set(positions)
+        return tuple(dict.fromkeys(name for position, name in self._held if position in wanted))
+
+
+def _first_stages(everyone: Sequence[_Held]) -> dict[str, int]:
+    """name -> the first stage that holds it. Raises ModelError where others hold one that is not the same."""
+    first: dict[str, int] = {}
+    alone = {held.name for held in everyone if not held.shared}
+    for held in everyone:
+        other = first.setdefault(held.name, held.stage)
+        if other != held.stage and held.name in alone:
+            raise ModelError(
+                f"pipeline stages {min(other, held.stage)} and {max(other, held.stage)} both have a parameter "
+                f"{held.name!r}: give the parameters of different stages different names, those of the whole model"
+            )
+        first[held.name] = min(other, held.stage)
+    return first

@@ -1,0 +1,138 @@
+"""Several schedules for one pipeline beside each other: who is how fast, who holds how much, who cannot, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activation_text
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import build_plan
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+
+_MOST_RANKS_IN_A_CELL = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of a comparison.
+
+    simulation: planned; None if the schedule cannot be had, and `problem` says why. problem: also what is wrong with
+    one that can be had but not run (memory). measured: the step of a run, where there is one. remarks: lines to add.
+    """
+
+    name: str
+    simulation: Simulation | None
+    problem: str = ""
+    measured: Simulation | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def entry_of(
+    schedule: str, request: Request, costs: CostModel, limits: Sequence[float] | None = None
+) -> Entry:
+    """A registered schedule, planned with its transfers and simulated. limits: by rank, what its plan may hold."""
+    try:
+        simulation = simulate(lower(build_plan(schedule, request), costs), costs)
+    except PlanError as error:
+        return Entry(schedule, None, str(error))
+    over = over_limit(simulation, limits)
+    if over is None or limits is None:
+        return Entry(schedule, simulation)
+    rank, peak = over
+    return Entry(
+        schedule, simulation, f"needs {peak:g} activations on rank {rank}, the limit is {limits[rank]:g}"
+    )
+
+
+def of_rank_totals(costs: CostModel, ran: Placement, placement: Placement) -> CostModel:
+    """Costs of another placement: what a rank takes stays with the rank."""
+
+    def totals(values: Sequence[float]) -> list[float]:
+        sums = [0.0] * ran.num_ranks
+        for value, rank in zip(values, ran.ranks(), strict=True):
+            sums[rank] += value
+        return sums
+
+    held = totals(costs.held_after_b)
+    made = CostModel.of_ranks(
+        placement,
+        time_f=totals(costs.f),
+        time_b=totals(costs.b),
+        time_w=totals(costs.w),
+        comm=costs.comm,
+        activation=totals(costs.activation),
+    )
+    shares = tuple(held[rank] / placement.num_chunks for rank in placement.ranks())
+    return dataclasses.replace(made, held_after_b=shares)
+
+
+def over_limit(simulation: Simulation, limits: Sequence[float] | None) -> tuple[int, float] | None:
+    """(rank, its peak) of the rank that is most over its limit; None where all fit, or nothing is limited."""
+    if limits is None:
+        return None
+    over = [
+        (peak - limit, -rank)
+        for rank, (peak, limit) in enumerate(zip(simulation.peak_activation, limits, strict=True))
+        if peak > limit + 1e-9 * max(1.0, limit)
+    ]
+    if not over:
+        return None
+    rank = -max(over)[1]  # of several that are as much over, the first
+    return rank, simulation.peak_activation[rank]
+
+
+def longest(entries: Sequence[Entry]) -> float:
+    """The makespan of the slowest one, planned or measured: the axis on which all can be drawn."""
+    both = (one for entry in entries for one in (entry.simulation, entry.measured) if one is not None)
+    return max((one.makespan for one in both), default=0.0)
+
+
+HEADINGS = ("schedule", "step time", "bubble", "activations by rank", "transfers", "remark")
+
+
+def table_rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+    """Cells below `HEADINGS`; a measured step is a row of its own."""
+    rows: list[tuple[str, ...]] = []
+    for entry in entries:
+        if entry.simulation is not None:
+            rows.append((entry.name, *_figures(entry.simulation), entry.problem))
+        else:
+            rows.append((entry.name, "", "", "", "", entry.problem))
+        if entry.measured is not None:
+            rows.append((f"{entry.name}, measured", *_figures(entry.measured), ""))
+    return rows
+
+
+def table(entries: Sequence[Entry]) -> str:
+    """Markdown, in columns."""
+    rows = [HEADINGS, *table_rows(entries)]
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
+        for row in rows
+    ]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(simulation: Simulation) -> tuple[str, str, str, str]:
+    peaks = simulation.peak_activation
+    told = [activation_text(simulation, peak) for peak in peaks]
+    if len(peaks) <= _MOST_RANKS_IN_A_CELL:
+        held = " ".join(told)
+    else:
+        held = f"{told[peaks.index(min(peaks))]} to {told[peaks.index(max(peaks))]}"
+    return (
+        f"{simulation.cost:.5g}",
+        f"{simulation.bubble_rate:.2%}",
+        held,
+        str(simulation.num_messages),
+    )

@@ -1,0 +1,103 @@
+"""A simulated plan as Chrome trace JSON, which Chrome's and Perfetto's viewers read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.plan.drawing.grid import bars
+from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.simulate import Simulation
+
+UNIT_US = 1000.0  # one unit of time, where times have no unit
+LANES = ("compute", "send", "receive")  # of a process, which is a rank
+COMPUTE_LANE, SEND_LANE, RECEIVE_LANE = range(len(LANES))
+
+Event = dict[str, Any]
+
+
+def to_trace(simulation: Simulation) -> str:
+    """Per rank lanes for computation, sends and receives, and a counter of activations."""
+    return trace_json(trace_events(simulation))
+
+
+def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
+    """The file."""
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n"
+
+
+def trace_events(
+    simulation: Simulation,
+    *,
+    first_process: int = 0,
+    prefix: str = "",
+    unit_us: float = UNIT_US,
+    transfers: bool = True,
+) -> list[Event]:
+    """Events of one process a rank, numbered from `first_process`; a unit of time takes `unit_us` microseconds.
+
+    transfers: a slice at both ends of each message, from the time that both are posted to its arrival.
+    """
+    events: list[Event] = []
+    for rank in range(len(simulation.plan.rows)):
+        events += _rank_events(simulation, rank, first_process + rank, f"{prefix}stage {rank}", unit_us)
+    if not transfers:
+        return events
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for rank, row in enumerate(simulation.plan.rows):
+        for place, op in enumerate(row):
+            if IS_TRANSFER[op[0]]:
+                ends.setdefault(op[7], []).append((rank, place))
+    for both in ends.values():
+        start = max(simulation.timeline.starts[rank][place] for rank, place in both)
+        for rank, place in both:
+            op = simulation.plan.rows[rank][place]
+            at = first_process + rank, transfer_lane(op[0])
+            end = start + simulation.costs.comm
+            events.append(trace_slice(*at, op_text(op), "transfer", start, end, unit_us))
+    return events
+
+
+def transfer_lane(kind: int) -> int:
+    """The lane of a SEND_* or RECV_*."""
+    return SEND_LANE if kind in (SEND_F, SEND_B) else RECEIVE_LANE
+
+
+def trace_slice(
+    process: int, lane: int, name: str, category: str, start: float, end: float, unit_us: float
+) -> Event:
+    """A box in a lane of a process."""
+    times = {"ts": start * unit_us, "dur": (end - start) * unit_us}
+    return {"ph": "X", "pid": process, "tid": lane, "name": name, "cat": category, **times}
+
+
+def _rank_events(simulation: Simulation, rank: int, process: int, name: str, unit_us: float) -> list[Event]:
+    """Names of a rank's lanes, its computations, its counter of activations."""
+    plan, costs = simulation.plan, simulation.costs
+    about: Event = {"ph": "M", "pid": process}
+    events = [
+        {**about, "name": "process_name", "args": {"name": name}},
+        {**about, "name": "process_sort_index", "args": {"sort_index": process}},
+        *(
+            {**about, "tid": lane, "name": "thread_name", "args": {"name": one}}
+            for lane, one in enumerate(LANES)
+        ),
+    ]
+
+    def count(at: float) -> None:
+        counter = {"ph": "C", "pid": process, "name": "activation", "ts": at * unit_us}
+        events.append({**counter, "args": {"microbatches": round(held, 9)}})
+
+    held = 0.0
+    for start, end, place, label in bars(simulation, rank):
+        kind, stage = plan.rows[rank][place][:2]
+        events.append(trace_slice(process, COMPUTE_LANE, label, Kind(kind).name, start, end, unit_us))
+        change = costs.activation[stage] if kind == F else -costs.released(kind, stage)
+        held += change
+        count(start if change > 0 else end)  # grows at once, shrinks at the end
+        if plan.forward_only:  # nothing is kept for a backward
+            held -= costs.activation[stage]
+            count(end)
+    return events

@@ -1,0 +1,106 @@
+"""A collective or a message under way, and how each begins: counted, observed, and its errors told by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.transport.gloo_pairs import Works
+from megatron.core.transport.peer_loss import blame
+
+if TYPE_CHECKING:
+    from megatron.core.transport.parallel_state import Group
+    from megatron.core.transport.shm_transport import Operation
+
+    Running: TypeAlias = dist.Work | Works | Operation
+    # The work under way, what is to be done once it has arrived, temporaries.
+    Begun: TypeAlias = tuple[Running, Callable[[], None] | None, tuple[Tensor, ...]]
+
+
+class Pending:
+    """A collective under way. `wait()` completes it (once; later calls do nothing).
+
+    buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
+    rank of the other end, of a point to point message. temporary_bytes: of buffers that are neither the caller's
+    input nor output, so every one of these under way takes memory of its own.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: Group,
+        work: Running | None,
+        buffers: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
+        peer: int | None = None,
+    ) -> None:
+        self.temporary_bytes = 0
+        self._op, self._group, self._peer = op, group, peer
+        self._work, self._buffers, self._finish = work, buffers, finish
+        self._started = time.monotonic()
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return at once, or raise. gloo says so of what was waited for, and of nothing else."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            finish, self._finish = self._finish, None  # never on what has not arrived
+            try:
+                self._group.traffic.wait_for(work.wait)
+            except RuntimeError as error:
+                blame(error, self._op, self._group, self._started, self._peer)
+            if finish is not None:
+                finish()
+        self._buffers = ()
+
+
+class Call(NamedTuple):
+    """A collective that may be called many times. payload_bytes: what it counts as; 0 where that was counted."""
+
+    op: str
+    group: Group
+    begin: Callable[[], Begun]
+    buffers: tuple[Tensor, ...]
+    payload_bytes: int = 0
+
+    def launch(self, async_op: bool, over: Group | None = None) -> Pending:
+        op, group, begin, buffers, payload_bytes = self
+        assert over in (None, group), f"{op} kept for {group.purpose}, called over {over}"
+        if payload_bytes:
+            group.traffic.count(op, payload_bytes)
+        group.tell(op)
+        started = time.monotonic()
+        try:
+            work, finish, temporaries = begin()
+        except RuntimeError as error:
+            blame(error, op, group, started)
+        pending = Pending(op, group, work, buffers + temporaries, finish)
+        if temporaries:
+            pending.temporary_bytes = sum(tensor.nbytes for tensor in temporaries)
+        if not async_op:
+            pending.wait()
+        return pending
+
+
+class Kept(list[tuple[Tensor, Tensor]]):
+    """Items that are gathered, or reduced, again and again, always over one group: `all_gather_units` and
+    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call. Between two
+    computations nothing is in the caches, and each view takes as long as the copy of many kB. Storages may be without
+    memory from one call to the next.
+    """
+
+    def __init__(self, items: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(items)
+        # Gathers: None; reductions: whether they accumulate.
+        self.calls: dict[bool | None, Call] = {}
+
+
+def done(op: str, group: Group) -> Pending:
+    """A call that had nothing to do."""
+    return Pending(op, group, None)
