@@ -46,6 +46,7 @@ from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, 
 from megatron.core.pipeline_parallel.plan.drawing.page import to_html
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg, to_picture, to_svg
 from megatron.core.pipeline_parallel.plan.drawing.trace import to_trace
+from megatron.core.pipeline_parallel.plan.facts import bound_line
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -53,7 +54,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
+from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from tools import schedule_residency
 from tools.schedule_flags import (
@@ -93,7 +94,7 @@ def figures(
 FORMATS: Mapping[str, Callable[[Simulation], str]] = {
     "text": to_text,
     "json": lambda simulation: json.dumps(figures(simulation, 0.0)),
-    "csv": lambda simulation: to_csv(simulation.plan),
+    "plan": lambda simulation: to_json(simulation.plan),
     "torch-csv": lambda simulation: to_torch_csv(simulation.plan),
     "svg": to_svg,
     "picture": to_picture,
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace) -> str:
     if not alone and (len(names) > 1 or compares):
         return run_compared(args, names)
     begin, reasons = time.perf_counter(), []
+    bound = None
     if args.rank_memory_limit is not None:
         name, shown, reasons = schedule_budget.chosen(args)
         simulation = drawable(shown.simulation)
@@ -145,6 +147,8 @@ def run(args: argparse.Namespace) -> str:
             entry = Entry(names[0], simulate(lower(build_plan(names[0], request), costs), costs))
         assert entry.simulation is not None, entry.name
         simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
+        schedule = simulation.plan.schedule
+        bound = bound_line(schedule, request_of(args, schedule, several=names == [AUTO])[0], simulation)
         shown = schedule_residency.shown(args, simulation)
         drawn = entry if shown is None else Entry(entry.name, shown.simulation)
     solve_seconds = time.perf_counter() - begin
@@ -153,6 +157,8 @@ def run(args: argparse.Namespace) -> str:
         print(f"wrote {file}", file=sys.stderr)
     if args.format == "json":
         more: dict[str, object] = {"reasons": reasons} if reasons else {}
+        if bound is not None:
+            more["bound"] = bound
         if shown is not None:
             more["residency"] = schedule_residency.figures(shown)
         said = {**figures(simulation, solve_seconds, args.message_bytes), **more}
@@ -161,6 +167,7 @@ def run(args: argparse.Namespace) -> str:
     if args.format == "text":
         grid = summary(simulation) + "\n" if args.html is not None else FORMATS["text"](simulation)
         rows = args.html is None
+        grid += "" if bound is None else f"{bound}\n"
         return told + grid + ("" if shown is None else schedule_residency.told(shown, rows=rows))
     print(told, end="", file=sys.stderr)  # what is printed is a file
     return FORMATS[args.format](simulation)

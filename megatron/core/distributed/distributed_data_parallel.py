@@ -159,12 +159,24 @@ class DistributedDataParallel(GradSync):
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
-        return self._found.modules(self.chunks)
+        inside = [{id(one) for one in module.modules()} for module in self.chunks]
+        return tuple(
+            tuple(tuple(m for m in self.units[number].modules if id(m) in here) for number in chunk.numbers)
+            for chunk, here in zip(self._found.chunks, inside, strict=True)
+        )
 
     def unit_of_key(self) -> tuple[dict[str, int], ...]:
         """By chunk: in which of its units a weight gradient is, by the key that it is put under."""
         keys = {name: self.buffer.param_meta[name].grad_keys for name in self.buffer.names}
-        return self._found.unit_of_key(keys)
+        return tuple(
+            {
+                key: place
+                for place, number in enumerate(chunk.numbers)
+                for name in self.units[number].names
+                for key in keys.get(name, ())
+            }
+            for chunk in self._found.chunks
+        )
 
     # A step ---------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.plan import saved_orders
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -222,7 +224,14 @@ class Config:
 
     @functools.cached_property
     def schedule_spec(self) -> ScheduleSpec:
-        """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError."""
+        """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError.
+
+        Orders that are searched for it, and later, are kept beside dataset indices, but for --check-config.
+        """
+        data = self.data
+        paths = () if data.mock_data else data.data_path or data.train_data_path or ()
+        beside = os.path.join(paths[-1], "cache", "GPTDataset_indices") if paths else None
+        saved_orders.keep_in(None if self.training.check_config else data.data_cache_path or beside)
         return self.staged_model.asked()
 
     @property

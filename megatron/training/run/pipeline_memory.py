@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
-from megatron.core.pipeline_parallel.plan.facts import device_limits, limit_lines, reason_lines
+from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.training.config.problems import ConfigurationError, Problem
@@ -38,6 +38,8 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
         if chunk.sink is not None:
             chunk.sink.keeps_gathered = spec.keeps_gathered
     for line in limit_lines(spec, sequence_parallel=parallel.sequence_parallel):
+        tell(line)
+    for line in bound_lines(spec, config.batch_schedule().num_microbatches(0)):
         tell(line)
     return spec
 

@@ -157,7 +157,7 @@ def test_interleaving_is_rebuilt_from_the_files(tmp_path):
     ("words", "message"),
     [
         (("--iteration", 9), "--iteration 9"),
-        (("--format", "csv"), "--format csv says nothing of times"),
+        (("--format", "plan"), "--format plan says nothing of times"),
         (("--format", "torch-csv"), "use text, json, svg or trace"),
         (("--schedule", "1f1b"), "--stages and --microbatches must be given"),
         (

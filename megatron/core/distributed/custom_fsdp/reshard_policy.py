@@ -78,10 +78,8 @@ def check_policy(
     Raises ReshardPlanError for a budget without the policy and the reverse, and for a policy without anything to keep.
     """
     assert policy in POLICIES, policy
-    misfits, idle = (
-        budget_misfits(policy, budget_bytes),
-        keeps_nothing(policy, weights_sharded=weights_sharded, grads_sharded=grads_sharded),
-    )
+    misfits = budget_misfits(policy, budget_bytes)
+    idle = keeps_nothing(policy, weights_sharded=weights_sharded, grads_sharded=grads_sharded)
     if misfits and budget_bytes is None:
         raise ReshardPlanError(
             "--fsdp-reshard-policy budget needs --fsdp-memory-budget BYTES: what units may keep beyond the least"

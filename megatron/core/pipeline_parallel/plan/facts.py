@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.plan.search.zero_bubble import bound_of
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec, order_within_limits
 
 # Beyond so many forwards a simulation would make --check-config wait.
@@ -23,6 +26,29 @@ def bubble_rate(spec: ScheduleSpec, num_microbatches: int | None) -> float | Non
         return max(0.0, found.bubble_rate)  # of rounding
     except PlanError:
         return None
+
+
+def bound_line(schedule: str, request: Request, simulation: Simulation) -> str | None:
+    """What no plan of a searched schedule beats, and how far this one is from it; None for a fixed order."""
+    if schedule not in SCHEDULES or not SCHEDULES[schedule].searched:
+        return None
+    bound, work = bound_of(schedule, request), simulation.work
+    least = 100 * (1 - work / bound.cost) if bound.cost else 0.0
+    gap = 100 * max(0.0, bound.gap(simulation.cost, work))
+    bubble = 100 * max(0.0, simulation.bubble_rate)
+    return (
+        f"{schedule}: bubble {bubble:.2f}%; no order has less than {max(0.0, least):.2f}% ({bound.reason}), "
+        f"gap {gap:.2f} points"
+    )
+
+
+def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> list[str]:
+    """The same of a run, for its log."""
+    if spec.file is not None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
+        return []
+    simulation = simulate(order_within_limits(spec, num_microbatches), spec.costs)
+    line = bound_line(spec.schedule, spec.request(num_microbatches), simulation)
+    return [] if line is None else [f" > {line}"]
 
 
 def pipeline_facts(spec: ScheduleSpec, num_microbatches: int | None) -> dict[str, Any]:

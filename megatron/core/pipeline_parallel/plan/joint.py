@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, co
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
+from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text

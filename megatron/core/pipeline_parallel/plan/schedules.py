@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.saved_orders import saved_or_made
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_min, zb_1p, zb_2p, zbv
 from megatron.core.pipeline_parallel.plan.zb_h import zb_h1, zb_h2
 
@@ -91,7 +92,8 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 def build_plan(schedule: str, request: Request) -> Plan:
     """The computations of a schedule, without transfers. Raises PlanError for what the schedule cannot do."""
-    return known(schedule).generate(request)
+    row = known(schedule)
+    return saved_or_made(schedule, request, row.generate) if row.searched else row.generate(request)
 
 
 def known(schedule: str) -> Schedule:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, RawOp, W
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 
@@ -124,6 +124,15 @@ def fits(problem: Problem, order: Order) -> bool:
         peak <= limit + slack(limit)
         for peak, limit in zip(peaks(problem, order), problem.limits, strict=True)
     )
+
+
+def order_of(plan: Plan) -> Order:
+    """The order of a plan without transfers; a BW is B and W."""
+    num_stages = plan.placement.num_stages
+    return [
+        [kind * num_stages + op[1] for op in row for kind in ((B, W) if op[0] == BW else (op[0],))]
+        for row in plan.rows
+    ]
 
 
 def plan_of(name: str, problem: Problem, order: Sequence[Sequence[int]]) -> Plan:

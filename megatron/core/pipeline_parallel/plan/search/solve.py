@@ -1,15 +1,12 @@
-"""The search: many starts, each squeezed; the best squeezed more; a long problem through a short one."""
+"""The search: constructed starts, the best of them compacted; a long problem through a short one."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
-from megatron.core.pipeline_parallel.plan.search.candidates import Start, by_blocks, by_rules, known
-from megatron.core.pipeline_parallel.plan.search.extend import extend
+from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
+from megatron.core.pipeline_parallel.plan.search.compaction import Compactor
 from megatron.core.pipeline_parallel.plan.search.improve import Improver
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
@@ -19,20 +16,19 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
     peaks,
     slack,
 )
-from megatron.core.pipeline_parallel.plan.search.squeeze import Squeezer
+from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 
-# Operations visited by squeezing: at least, and more for each rank. Not time: every rank must come to the same plan.
-_VISITS, _VISITS_OF_RANK = 35000, 1800
-_STARTS_SHARE = 0.65
-_MOST_STARTS = 40
+# Operations that compaction may visit, three microseconds each. Not time: every rank must come to the same plan.
+_VISITS = 600_000
 # How much of an operation may stick out of the gap that it fills; what is delayed by it may gain elsewhere.
-_GIVES = (0.0, 0.5, 0.25)
+_GIVES = (0.0, 0.5)
+_ROUNDS = 3
 _FINALISTS = 6
-# Single moves are tried on this many orders, if the budget allows so many evaluations of each.
-_MOVED = 6
-_LEAST_EVALUATIONS, _MOST_EVALUATIONS = 40, 600
-# An evaluation costs about so much less than a round of squeezing.
-_EVALUATIONS_OF_ROUND = 8
+# Single moves find what no filled gap does on few operations alone: P = 3, M = 6 and below, by the proved optima.
+_MOST_MOVED_OPS = 250
+_EVALUATIONS = 400
+# A steady state may take this many microbatches to come back to itself.
+_LONGEST_CYCLE = 6
 
 
 @dataclass(frozen=True)
@@ -53,17 +49,15 @@ class Search:
     """Searches one problem within a budget."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.squeezer = Squeezer(problem)
+        self.problem, self.compactor = problem, Compactor(problem)
         self.bound = lower_bound(problem)
         self.found: list[Found] = []
-        self.seen: set[int] = set()
 
     def add(self, start: Start, order: Order | None) -> Found | None:
         """Judge an order; None where it stops or is over a limit."""
         if order is None or not fits(self.problem, order):
             return None
-        times = self.squeezer.forwards.times(order)
+        times = self.compactor.forwards.times(order)
         if times is None:
             return None
         unit = slack(times.cost)
@@ -81,127 +75,64 @@ class Search:
         """Whether nothing better is possible."""
         return any(one.cost <= self.bound + slack(self.bound) for one in self.found)
 
-    def squeeze(self, found: Found, rounds: int, give: float) -> Found:
-        """An order squeezed; never worse."""
-        order, _ = self.squeezer.improve(found.order, rounds, give)
-        return self.add(found.start, order) or found
-
-    def run(self, rounds: int) -> None:
-        """Squeeze every start once, as far as the rounds go, then the best ones until the rounds are spent."""
-        for start in known(self.problem):
+    def run(self, visits: int) -> None:
+        """Make the starts, and compact the best ones first, for as long as visits are left."""
+        each = self.problem.num_ops
+        for start in starts(self.problem):
             self.add(start, start.make(self.problem))
-        if self.is_done():
-            return
-        most = min(_MOST_STARTS, max(2, int(rounds * _STARTS_SHARE)))
-        squeezed: list[Found] = []
-        for found in itertools.islice(self.starts(), most):
-            squeezed.append(self.squeeze(found, 1, 0.0))
             if self.is_done():
                 return
-        squeezed.sort(key=lambda one: one.merit)
-        left = min(rounds, 2 * _MOST_STARTS) - len(squeezed)
-        for one, give in itertools.product(squeezed[: max(1, left // 9)], _GIVES):
-            if left <= 0 or self.is_done():
-                break
-            self.squeeze(one, min(3, left), give)
-            left -= 3
-        self.move(rounds)
+        firsts = self.ranking
+        for rounds, give, count in (
+            (1, 0.0, len(firsts)),
+            (_ROUNDS, 0.5, _FINALISTS),
+            (_ROUNDS, 0.0, _FINALISTS),
+        ):
+            for one in (firsts if rounds == 1 else self.ranking)[:count]:
+                if visits <= 0 or self.is_done():
+                    return
+                order, _ = self.compactor.improve(one.order, rounds, give)
+                self.add(one.start, order)
+                visits -= 4 * rounds * each
+        if each <= _MOST_MOVED_OPS:
+            self.move()
 
-    def move(self, rounds: int) -> None:
-        """Try single moves on the best orders, one of each start, for what about half the rounds would cost."""
-        evaluations = _EVALUATIONS_OF_ROUND * rounds // 2
-        count = min(_MOVED, evaluations // _LEAST_EVALUATIONS)
+    def move(self) -> None:
+        """Single moves, from the best order of each start."""
         improver = Improver(self.problem)
         firsts = {found.start.label: found for found in reversed(self.ranking)}
-        for found in sorted(firsts.values(), key=lambda one: one.merit)[:count]:
+        for found in sorted(firsts.values(), key=lambda one: one.merit)[:_FINALISTS]:
             if self.is_done():
                 return
-            order = improver.improve(found.order, min(_MOST_EVALUATIONS, evaluations // count))
-            moved = self.add(found.start, order)
+            moved = self.add(found.start, improver.improve(found.order, _EVALUATIONS))
             if moved is not None and moved.cost < found.cost:
-                self.squeeze(moved, 2, 0.0)
-
-    def starts(self) -> Iterator[Found]:
-        """Distinct orders that fit, of all families in turn."""
-        blocks, others = by_blocks(self.problem), [known(self.problem), by_rules(self.problem)]
-        # On the V, blocks are most often the best.
-        families = [*[blocks] * (2 * self.problem.placement.num_chunks - 1), *others]
-        while families:
-            for family in list(families):
-                start = next(family, None)
-                if start is None:
-                    families.remove(family)
-                    continue
-                order = start.make(self.problem)
-                mark = hash(tuple(map(tuple, order or ())))
-                if mark not in self.seen:
-                    self.seen.add(mark)
-                    found = self.add(start, order)
-                    if found is not None:
-                        yield found
+                self.add(found.start, self.compactor.improve(moved.order, 2, 0.0)[0])
 
 
 def solve(name: str, problem: Problem) -> Found:
     """The best order found. Raises PlanError where a limit is lower than any order needs."""
     check_limits(name, problem)
-    num_ranks, total = problem.placement.num_ranks, problem.num_microbatches
-    short = short_length(problem)
+    total, short = problem.num_microbatches, short_length(problem)
     search = Search(problem.of_length(short))
-    visits = _VISITS + _VISITS_OF_RANK * num_ranks
-    search.run(visits // search.problem.num_ops)
+    search.run(_VISITS)
     if not search.found:
-        raise PlanError(f"{name}: no order found for {num_ranks} ranks and {total} microbatches")
-    return (
-        search.ranking[0] if short == total else _lengthen(search, problem, visits // (2 * problem.num_ops))
-    )
-
-
-def _lengthen(search: Search, problem: Problem, rounds: int) -> Found:
-    """The best order of the whole problem, by what was best on the short one."""
+        raise PlanError(
+            f"{name}: no order found for {problem.placement.num_ranks} ranks and {total} microbatches"
+        )
+    if short == total:
+        return search.ranking[0]
     whole = Search(problem)
-    more = problem.num_microbatches - search.problem.num_microbatches
-    ranking = search.ranking
-    work = max(problem.costs.rank_times(problem.placement))
-    expected = ranking[0].cost + more * max(work, ranking[0].start.period)
+    expected = search.ranking[0].cost + (total - short) * problem.work / total
     expected += slack(expected)
-    for found in ranking[: _FINALISTS if rounds else _FINALISTS // 2]:
-        longer = whole.add(found.start, extend(found.order, problem.placement.num_chunks, more))
+    for found in search.ranking[:_FINALISTS]:
+        longer = whole.add(found.start, extend(found.order, problem.placement.num_chunks, total - short))
         if longer is not None and longer.cost <= expected:
-            break
-    else:
-        _squeeze_long(whole, ranking[0].start, 2 * search.problem.num_microbatches, rounds, expected)
-    # One may take less for each further microbatch than what is best for few.
-    fitting = {found.start.label for found in search.found}
-    for start in known(problem):
-        if start.label in fitting and (problem.placement.num_chunks == 1 or not whole.is_done()):
-            whole.add(start, start.make(problem))
-    # The scheduler comes to the end within any limit that lets one microbatch through.
-    for start in by_rules(problem):
-        if whole.found:
-            break
+            return longer
+    # Memory makes each further microbatch take more than its work, or nothing settles within the short problem.
+    for start in list(dict.fromkeys(found.start for found in search.ranking))[:_FINALISTS]:
         whole.add(start, start.make(problem))
     assert whole.found, "no start can be made longer"
     return whole.ranking[0]
-
-
-def _squeeze_long(whole: Search, start: Start, middle: int, rounds: int, expected: float) -> None:
-    """For a start that does not settle within the short problem: squeeze a longer one, and if need be the whole, where
-    that many rounds are left."""
-    problem = whole.problem
-    if 2 * middle <= problem.num_microbatches or not rounds:
-        half = Search(problem.of_length(middle))
-        found = half.add(start, start.make(half.problem))
-        if found is not None:
-            found = half.squeeze(found, 1, 0.0)
-            more = problem.num_microbatches - middle
-            longer = whole.add(start, extend(found.order, problem.placement.num_chunks, more))
-            work = max(problem.costs.rank_times(problem.placement))
-            reached = found.cost + more * max(work, start.period)
-            if longer is not None and longer.cost <= max(expected, reached + slack(reached)):
-                return
-    made = whole.add(start, start.make(problem))
-    if made is not None and rounds:
-        whole.squeeze(made, rounds, 0.0)
 
 
 def short_length(problem: Problem) -> int:
@@ -209,3 +140,30 @@ def short_length(problem: Problem) -> int:
     per_rank = 4 if problem.placement.num_chunks == 1 else 2
     short = per_rank * problem.placement.num_ranks + 16
     return short if problem.num_microbatches > short + short // 4 else problem.num_microbatches
+
+
+def extend(order: Order, num_chunks: int, more: int) -> Order | None:
+    """The order for `more` microbatches more; None where some rank never settles.
+
+    In the middle of a good order each rank repeats one sequence that has every operation of its stages once (or a few
+    times). Rows with the same cycle, extended alike, stay consistent.
+    """
+    for length in range(1, _LONGEST_CYCLE + 1):
+        if more % length == 0:
+            rows = [_longer(row, 3 * num_chunks * length, length, more // length) for row in order]
+            if None not in rows:
+                return [row for row in rows if row is not None]
+    return None
+
+
+def _longer(row: list[int], cycle: int, each: int, copies: int) -> list[int] | None:
+    """The row with its steady state repeated `copies` times more."""
+    best, best_start, run = 0, 0, 0
+    for place in range(len(row) - cycle):
+        run = run + 1 if row[place] == row[place + cycle] else 0
+        if run > best:
+            best, best_start = run, place + 1 - run
+    unit = row[best_start : best_start + cycle]
+    if best < cycle or any(unit.count(code) != each for code in set(row)):
+        return None
+    return row[:best_start] + unit * copies + row[best_start:]

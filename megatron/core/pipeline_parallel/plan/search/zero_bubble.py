@@ -3,88 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search.bounds import Bound, proven
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_of, plan_of, slack
-from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.solve import solve
+from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
-
-def zb_1p(request: Request) -> Plan:
-    """B and W apart on the linear placement, with 1F1B's memory (or the request's limit)."""
-    return zero_bubble("zb-1p", request, float(request.num_ranks))
-
-
-def zb_2p(request: Request) -> Plan:
-    """B and W apart on the linear placement, with twice 1F1B's memory (or the request's limit)."""
-    return zero_bubble("zb-2p", request, 2.0 * request.num_ranks)
-
-
-def zbv(request: Request) -> Plan:
-    """The V without a bubble at equal times, with 1F1B's memory (or the request's limit)."""
-    return adaptive_v("zbv", request, float(request.num_ranks))
+# By schedule: by number of ranks, the whole-stage activations that a rank may hold where the request has no limit; and
+# the share of 1F1B's memory up to which B's that grow get room on top, where whole stages are counted as F leaves them
+# (None: as the larger one of F and B does). v-min without any room could hardly let an F run ahead of such a B.
+_LIMITS: Mapping[str, tuple[Callable[[int], float], float | None]] = {
+    "zb-1p": (float, None),
+    "zb-2p": (lambda num_ranks: 2.0 * num_ranks, None),
+    "zbv": (float, None),
+    "v-half": (functools.partial(v_block_peak, half=True), 0.0),
+    "v-min": (functools.partial(v_block_peak, half=False), 0.5),
+}
+_LINEAR_ONES = ("zb-1p", "zb-2p")
 
 
-def v_half(request: Request) -> Plan:
-    """The V with about half of 1F1B's memory (or the request's limit)."""
-    return adaptive_v("v-half", request, v_block_peak(request.num_ranks, half=True), most_of_1f1b=0.0)
+def problem_of(name: str, request: Request) -> Problem:
+    """What the schedule is searched for: the request's limits, or its own. Raises PlanError for another placement."""
+    if name in _LINEAR_ONES:
+        request.one_chunk(name)
+        placement = Placement(LINEAR, request.num_ranks)
+    else:
+        placement = v_placement(request, name)
+    costs, (whole_stages, share) = request.costs_on(placement), _LIMITS[name]
+    limits = limits_of(request, placement, costs, whole_stages(request.num_ranks), most_of_1f1b=share)
+    return Problem(placement, request.num_microbatches, costs, limits)
 
 
-def v_min(request: Request) -> Plan:
-    """The V with about a third of 1F1B's memory (or the request's limit). B's that grow get room while that keeps to
-    half of 1F1B's: without any, hardly an F can run ahead of them."""
-    return adaptive_v("v-min", request, v_block_peak(request.num_ranks, half=False), most_of_1f1b=0.5)
+def bound_of(name: str, request: Request) -> Bound:
+    """What no plan of the schedule beats. A linear one may come to fused backwards, which hold no more than F left."""
+    problem = problem_of(name, request)
+    if name in _LINEAR_ONES:
+        costs = problem.costs
+        held = tuple(map(min, costs.held_after_b, costs.activation))
+        problem = dataclasses.replace(problem, costs=dataclasses.replace(costs, held_after_b=held))
+    return proven(problem)
 
 
-def zero_bubble(name: str, request: Request, whole_stages: float) -> Plan:
-    """The linear placement with any memory limit: the request's, or this many activations of the largest stage.
-
-    Raises PlanError naming the rank where a limit is lower than any order needs.
-    """
-    request.one_chunk(name)
-    return _or_fused(request, _searched(name, request, Placement(LINEAR, request.num_ranks), whole_stages))
+def searched(name: str, request: Request) -> Plan:
+    """The plan, without transfers. Raises PlanError naming the rank where a limit is lower than any order needs."""
+    problem = problem_of(name, request)
+    plan = plan_of(name, problem, solve(name, problem).order)
+    return _or_fused(plan, problem) if name in _LINEAR_ONES else plan
 
 
-def adaptive_v(
-    name: str, request: Request, whole_stages: float, *, most_of_1f1b: float | None = None
-) -> Plan:
-    """The V with any memory limit: the request's, or this many whole-stage activations of the largest rank.
-
-    most_of_1f1b: as F leaves them, see `limits_of`.
-    Raises PlanError naming the rank where a limit is lower than any order needs.
-    """
-    return _searched(name, request, v_placement(request, name), whole_stages, most_of_1f1b)[0]
+zb_1p = functools.partial(searched, "zb-1p")
+zb_2p = functools.partial(searched, "zb-2p")
+zbv = functools.partial(searched, "zbv")
+v_half = functools.partial(searched, "v-half")
+v_min = functools.partial(searched, "v-min")
 
 
-def _searched(
-    name: str,
-    request: Request,
-    placement: Placement,
-    whole_stages: float,
-    most_of_1f1b: float | None = None,
-) -> tuple[Plan, Problem]:
-    costs = request.costs_on(placement)
-    limits = limits_of(request, placement, costs, whole_stages, most_of_1f1b=most_of_1f1b)
-    problem = Problem(placement, request.num_microbatches, costs, limits)
-    return plan_of(name, problem, solve(name, problem).order), problem
-
-
-def _or_fused(request: Request, found: tuple[Plan, Problem]) -> Plan:
+def _or_fused(plan: Plan, problem: Problem) -> Plan:
     """The plan, or 1F1B's fused backwards where these take less: a BW does not grow, and may do with a limit under
     which hardly any B can run ahead of its W."""
-    plan, problem = found
     costs = problem.costs
     if all(held <= left for held, left in zip(costs.held_after_b, costs.activation, strict=True)):
         return plan  # every order of fused backwards is one of split ones, and was judged
-    fused = dataclasses.replace(
-        one_f_one_b(Request(request.num_ranks, request.num_microbatches)), schedule=plan.schedule
-    )
+    request = Request(problem.placement.num_ranks, problem.num_microbatches)
+    fused = dataclasses.replace(one_f_one_b(request), schedule=plan.schedule)
     peaks = (peak_activation(rank, row, costs) for rank, row in enumerate(fused.rows))
     fits = all(peak <= limit + slack(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
     cost = simulate(plan, costs).cost

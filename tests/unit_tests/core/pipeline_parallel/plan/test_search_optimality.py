@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel.plan.ir import BW
 from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
+from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem
-from megatron.core.pipeline_parallel.plan.search.published import v_block_peak
+from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_min, zb_1p, zbv
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.optimal_schedule import optimum

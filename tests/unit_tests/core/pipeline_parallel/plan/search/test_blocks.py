@@ -67,10 +67,3 @@ def test_a_period_shorter_than_the_work_is_impossible():
     for problem in problems():
         work = max(problem.costs.rank_times(problem.placement))
         assert repeat(problem, 0.9 * work, (0.0,) * (2 * problem.placement.num_chunks)) is None
-
-
-def test_slots_hold_f_and_b_to_a_grid():
-    placement = Placement(V_SHAPED, 4, 2)
-    problem = Problem(placement, 4, CostModel.of_ranks(placement, time_f=(2.0,), time_b=(1.8,)), (1e9,) * 4)
-    block = repeat(problem, 6.0, (0.0,) * 4, (1.0, 0.0, 0.0), 1.0)
-    assert all(offset == pytest.approx(round(offset)) for offset in block.offsets[: 2 * placement.num_stages])

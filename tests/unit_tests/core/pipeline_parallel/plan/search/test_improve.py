@@ -5,8 +5,8 @@ from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
 from megatron.core.pipeline_parallel.plan.search.improve import Improver
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
-from megatron.core.pipeline_parallel.plan.search.published import one_f_one_b
 from megatron.core.pipeline_parallel.plan.verify import verify
+from tests.harness.known_orders import one_f_one_b
 
 
 def problem_of(limit):

@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
     peaks,
     plan_of,
 )
-from megatron.core.pipeline_parallel.plan.search.published import one_f_one_b, unit_zbv, zb_h
+from megatron.core.pipeline_parallel.plan.search.starts import unit_zbv
+from tests.harness.known_orders import one_f_one_b, zb_h
 from tests.harness.schedules import verified_peaks
 
 

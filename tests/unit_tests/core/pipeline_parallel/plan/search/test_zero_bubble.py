@@ -14,11 +14,12 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
-from megatron.core.pipeline_parallel.plan.search import published, zero_bubble
-from megatron.core.pipeline_parallel.plan.search.bound import lower_bound
+from megatron.core.pipeline_parallel.plan.search import starts, zero_bubble
+from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from tests.harness import known_orders
 
 SCHEDULES = {
     "zb-1p": zero_bubble.zb_1p,
@@ -60,7 +61,7 @@ def whole_stage(placement, costs):
 def default_limit(name, p):
     """In whole stages."""
     known = {"zb-1p": p, "zb-2p": 2 * p, "zbv": p}
-    return known[name] if name in known else published.v_block_peak(p, half=name == "v-half")
+    return known[name] if name in known else starts.v_block_peak(p, half=name == "v-half")
 
 
 def check(name, p, m, costs, limits=None):
@@ -96,10 +97,14 @@ def known_costs(problem):
     """Costs of the published orders that fit."""
     p = problem.placement.num_ranks
     if problem.placement.num_chunks == 1:
-        orders = [published.zb_h(problem, 1), published.zb_h(problem, 2), published.one_f_one_b(problem)]
+        orders = [
+            known_orders.zb_h(problem, 1),
+            known_orders.zb_h(problem, 2),
+            known_orders.one_f_one_b(problem),
+        ]
     else:
-        orders = [published.unit_zbv(problem)]
-        orders += [published.v_block(p, half=half).order(problem) for half in (True, False)]
+        orders = [starts.unit_zbv(problem)]
+        orders += [starts.v_block(p, half=half).order(problem) for half in (True, False)]
     return [simulate(plan_of("known", problem, o), problem.costs).cost for o in orders if fits(problem, o)]
 
 
@@ -117,7 +122,7 @@ def test_equal_times_give_the_bubbles_of_theory(p):
 
 
 def test_default_limits_of_the_v_are_those_of_its_blocks():
-    at = {(p, half): published.v_block_peak(p, half=half) for p in (4, 8, 16) for half in (True, False)}
+    at = {(p, half): starts.v_block_peak(p, half=half) for p in (4, 8, 16) for half in (True, False)}
     assert at == {(4, True): 3, (4, False): 2, (8, True): 5, (8, False): 4, (16, True): 9, (16, False): 6}
 
 

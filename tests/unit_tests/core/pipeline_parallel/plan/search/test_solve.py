@@ -4,9 +4,9 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.plan.search.extend import extend
 from megatron.core.pipeline_parallel.plan.search.problem import Problem
-from megatron.core.pipeline_parallel.plan.search.published import one_f_one_b, zb_h
+from megatron.core.pipeline_parallel.plan.search.solve import extend
+from tests.harness.known_orders import one_f_one_b, zb_h
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, 
 INFINITY = float("inf")
 
 
-class Squeezer:
+class Compactor:
     """Improves orders of one problem."""
 
     def __init__(self, problem: Problem) -> None:

@@ -8,10 +8,11 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.blocks import repeat
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
+from megatron.core.pipeline_parallel.plan.search.compaction import Compactor, fill
 from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
-from megatron.core.pipeline_parallel.plan.search.published import one_f_one_b, v_block, zb_h
-from megatron.core.pipeline_parallel.plan.search.squeeze import Squeezer, fill
+from megatron.core.pipeline_parallel.plan.search.starts import v_block
 from megatron.core.pipeline_parallel.plan.verify import verify
+from tests.harness.known_orders import one_f_one_b, zb_h
 
 
 def v_problem(p, m, limit, **figures):
@@ -24,7 +25,7 @@ def test_a_v_min_block_grows_into_its_memory(limit, bubble):
     """Every half stage of memory takes half a stage from the bubble, in units of F + B + W of a rank."""
     problem = v_problem(8, 24, limit)
     order = v_block(8, half=False).order(problem)
-    squeezed, times = Squeezer(problem).improve(order, 4)
+    squeezed, times = Compactor(problem).improve(order, 4)
     assert fits(problem, squeezed)
     assert (times.cost - 72) / 3 == pytest.approx(bubble)
     verify(plan_of("squeezed", problem, squeezed), problem.costs)
@@ -68,7 +69,7 @@ def test_squeezed_orders_are_right_and_no_worse(p, m, times, comm, held, give):
     problem = Problem(placement, m, costs, (2.0 * p,) * p)
     for order in (zb_h(problem, 2), one_f_one_b(problem)):
         before = Clock(problem).times(order)
-        squeezed, after = Squeezer(problem).improve(order, 3, give)
+        squeezed, after = Compactor(problem).improve(order, 3, give)
         assert after.cost <= before.cost * (1 + 1e-9)
         assert fits(problem, squeezed)
         verify(plan_of("squeezed", problem, squeezed), costs)

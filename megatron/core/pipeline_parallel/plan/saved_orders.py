@@ -1,0 +1,106 @@
+"""Searched orders kept on disk, so that one rank of a host searches, and restarts do not.
+
+`<sha256>-plan-<schedule>.json` in the folder of dataset indices: `key`, the request and a digest of the sources under
+plan/, and `plan` as text.to_json writes it. A file is used only if its key is what this process would write and
+its plan is an order of the request within its limits; else it is made again. Searching happens under a lock file and a
+file appears by rename, so that any number of ranks and jobs may start at once (core/safe_files.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.core import safe_files
+from megatron.core.pipeline_parallel.plan.costs import peak_activation
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
+from megatron.core.pipeline_parallel.plan.plan_file import MAX_BYTES
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.text import from_json, to_json
+from megatron.core.pipeline_parallel.plan.verify import verify
+
+logger = logging.getLogger(__name__)
+_folder: str | None = None
+
+
+def keep_in(folder: str | None) -> None:
+    """From now on this process keeps what it searches for there, and looks there first; None: nowhere."""
+    global _folder
+    _folder = folder
+
+
+def saved_or_made(schedule: str, request: Request, make: Callable[[Request], Plan]) -> Plan:
+    """The plan of the request, from disk where it is there and right, else made and, where a folder is known, written.
+
+    Raises PlanError as `make` does.
+    """
+    if _folder is None:
+        return make(request)
+    key = {"schedule": schedule, **dataclasses.asdict(request), "sources": _sources()}
+    key = json.loads(json.dumps(key))  # as it is read: with lists
+    path = os.path.join(
+        _folder, f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}-plan-{schedule}.json"
+    )
+    plan = _read(path, key, request)
+    if plan is not None:
+        return plan
+    try:
+        os.makedirs(_folder, exist_ok=True)
+        with safe_files.locked(f"{path}.lock"):
+            plan = _read(path, key, request)  # another process may have made it while we waited
+            if plan is None:
+                plan = make(request)
+                safe_files.remove_leftovers(path)
+                text = json.dumps({"key": key, "plan": to_json(plan)}) + "\n"
+                safe_files.publish_text(path, text, mode=safe_files.SHARED_MODE)
+    except OSError as error:
+        logger.warning(
+            "pipeline plans cannot be kept in %s (%s): every rank and every start searches for its own; give "
+            "--data-cache-path a writable folder",
+            _folder,
+            error,
+        )
+    return make(request) if plan is None else plan
+
+
+def _read(path: str, key: object, request: Request) -> Plan | None:
+    """None where the file is not there, not ours, or no order of the request."""
+    try:
+        content = safe_files.read_json(path, max_bytes=2 * MAX_BYTES)
+        if (
+            not isinstance(content, dict)
+            or content.get("key") != key
+            or not isinstance(content.get("plan"), str)
+        ):
+            raise ValueError("it has another key")
+        plan = from_json(content["plan"])
+        costs = request.costs_on(plan.placement)
+        verify(plan, costs)
+        if (plan.placement.num_ranks, plan.num_microbatches) != (request.num_ranks, request.num_microbatches):
+            raise PlanError("it is of another size")
+        for rank, row in enumerate(plan.rows if request.memory_limit is not None else ()):
+            limit = request.memory_limit[rank] if request.memory_limit is not None else 0.0
+            if peak_activation(rank, row, costs) > limit * (1 + 1e-9) + 1e-9:
+                raise PlanError(f"it holds too much on rank {rank}")
+        return plan
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("pipeline plan %s is not used: %s", path, error)
+        return None
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of everything that decides on an order: the sources under plan/."""
+    digest, folder = hashlib.sha256(), Path(__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        text = safe_files.read_bytes(file, max_bytes=MAX_BYTES, follow=True)
+        digest.update(f"{file.relative_to(folder)}\0".encode() + text)
+    return digest.hexdigest()

@@ -1,0 +1,158 @@
+"""Where the search starts: orders constructed from what ranks may hold and from what a microbatch waits for.
+
+On the linear placement ZB-H1, ZB-H2 and 1F1B say how many F's each rank runs ahead and how many W's it lets wait for
+1F1B's memory, twice that, and none; list schedules say it for any limit and costs. On the V a block repeats: that of
+ZB-V, that of V-Half, that of V-Min, and one laid out for the costs. (Experiment for the V, 14 drawn costs, P = 8,
+M = 4P, gaps to the bound after compaction: ZB-V's alone 0.88 points on average, with the delays below 0.74, with all of
+34 delays and three list schedules 0.72.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
+from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
+from megatron.core.pipeline_parallel.plan.search.list_schedule import Patience, list_schedule
+from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, order_of, peaks
+from megatron.core.pipeline_parallel.plan.zb_h import zb_h1, zb_h2
+
+# Shares of a delay that each leg of a microbatch's way gets: F by chunk, B by chunk.
+_LINEAR_LEGS = ((0.0, 1.0), (1.0, 0.0))
+_V_LEGS = ((0.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 2.0), (1.0, 1.0, 0.0, 0.0))
+_HALVINGS = 5  # of the longest delay that fits: to a thirtieth of a period
+# Steps by which a period is stretched until a block fits where memory allows no shorter one; then more coarsely.
+_STRETCHES = (*(1 + 0.04 * step for step in range(25)), *(2 * 1.25**step for step in range(20)))
+_MOST_LISTED = 4
+_LOOSEST = 3  # stretched blocks: a longer one may fill its gaps better
+
+# The five of list scheduling as it is known; those that wait less before a W than before an F; F's and W's first (the
+# optimum where B's grow: a random V of 3 ranks and 3 microbatches, 28.16 instead of 29.26).
+PATIENCES = tuple(Patience(one, one) for one in (0.0, 0.15, 0.3, 0.6, 1.0)) + tuple(
+    Patience(*pair) for pair in ((1.0, 0.0), (1.0, 0.25), (0.3, 0.15), (0.6, 0.3), (-1.0, -1.0))
+)
+
+
+class Start(NamedTuple):
+    """make: the order of a problem with any number of microbatches; None where there is none within the limits."""
+
+    label: str
+    make: Callable[[Problem], Order | None]
+
+
+def starts(problem: Problem) -> Iterator[Start]:
+    """The promising ones first."""
+    num_ranks = problem.placement.num_ranks
+    if problem.placement.num_chunks == 1:
+        for name, generate in (("zb-h2", zb_h2), ("zb-h1", zb_h1), ("1f1b", one_f_one_b)):
+            yield Start(name, functools.partial(_fixed, generate=generate))
+    else:
+        yield Start("zbv", unit_zbv)
+        for half in (True, False):
+            yield Start("v-half" if half else "v-min", v_block(num_ranks, half=half).order)
+        yield from _blocks(problem, _V_LEGS)
+    # On the V a rank that runs what it can runs too many F's of its first chunk: at P = 8 a bubble of 20 % for 5.
+    for patience in PATIENCES if problem.placement.num_chunks == 1 or num_ranks <= _MOST_LISTED else ():
+        yield Start(f"list, {patience}", functools.partial(list_schedule, patience=patience))
+    if problem.placement.num_chunks == 1:
+        yield from _blocks(problem, _LINEAR_LEGS)
+
+
+def _fixed(problem: Problem, generate: Callable[[Request], Plan]) -> Order:
+    return order_of(generate(Request(problem.placement.num_ranks, problem.num_microbatches)))
+
+
+def _blocks(problem: Problem, legs: tuple[tuple[float, ...], ...]) -> Iterator[Start]:
+    """A block without delay, and delayed on each leg by three quarters of what memory lets; where the shortest period
+    does not fit, the shortest ones that do."""
+    work = problem.work / problem.num_microbatches
+    none = (0.0,) * len(legs[0])
+    if work <= 0:
+        return
+    found = 0
+    for stretch in _STRETCHES:
+        block = _fitting(problem, stretch * work, none)
+        if block is not None:
+            yield Start(f"block of {stretch:g} of the work", block.order)
+            found += 1
+        if found == (1 if stretch == 1 else _LOOSEST) or (stretch == 1 and found):
+            break
+    if _fitting(problem, work, none) is None:
+        return
+    for leg in legs:
+        low, high = 0.0, work
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            fits = _fitting(problem, work, tuple(middle * one for one in leg)) is not None
+            low, high = (middle, high) if fits else (low, middle)
+        block = _fitting(problem, work, tuple(0.75 * low * one for one in leg)) if low else None
+        if block is not None:
+            yield Start(f"block, {0.75 * low:g} of delay on {leg}", block.order)
+
+
+def _fitting(problem: Problem, period: float, delays: tuple[float, ...]) -> Block | None:
+    block = repeat(problem, period, delays)
+    return block if block is not None and block.fits(problem) else None
+
+
+# The V at equal times ------------------------------------------------------------------------------------
+
+
+def unit_zbv(problem: Problem) -> Order:
+    """ZB-V at F = B = W (torch's ZBV, 2.x): counted steps by rank, made for 2p - 1 microbatches at least, then cut."""
+    num_ranks, num_stages, total = problem.placement.num_ranks, problem.num_stages, problem.num_microbatches
+    made = max(2 * num_ranks - 1, total)
+    rows = []
+    for rank, (down, up) in enumerate(problem.stages()):
+        f0, b0, w0 = down, num_stages + down, 2 * num_stages + down
+        f1, b1, w1 = up, num_stages + up, 2 * num_stages + up
+        row = [f0] * (2 * (num_ranks - rank) - 1) + [f1, f0] * rank + [f1, b1, w1] * (num_ranks - rank)
+        steady, with_f0 = made - num_ranks, made - (2 * num_ranks - 1 - rank)
+        row += [f0, b0, w0, f1, b1, w1] * with_f0 + [b0, w0, f1, b1, w1] * (steady - with_f0)
+        row += [b0, b1] * rank + [b0, w0] * (num_ranks - rank) + [w1] * rank
+        row += [w0] * (made - row.count(w0))
+        left = dict.fromkeys(row, total)
+        kept = []
+        for code in row:
+            left[code] -= 1
+            if left[code] >= 0:
+                kept.append(code)
+        rows.append(kept)
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def v_block(num_ranks: int, half: bool) -> Block:
+    """V-Half's or V-Min's block at F = B = W = 1 of a chunk (arXiv 2405.15362): six slots a rank, W's in free ones."""
+    p, period = num_ranks, 6
+    num_stages = 2 * p
+    offsets = [0.0] * (3 * num_stages)
+    for i in range(p):
+        v = (3 if p % 2 == 0 else 0) if half else (2 if p % 3 == 0 else 0)
+        slots = (2 * i, 3 * p - i - 2, 3 * p + v + 2 * i - 1, 6 * p + v - i - 2)
+        if not half:
+            slots = (i, 2 * p - 1 - i, 2 * p + v + i, 4 * p + v - 1 - i)
+        down, up = i, num_stages - 1 - i
+        for code, slot in zip((down, up, num_stages + up, num_stages + down), slots, strict=True):
+            offsets[code] = float(slot)
+        taken = {slot % period for slot in slots}
+        for stage, slot in ((up, slots[2]), (down, slots[3])):
+            free = next(one for one in range(slot + 1, slot + 1 + period) if one % period not in taken)
+            taken.add(free % period)
+            offsets[2 * num_stages + stage] = float(free)
+    return Block(offsets, float(period))
+
+
+@functools.lru_cache(maxsize=8)
+def v_block_peak(num_ranks: int, half: bool) -> float:
+    """What a rank holds at most when the block repeats, in whole-stage activations."""
+    placement = Placement(V_SHAPED, num_ranks, 2)
+    endless = (float("inf"),) * num_ranks
+    problem = Problem(placement, 2 * num_ranks + 2, CostModel.of_ranks(placement), endless)
+    return max(peaks(problem, v_block(num_ranks, half).order(problem)))
