@@ -61,35 +61,9 @@ SHARE = Bounds(0, 1)
 RATE = Bounds(0, 1, below=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ArgInfo:
-    """What `arg` records beside a field's default."""
-
-    help: str
-    flags: tuple[str, ...]
-    unit: str | None
-    nargs: int | str | None
-    parse: Callable[[str], Any] | None
-    ours: bool
-    required: bool
-    derived: str | None
-    bounds: Bounds | None
-
-
-def arg(
-    default: Any,
-    help: str,
-    *,
-    flags: tuple[str, ...] = (),
-    unit: str | None = None,
-    nargs: int | str | None = None,
-    parse: Callable[[str], Any] | None = None,
-    ours: bool = False,
-    required: bool = False,
-    derived: str | None = None,
-    bounds: Bounds | None = None,
-) -> Any:
-    """A field that is also a command-line flag.
+    """What `arg` records beside a field's default.
 
     flags: every accepted spelling, the documented one first; empty = `--` + the field's name with dashes.
     unit:  shown in the help and the docs page ("tokens", "samples", "bytes", "s", "iterations").
@@ -100,8 +74,21 @@ def arg(
     derived: how `resolve` fills the value when it is unset, in words (the default is then None).
     bounds: of a number; by default COUNT for an int and FLOAT for a float.
     """
-    info = ArgInfo(help, flags, unit, nargs, parse, ours, required, derived, bounds)
-    return dataclasses.field(default=default, metadata={"arg": info})
+
+    help: str
+    flags: tuple[str, ...] = ()
+    unit: str | None = None
+    nargs: int | str | None = None
+    parse: Callable[[str], Any] | None = None
+    ours: bool = False
+    required: bool = False
+    derived: str | None = None
+    bounds: Bounds | None = None
+
+
+def arg(default: Any, help: str, **details: Any) -> Any:
+    """A dataclass field that is also a command-line flag. details: as `ArgInfo` names them."""
+    return dataclasses.field(default=default, metadata={"arg": ArgInfo(help=help, **details)})
 
 
 def arg_info(field: dataclasses.Field[Any]) -> ArgInfo | None:

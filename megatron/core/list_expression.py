@@ -1,15 +1,16 @@
 """Values written as small expressions: `[0]*3+[1]*2`, `(127,0)`, `99,1,0` (floor 0).
 
-A parser of thirty lines with a cap on length, never `eval`: `[0]*9**9` must not cost anything.
+Python's own parser reads them, and nothing is evaluated: `[0]*9**9` must not cost anything.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 
 MAX_ITEMS = 4096
-_TOKEN = re.compile(r"\s*(\d+|[\[\]()+*,])")
+_MAX_NUMBER = 10**9
 
 
 class ListExpressionError(ValueError):
@@ -22,107 +23,42 @@ def parse_list_expression(text: str, max_items: int = MAX_ITEMS) -> tuple[int, .
     `3` -> 3; `[0]*2+[1]` -> (0, 0, 1); `([1]+[0]*2)*2` -> (1, 0, 0, 1, 0, 0).
     Raises ListExpressionError for anything else.
     """
-    return _Parser(text, max_items).parse()
+    if len(text) > 4 * max_items:
+        raise ListExpressionError(f"list expression of {len(text)} characters is too long")
+    try:
+        if re.fullmatch(r"[\d\s\[\]()+*,]*", text, re.ASCII) is None:
+            raise ValueError("unexpected characters")
+        return _list_value(ast.parse(text.strip(), mode="eval").body, max_items)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else str(error) or "too many brackets"
+        raise ListExpressionError(
+            f"{text[:80]!r} is no list expression ({why}); expected something like ([0]*3+[1]*11)"
+        ) from None
 
 
-class _Parser:
-    def __init__(self, text: str, max_items: int) -> None:
-        self.text, self.max_items = text, max_items
-        self.words = self._words()
-        self.at = 0
-
-    def _words(self) -> list[str]:
-        if len(self.text) > 4 * self.max_items:
-            raise ListExpressionError(f"list expression of {len(self.text)} characters is too long")
-        words, end, stripped = [], 0, self.text.rstrip()
-        while end < len(stripped):
-            match = _TOKEN.match(stripped, end)
-            if match is None or len(match[1]) > 9:
-                raise self._error(f"unexpected {stripped[end : end + 12]!r} at character {end}")
-            words.append(match[1])
-            end = match.end()
-        return words
-
-    def _error(self, why: str) -> ListExpressionError:
-        return ListExpressionError(
-            f"{self.text[:80]!r} is no list expression ({why}); expected something like ([0]*3+[1]*11)"
-        )
-
-    def _next(self) -> str:
-        return self.words[self.at] if self.at < len(self.words) else ""
-
-    def _take(self, expected: str = "") -> str:
-        word = self._next()
-        if not word or (expected and word != expected):
-            raise self._error(f"expected {expected or 'more'!r}, found {word or 'the end'!r}")
-        self.at += 1
-        return word
-
-    def parse(self) -> tuple[int, ...] | int:
-        value = self._sum(0)
-        if self._next():
-            raise self._error(f"unexpected {self._next()!r}")
-        return value
-
-    def _sum(self, depth: int) -> tuple[int, ...] | int:
-        value = self._product(depth)
-        while self._next() == "+":
-            self._take()
-            right = self._product(depth)
-            if not (isinstance(value, tuple) and isinstance(right, tuple)):
-                raise self._error("+ joins lists")
-            value = self._capped(value + right)
-        return value
-
-    def _product(self, depth: int) -> tuple[int, ...] | int:
-        value = self._atom(depth)
-        while self._next() == "*":
-            self._take()
-            right = self._atom(depth)
-            if isinstance(value, int) and isinstance(right, tuple):
-                value, right = right, value
-            if not (isinstance(value, tuple) and isinstance(right, int)):
-                raise self._error("* repeats a list a number of times")
-            if len(value) * right > self.max_items:
-                raise self._error(f"more than {self.max_items} items")
-            value = value * right
-        return value
-
-    def _atom(self, depth: int) -> tuple[int, ...] | int:
-        if depth > 32:
-            raise self._error("too many brackets")
-        word = self._take()
-        if word.isdigit():
-            return int(word)
-        if word == "(":
-            value = self._sum(depth + 1)
-            if self._next() == ",":
-                return self._items(depth, ")", [value])
-            self._take(")")
-            return value
-        if word == "[":
-            return self._items(depth, "]", [])
-        raise self._error(f"unexpected {word!r}")
-
-    def _items(self, depth: int, end: str, items: list[tuple[int, ...] | int]) -> tuple[int, ...]:
-        """The rest of a bracketed list; `items` holds what was read of it before a comma."""
-        if items:
-            self._take(",")
-        while self._next() != end:
-            items.append(self._sum(depth + 1))
-            if self._next() != ",":
-                break
-            self._take()
-        self._take(end)
-        numbers = tuple(item for item in items if isinstance(item, int))
-        if len(numbers) != len(items):
-            raise self._error("a list inside a list")
-        return self._capped(numbers)
-
-    def _capped(self, value: tuple[int, ...]) -> tuple[int, ...]:
-        if len(value) > self.max_items:
-            raise self._error(f"more than {self.max_items} items")
-        return value
+def _list_value(node: ast.expr, max_items: int) -> tuple[int, ...] | int:
+    """Raises ValueError for what is neither a number nor a list of numbers."""
+    value: object = None
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _MAX_NUMBER:
+        return node.value
+    if isinstance(node, ast.List | ast.Tuple):
+        value = tuple(_list_value(item, max_items) for item in node.elts)
+    elif isinstance(node, ast.BinOp):
+        left, right = _list_value(node.left, max_items), _list_value(node.right, max_items)
+        if isinstance(node.op, ast.Add) and isinstance(left, tuple) and isinstance(right, tuple):
+            value = left + right
+        elif isinstance(node.op, ast.Mult) and isinstance(left, tuple) != isinstance(right, tuple):
+            numbers, times = (left, right) if isinstance(left, tuple) else (right, left)
+            assert isinstance(numbers, tuple)
+            assert isinstance(times, int)
+            if len(numbers) * times > max_items:
+                raise ValueError(f"more than {max_items} items")
+            value = numbers * times
+    if not isinstance(value, tuple) or not all(isinstance(item, int) for item in value):
+        raise ValueError("+ joins lists of numbers, * repeats one")
+    if len(value) > max_items:
+        raise ValueError(f"more than {max_items} items")
+    return value
 
 
 def parse_pair(text: str) -> tuple[int, int]:
@@ -131,9 +67,6 @@ def parse_pair(text: str) -> tuple[int, int]:
     if match is None or text.strip().startswith("(") != text.strip().endswith(")"):
         raise ListExpressionError(f"{text[:80]!r} is no pair of integers; expected 127,0 or (127,0)")
     return int(match[1]), int(match[2])
-
-
-_NUMBER = re.compile(r"[0-9.]+")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -147,7 +80,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     if re.search(r"[A-Za-z]|-\s*[0-9.]", text):
         raise error
     try:
-        numbers = [float(word) for word in _NUMBER.findall(text)]
+        numbers = [float(word) for word in re.findall(r"[0-9.]+", text)]
     except ValueError:
         raise error from None
     if not 1 <= len(numbers) <= 3 or not 0 < sum(numbers) < math.inf:

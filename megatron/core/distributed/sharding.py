@@ -70,12 +70,12 @@ def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
     return dataclasses.replace(row, optimizer=Cut.FULL)
 
 
-def weights_are_cut(strategy: str) -> bool:
+def weights_are_sharded(strategy: str) -> bool:
     """Whether weights are sharded at rest: ZeRO-3."""
     return sharding_of(strategy).weights is not Cut.WHOLE
 
 
-def grads_are_cut(strategy: str) -> bool:
+def grads_are_sharded(strategy: str) -> bool:
     """Whether main gradients are sharded at rest: ZeRO-2 and ZeRO-3."""
     return sharding_of(strategy).main_grads is not Cut.WHOLE
 
@@ -86,7 +86,7 @@ def grads_are_cut(strategy: str) -> bool:
 
 def goes_with_outer(strategy: str, outer: str) -> bool:
     """Whether --outer-dp-sharding-strategy has a sharded model to cut the optimizer of."""
-    return outer == "no_shard" or weights_are_cut(strategy)
+    return outer == "no_shard" or weights_are_sharded(strategy)
 
 
 def outer_cut_of_nothing(outer: str, place: ShardPlace) -> bool:
@@ -104,7 +104,7 @@ def debug_in_slots(config: DistributedDataParallelConfig) -> bool:
     return (
         config.fsdp_debug
         and config.fsdp_double_buffer
-        and grads_are_cut(config.data_parallel_sharding_strategy)
+        and grads_are_sharded(config.data_parallel_sharding_strategy)
     )
 
 

@@ -19,6 +19,7 @@ from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
 from megatron.training.config.config import Config
 from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary
+from megatron.training.config.rule_table import refusal, spelled
 from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusable_files
 
 _SHOWN_GROUPS = 8
@@ -115,39 +116,32 @@ def _vocabulary(config: Config) -> int | None:
 def _parameters(
     config: Config, grid: RankGrid | None, pipeline: ScheduleSpec | None, problems: Sequence[Problem]
 ) -> Parameters:
-    model = config.model
-    needed = (
+    model, vocabulary = config.model, config.model.padded_vocab_size
+    sizes = (
         model.num_layers,
         model.hidden_size,
         model.num_attention_heads,
         model.ffn_hidden_size,
         model.kv_channels,
     )
-    if any(size is None or size < 1 for size in needed) or model.max_position_embeddings is None:
+    if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
         return Parameters(why="the model's shape is not complete")
-    unbuilt = sorted(
-        {
-            flag
-            for problem in problems
-            if problem.rule == "not-supported"
-            for flag in problem.flags
-            if flag in ("--num-experts", "--multi-latent-attention", "--mtp-num-layers")
-        }
-    )
+    refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
+    unbuilt = sorted(refused & {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"})
     if unbuilt:
         return Parameters(why=f"{', '.join(unbuilt)} is not supported yet")
-    if model.padded_vocab_size is None:
+    if vocabulary is None:
         return Parameters(why="vocab size unknown: the tokenizer's files are not here; give --vocab-size")
-    whole = count_parameters(model, model.padded_vocab_size).total
+    whole = count_parameters(model, vocabulary).total
     if grid is None:
         return Parameters(total=whole, why="the ranks do not divide: see the problems")
     if pipeline is None:
         return Parameters(total=whole, why="layers do not divide over stages: see the problems")
-    broken = {problem.rule for problem in problems}
-    if broken & {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}:
+    undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}
+    if not undivided.isdisjoint(problem.rule for problem in problems):
         return Parameters(total=whole, why="the model does not divide over tensor ranks: see the problems")
     count = count_parameters(
-        model, model.padded_vocab_size, tp=grid.tp, stages=pipeline.stages, placement=pipeline.placement
+        model, vocabulary, tp=grid.tp, stages=pipeline.stages, placement=pipeline.placement
     )
     stride = grid.strides["pp"]
     per_rank = tuple(count.per_rank[rank // stride % grid.pp] for rank in range(grid.world_size))
@@ -156,27 +150,20 @@ def _parameters(
 
 def _not_found(config: Config) -> list[str]:
     """Files named by flags that are not on this machine, as "--flag PATH"."""
-    values = config.flat()
-    missing, _ = unusable_files(config)
+    values, (missing, _) = config.flat(), unusable_files(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for word in values[name] or ():
-            if not _is_number(word) or len(values[name]) % 2:
-                missing += [
-                    f"--{name.replace('_', '-')} {word}{end}"
-                    for end in (".bin", ".idx")
-                    if not os.path.exists(word + end)
-                ]
+        words = values[name] or ()
+        # In pairs, every other word is a weight.
+        prefixes = [word for word in words if len(words) % 2 or not _is_number(word)]
+        files = (prefix + end for prefix in prefixes for end in (".bin", ".idx"))
+        missing += [f"{spelled(name)} {file}" for file in files if not os.path.exists(file)]
     if values["load"] is not None and not os.path.exists(values["load"]):
         missing.append(f"--load {values['load']}")
     return missing
 
 
 def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    return refusal(lambda: float(word), ValueError) is None
 
 
 def _sharding(report: Report) -> dict[str, Any] | None:
@@ -211,35 +198,25 @@ def render_json(report: Report) -> str:
     grid = _grid_facts(report.grid)
     if grid is not None:
         grid["expert"] = _grid_facts(report.expert_grid)
+    spec, kept = report.pipeline, ("rule", "flags", "message", "fix")
     facts = {
         "config": values,
         "origin": {name: config.origin.get(name, "default") for name in values},
         "grid": grid,
         "sharding": _sharding(report),
-        "pipeline": None
-        if report.pipeline is None
-        else pipeline_facts(report.pipeline, _num_microbatches(config)),
-        "parameters": {
-            "total": report.parameters.total,
-            "per_rank": report.parameters.per_rank,
-            "why": report.parameters.why,
-        },
-        "problems": [
-            {"rule": p.rule, "flags": list(p.flags), "message": p.message, "fix": p.fix}
-            for p in report.problems
-        ],
-        "warnings": list(report.warnings),
-        "notes": list(config.notes),
-        "not_found": list(report.not_found),
+        "pipeline": None if spec is None else pipeline_facts(spec, _num_microbatches(config)),
+        "parameters": dataclasses.asdict(report.parameters),
+        "problems": [{name: getattr(problem, name) for name in kept} for problem in report.problems],
+        "warnings": report.warnings,
+        "notes": config.notes,
+        "not_found": report.not_found,
     }
     return json.dumps(facts) + "\n"
 
 
 def _plain(value: Any) -> Any:
     """A user's own value as JSON can hold it."""
-    return (
-        value if value is None or isinstance(value, bool | int | float | str | list | tuple) else str(value)
-    )
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
 
 
 def render_text(report: Report) -> str:
@@ -285,17 +262,12 @@ def _groups_line(grid: RankGrid, axis: str) -> str:
 
 
 def _ranks(group: tuple[int, ...]) -> str:
-    if len(group) <= _SHOWN_GROUPS:
-        return str(list(group))
-    return f"[{group[0]}, {group[1]}, ... {group[-1]}]"
+    few = len(group) <= _SHOWN_GROUPS
+    return str(list(group)) if few else f"[{group[0]}, {group[1]}, ... {group[-1]}]"
 
 
 def _per_rank_lines(grid: RankGrid, per_rank: tuple[int, ...]) -> list[str]:
     """One line a pipeline rank: all tensor and data parallel ranks of one hold equally many."""
-    lines = []
-    for pp_rank in range(grid.pp):
-        first = grid.rank({"pp": pp_rank})
-        count = grid.world_size // grid.pp
-        which = f"each of {count} ranks" if count > 1 else f"rank {first}"
-        lines.append(f"  pipeline rank {pp_rank} ({which}): {per_rank[first]}")
-    return lines
+    count, firsts = grid.world_size // grid.pp, [grid.rank({"pp": pp_rank}) for pp_rank in range(grid.pp)]
+    which = [f"each of {count} ranks" if count > 1 else f"rank {first}" for first in firsts]
+    return [f"  pipeline rank {at} ({which[at]}): {per_rank[first]}" for at, first in enumerate(firsts)]

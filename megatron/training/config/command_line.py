@@ -14,7 +14,6 @@ from megatron.training.config import values
 from megatron.training.config.config import MAX_GUESSES
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.yaml_config import read_yaml
 
 GROUP_TITLES: Mapping[str, str] = {
     "model": "model",
@@ -280,7 +279,7 @@ def _read_file(line: CommandLine, words: Sequence[str], overrides: dict[str, Any
     path = last_value(words, "--yaml-cfg")
     if path is None:
         return
-    settings, problems = read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
+    settings, problems = values.read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
     line.problems += problems
     for setting in settings:
         entry, value = flag_table().get(setting.name), setting.value

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.asked_schedules import asked_schedules
-from megatron.core.distributed.sharding import grads_are_cut, main_grads_dtype, weights_are_cut
+from megatron.core.distributed.sharding import grads_are_sharded, main_grads_dtype, weights_are_sharded
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
@@ -178,7 +178,7 @@ class _Resolver:
             self.derive(_STRATEGY, "optim_grads_params" if v["use_custom_fsdp"] else "optim")
         if v["enable_full_sharding_in_hsdp"] and not self.given(_OUTER):
             self.derive(_OUTER, "optim")
-        if v[_OUTER] != "no_shard" and v[_INSTANCES] == 1 and weights_are_cut(v[_STRATEGY]):
+        if v[_OUTER] != "no_shard" and v[_INSTANCES] == 1 and weights_are_sharded(v[_STRATEGY]):
             flag = f"{spelled(_OUTER)} optim" if self.given(_OUTER) else "--enable-full-sharding-in-hsdp"
             self.warnings.append(f"{flag} has no effect at --num-distributed-optimizer-instances 1")
             self.derive(_OUTER, "no_shard")
@@ -198,7 +198,7 @@ class _Resolver:
 
     def overlap(self) -> None:
         v = self.values
-        if grads_are_cut(v[_STRATEGY]):
+        if grads_are_sharded(v[_STRATEGY]):
             for name in ("overlap_grad_reduce", "overlap_param_gather"):
                 if self.given(name) and not v[name]:
                     self.warnings.append(f"{spelled(name)} is always on with {self.told(_STRATEGY)}")
@@ -218,7 +218,7 @@ class _Resolver:
         if (
             wire not in ("bf16", "fp16")
             or policy not in ("step", "budget")
-            or not grads_are_cut(v[_STRATEGY])
+            or not grads_are_sharded(v[_STRATEGY])
         ):
             return
         config = Config.from_flat(v)
@@ -236,7 +236,7 @@ class _Resolver:
             rows = [("fsdp_unit_modules fsdp_debug", "without --use-custom-fsdp")]
         else:
             rows = [("ddp_bucket_size ddp_num_buckets", "with --use-custom-fsdp: each unit is a bucket")]
-            if not grads_are_cut(v[_STRATEGY]):
+            if not grads_are_sharded(v[_STRATEGY]):
                 rows.append(("fsdp_debug", f"with {self.told(_STRATEGY)}: weights and gradients stay whole"))
         for names, why in rows:
             idle = (name for name in names.split() if differs(name, v[name]))

@@ -88,10 +88,10 @@ def _sequence_tensor_parallel(c: RuleContext) -> str | None:
 # What data parallel ranks shard
 
 
-def _cuts(c: RuleContext) -> tuple[bool, bool]:
-    """Whether the strategy cuts weights (ZeRO-3) and gradients (ZeRO-2 and 3)."""
+def _shards(c: RuleContext) -> tuple[bool, bool]:
+    """Whether the strategy shards weights (ZeRO-3) and gradients (ZeRO-2 and 3)."""
     strategy = c.data_parallel_sharding_strategy
-    return sharding.weights_are_cut(strategy), sharding.grads_are_cut(strategy)
+    return sharding.weights_are_sharded(strategy), sharding.grads_are_sharded(strategy)
 
 
 def _instances(c: RuleContext) -> str | None:
@@ -135,10 +135,8 @@ def _outer_instances(c: RuleContext) -> str | None:
 
 def _reshard_policy(c: RuleContext) -> str | None:
     policy, strategy = c.fsdp_reshard_policy, c.told("data_parallel_sharding_strategy")
-    weights_cut, grads_cut = _cuts(c)
-    if not c.use_custom_fsdp or not keeps_nothing(
-        policy, weights_sharded=weights_cut, grads_sharded=grads_cut
-    ):
+    weights, grads = _shards(c)
+    if not c.use_custom_fsdp or not keeps_nothing(policy, weights_sharded=weights, grads_sharded=grads):
         return None  # without --use-custom-fsdp a rule of its own tells
     backward = policy == "backward"
     why = (
@@ -164,7 +162,7 @@ def _gathers_without_effect(c: RuleContext) -> str | None:
         "fsdp_reshard_policy fsdp_memory_budget suggested_communication_unit_size fsdp_double_buffer".split()
     )
     given, place = c.differing(lane), c.config.shard_place
-    if _cuts(c)[1]:
+    if _shards(c)[1]:
         if not c.use_custom_fsdp or place is None or place.inner_size != 1:
             return None  # the strategy alone has a rule of its own, and so have ranks that do not divide
         why = "one data parallel rank has nobody to share states with"
@@ -178,7 +176,7 @@ def _gathers_without_effect(c: RuleContext) -> str | None:
 
 def _weight_hash(c: RuleContext) -> bool:
     asked = c.known("check_weight_hash_across_dp_replicas_interval")
-    return asked and _cuts(c)[0] and c.num_distributed_optimizer_instances <= 1
+    return asked and _shards(c)[0] and c.num_distributed_optimizer_instances <= 1
 
 
 def _main_params_dtype(c: RuleContext) -> str | None:
@@ -199,7 +197,7 @@ def _main_grads_dtype(c: RuleContext) -> str | None:
 
 def _grad_comm_dtype(c: RuleContext) -> str | None:
     accumulated = sharding.main_grads_dtype(c.config.params_flag, c.config.ddp)
-    if c.megatron_fsdp_grad_comm_dtype in ("auto", accumulated) or _cuts(c)[1]:
+    if c.megatron_fsdp_grad_comm_dtype in ("auto", accumulated) or _shards(c)[1]:
         return None
     told = f"{c.told('megatron_fsdp_grad_comm_dtype')} with {c.told('data_parallel_sharding_strategy')}"
     return f"{told}: gradients are summed where they are accumulated, in {accumulated}"
@@ -239,7 +237,7 @@ BROKEN: dict[str, Predicate] = {
         c.use_custom_fsdp and c.fsdp_reshard_policy == "backward" and c.pipeline_model_parallel_size > 1
     ),
     "double-buffer-stages": lambda c: (
-        c.fsdp_double_buffer and _cuts(c)[1] and c.pipeline_model_parallel_size > 1
+        c.fsdp_double_buffer and _shards(c)[1] and c.pipeline_model_parallel_size > 1
     ),
     "sharding-instances": lambda c: (  # without --use-custom-fsdp a warning
         c.use_custom_fsdp

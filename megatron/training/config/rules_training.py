@@ -76,8 +76,7 @@ def _iterations_or_samples(c: RuleContext) -> str | None:
 
 def _index_size(c: RuleContext) -> str | None:
     batches, training, evaluation = c.config.batch_schedule_or_none(), c.config.training, c.config.evaluation
-    external = not c.needs_data or c.dataloader_type == "external"
-    if external or batches is None or c.seq_length is None:
+    if not c.needs_data or c.dataloader_type == "external" or batches is None or c.seq_length is None:
         return None
     asked = sizes.requested_sizes(
         train_samples=0 if evaluation.skip_train else training.train_samples,
@@ -122,9 +121,8 @@ def _schedule_lengths(c: RuleContext) -> ScheduleLengths | None:
         return None
     warmups, tails = (o.lr_warmup_iters, o.lr_warmup_samples), (o.lr_wsd_decay_iters, o.lr_wsd_decay_samples)
     lengths = (iterations, samples, *warmups, o.lr_decay_iters, o.lr_decay_samples, *tails)
-    if any(length is not None and length < 0 for length in lengths):
-        return None
-    if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction < 1:
+    fraction = o.lr_warmup_fraction or 0
+    if any(length is not None and length < 0 for length in lengths) or not 0 <= fraction < 1:
         return None
     # Where the batch is at fault itself, any will do: lengths in iterations are compared with each other.
     batch = max(1, c.global_batch_size or 1)
@@ -225,8 +223,7 @@ def _save_writable(c: RuleContext) -> str | None:
     standing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not standing.is_dir():
         return f"--save {c.save}: {standing} is no folder"
-    writable = os.access(standing, os.W_OK | os.X_OK)
-    return None if writable else f"--save {c.save}: {standing} is not writable"
+    return None if os.access(standing, os.W_OK | os.X_OK) else f"--save {c.save}: {standing} is not writable"
 
 
 def _outputs(c: RuleContext) -> str | None:

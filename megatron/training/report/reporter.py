@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
-from megatron.training.config.flops import train_step_flops
+from megatron.training.config.config import train_step_flops
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, say
 from megatron.training.guard.exit_status import ExitStatus

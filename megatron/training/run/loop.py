@@ -8,7 +8,7 @@ import gc
 import time
 
 from megatron.training import global_vars
-from megatron.training.config.flops import train_step_flops
+from megatron.training.config.config import train_step_flops
 from megatron.training.config.microbatches import ends_at
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output

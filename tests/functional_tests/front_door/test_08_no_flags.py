@@ -7,10 +7,9 @@ import shlex
 
 import pytest
 
-from megatron.training.config.first_page import first_page
 from megatron.training.config.flag_table import spellings
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.run.arguments import launch_config
+from megatron.training.run.arguments import first_page, launch_config
 from tests.harness.launch import ROOT, forked, run_forked
 from tests.harness.launch_lines import SMALL
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.config.flops import train_step_flops
+from megatron.training.config.config import train_step_flops
 from megatron.training.run.arguments import parse_config
 from tests.harness.launch_lines import SMALL
 

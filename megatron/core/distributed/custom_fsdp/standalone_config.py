@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import STRATEGIES, goes_with_outer, grads_are_cut, is_contradicted
+from megatron.core.distributed.sharding import STRATEGIES, goes_with_outer, grads_are_sharded, is_contradicted
 from megatron.core.module import ModelError
 
 # Fields that act only where gradients are sharded -> their value where nobody has set them.
@@ -17,7 +17,7 @@ OF_SHARDED_GRADIENTS: dict[str, object] = {
     "fsdp_debug": False,
     "megatron_fsdp_grad_comm_dtype": "auto",
 }
-SHARDED_GRADIENTS = tuple(filter(grads_are_cut, STRATEGIES))
+SHARDED_GRADIENTS = tuple(filter(grads_are_sharded, STRATEGIES))
 
 
 def resolve_standalone(
