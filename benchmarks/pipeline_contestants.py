@@ -28,8 +28,8 @@ from benchmarks.plain_gpt import Block, copy_weights, set_schedule
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.clip_grads import clip_coefficient
-from megatron.core.pipeline_parallel.plan.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
+from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler

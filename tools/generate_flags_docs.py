@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config_base import arg_info, value_type
 from megatron.training.config.command_line import GROUP_TITLES, default_text, limit_text
-from megatron.training.config.flag_lists import KNOWN_CHOICES
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, flag_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -66,9 +65,8 @@ def _row(entry: FlagEntry) -> str:
     meaning = info.help + (" *(ours)*" if info.ours else "")
     if entry.why:
         meaning += f"; **{limit_text(entry)}**"
-    elsewhere = KNOWN_CHOICES.get(entry.name)
-    if elsewhere:
-        meaning += f"; not supported: {', '.join(elsewhere)}"
+    if entry.elsewhere:
+        meaning += f"; not supported: {', '.join(entry.elsewhere)}"
     cells = (_flags(entry), f"`{entry.name}`", value, default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -18,18 +18,12 @@ from megatron.training.report.report import write_report
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 when there is nothing to report on, or what there is is damaged."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "run",
-        type=Path,
-        help="the folder given as --save, runs/TIME-PID of a run without, or a metrics.jsonl",
-    )
+    run_help = "the folder given as --save, runs/TIME-PID of a run without, or a metrics.jsonl"
+    parser.add_argument("run", type=Path, help=run_help)
     parser.add_argument("--out", type=Path, help="default: report.html beside the metrics")
     parser.add_argument("--title", default=None, help="heading; default: the run's folder")
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        help="of --log-pipeline-timeline: its last step beside the plan, and what that holds",
-    )
+    timeline_help = "of --log-pipeline-timeline: its last step beside the plan, and what that holds"
+    parser.add_argument("--timeline", type=Path, help=timeline_help)
     args = parser.parse_args(argv)
     metrics = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
     if not metrics.exists():

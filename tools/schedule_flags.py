@@ -13,7 +13,7 @@ from megatron.core.model_parallel_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.drawing.compare import over_limit
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request

@@ -54,7 +54,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.text import to_csv, to_torch_csv
+from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from tools import schedule_residency
 from tools.schedule_flags import (
@@ -94,7 +94,7 @@ def figures(
 FORMATS: Mapping[str, Callable[[Simulation], str]] = {
     "text": to_text,
     "json": lambda simulation: json.dumps(figures(simulation, 0.0)),
-    "csv": lambda simulation: to_csv(simulation.plan),
+    "plan": lambda simulation: to_json(simulation.plan),
     "torch-csv": lambda simulation: to_torch_csv(simulation.plan),
     "svg": to_svg,
     "picture": to_picture,

@@ -14,13 +14,10 @@ _SWITCH_S = 2e-4  # the thread waits no longer than this for Python's lock while
 class LivePeak:
     """`with LivePeak(device) as live: ...`, then `live.peak_bytes`: the most bytes in use at any time within.
 
-    baseline: bytes in use at the beginning; `above_baseline` is what came on top of them.
-
-    CUDA: the allocator's own peak, exact; its counter is reset at the beginning. CPU: a thread looks at the C heap
-    (`mallinfo2`) every `interval_s`, so a peak between two looks is missed; it sees freed memory as free, unlike the
-    resident set, and agrees with torch's MemTracker within 2 % on training steps. `look()` does not wait for the next
-    time, for a peak whose place is known. Without mallinfo2 (not glibc) it is the resident set. Everything of the
-    process counts, Python's objects too. One at a time on CUDA.
+    baseline: bytes in use at the beginning; `above_baseline` is what came on top of them. CUDA: the allocator's own
+    peak, exact; its counter is reset, so one at a time. CPU: a thread looks at the C heap (`mallinfo2`; without glibc
+    the resident set) every `interval_s`. It misses a peak between two looks; where its place is known, call `look()`.
+    Everything of the process counts, Python's objects too. Within 2 % of torch's MemTracker on training steps.
     """
 
     def __init__(self, device: Device, *, interval_s: float = 0.001) -> None:

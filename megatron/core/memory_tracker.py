@@ -1,17 +1,8 @@
 """Tracks every byte that the engine holds: by category and unit, now and at most.
 
-Persistent categories are booked once, when the engine is built (`slots`: of the double buffer); transient ones when
-their memory is taken and given back:
-
-    gathered   whole weights                 grads     whole gradients on their way to a shard
-    extra      those of further uses         exchange  what other ranks have sent, until it is added
-    outer      the packed sum over instances
-    packed     partial regions and padded shared gradients, on their way over tp and embedding
-    casts      gradients in the dtype of main weights, where it is another, or scaled beside a snapshot; weights
-               that are rounded for a checkpoint
-    snapshot   what the optimizer can go back to
-
-Memory that torch itself holds (activations, the temporaries of kernels) is not the engine's and not in here.
+Persistent categories are booked once, when the engine is built; transient ones when their memory is taken and given
+back (docs/logging.md says what each is). Memory that torch itself holds, activations and the temporaries of kernels, is
+not in here.
 """
 
 from __future__ import annotations

@@ -90,16 +90,20 @@ def _rule(expected: str, holds: Callable[[Any], bool]) -> Check:
 
 
 def integer(low: int = 0, high: int = MAX_INT) -> Check:
-    return _rule(f"an integer from {low} to {high}", lambda one: type(one) is int and low <= one <= high)
+    return _rule(f"an integer from {low} to {high}", lambda one: _is_number(one, int) and low <= one <= high)
 
 
 def number(low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> Check:
     """A finite number."""
     expected = f"a number from {low:g} to {high:g}"
-    return _rule(expected, lambda one: type(one) in (int, float) and low <= one <= high)
+    return _rule(expected, lambda one: _is_number(one, int | float) and low <= one <= high)
 
 
-boolean = _rule("true or false", lambda one: type(one) is bool)
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+boolean = _rule("true or false", lambda one: isinstance(one, bool))
 
 
 def one_of(*values: Any) -> Check:

@@ -26,17 +26,12 @@ def squared_sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     device = device_of(parts)
     wide = torch.empty(0, dtype=torch.float64, device=device)
     wide.resize_(elements_at_a_time(wide, BLOCK))
-    sums = [_squared_sum(tensors, wide) for tensors in parts]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
-
-
-def _squared_sum(tensors: Sequence[Tensor], wide: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=wide.device)
-    for tensor in tensors:
-        for block in tensor.reshape(-1).split(wide.numel()):
+    sums = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    for total, tensors in zip(sums, parts, strict=True):
+        for block in (block for tensor in tensors for block in tensor.reshape(-1).split(wide.numel())):
             part = wide[: block.numel()].copy_(block)
             total += torch.dot(part, part)
-    return total
+    return sums
 
 
 def device_of(parts: Sequence[Sequence[Tensor]]) -> torch.device:

@@ -90,7 +90,10 @@ def find_units(
                 begins_with_lookup=unit.begins_with_lookup,
             )
         )
-    inside = [_units_inside(unit, units) for unit in units]
+    unit_of = {id(module): unit.index for unit in units for module in unit.modules}
+    inside = [
+        set(_registered(unit.modules, unit_of)) - {unit.index} for unit in units
+    ]  # units in others' modules
     nested = {inner for unit in units if not unit.lasts for inner in inside[unit.index]}
     return tuple(
         dataclasses.replace(unit, nests=bool(inside[unit.index]), nested=unit.index in nested)
@@ -138,13 +141,6 @@ def matched_units(module: nn.Module, unit_modules: Sequence[UnitModule]) -> list
 def _registered(chunks: Sequence[nn.Module], unit_of: Mapping[int, int]) -> list[int]:
     """Units by their modules, in the order in which these are registered. unit_of: by id of a module."""
     return [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
-
-
-def _units_inside(unit: Unit, units: Sequence[Unit]) -> set[int]:
-    """The other units with modules inside this one's."""
-    inside = {id(module) for own in unit.modules for module in own.modules()}
-    others = (other for other in units if other.index != unit.index)
-    return {other.index for other in others if any(id(module) in inside for module in other.modules)}
 
 
 def _spelled(word: UnitModule) -> str:

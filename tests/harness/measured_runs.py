@@ -8,8 +8,13 @@ from pathlib import Path
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.measured import Span, file_name, header_line, op_lines
-from megatron.core.pipeline_parallel.plan.measured_costs import Figures, RankStep, figures_of
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, RankStep, figures_of
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
+    OpTimes,
+    file_name,
+    header_line,
+    op_lines,
+)
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
@@ -22,12 +27,12 @@ def lowered(name: str, ranks: int, microbatches: int, comm: float = 0.0) -> Plan
     return lower(plan, CostModel.of_ranks(plan.placement, comm=comm))
 
 
-def spans_of_run(plan: Plan, costs: CostModel, rank: int, ahead_s: float) -> list[Span]:
+def spans_of_run(plan: Plan, costs: CostModel, rank: int, ahead_s: float) -> list[OpTimes]:
     """When the operations of a rank ran, in seconds of a clock that is `ahead_s` ahead; inputs are waited for."""
     timeline = simulate(plan, costs).timeline
     free, spans = ahead_s, []
     for start, end in zip(timeline.starts[rank], timeline.ends[rank], strict=True):
-        spans.append(Span(free, ahead_s + end, ahead_s + start - free))
+        spans.append(OpTimes(free, ahead_s + end, ahead_s + start - free))
         free = ahead_s + end
     return spans
 

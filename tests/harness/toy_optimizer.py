@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from megatron.core.pipeline_parallel.post_validation.state import Validation
-from megatron.core.pipeline_parallel.post_validation.validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
@@ -119,7 +119,7 @@ class ToyTrainer:
         self.run, self.ps, self.iteration, self.clock = run, ps, 0, 0
         self.weights: list[dict[str, Any]] = []
         self.losses: list[Any] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[StepOutcome] = []
         self.retried: list[int] = []
         self.taken_back: list[bool] = []  # of each decision: this rank really did
         self._num_taken_back = 0
@@ -164,7 +164,7 @@ class ToyTrainer:
             plan = post_validation(plan, CostModel.of_ranks(place))
             self.validator = PostValidator(
                 self.optimizer, StateChannel(ps), self,
-                StepRules(run.clip_grad), rank=ps.pp_rank, num_ranks=ps.pp_size, after=run.after,
+                StepRules(run.clip_grad).decide, rank=ps.pp_rank, num_ranks=ps.pp_size, after=run.after,
                 count_zero_grads=True,
             )  # fmt: skip
             validation = Validation(self.validator.decide, lambda stage, mb: self.stages[stage].forget(mb))
@@ -210,7 +210,7 @@ class ToyTrainer:
     def weights_changed(self) -> None:
         self.engine.weights_changed()
 
-    def decided(self, outcome: Outcome) -> bool:
+    def decided(self, outcome: StepOutcome) -> bool:
         number = len(self.outcomes)
         self.taken_back.append(self._num_taken_back > sum(self.taken_back))
         self.outcomes.append(outcome)
@@ -227,7 +227,7 @@ class ToyTrainer:
         extras = torch.tensor([self.own_loss, 1.0], dtype=torch.float64)
         collectives.all_reduce(extras, self.ps.world_group)
         self.outcomes.append(
-            Outcome(
+            StepOutcome(
                 stats.norm,
                 coefficient,
                 stats.nonfinite,

@@ -56,7 +56,9 @@ class BlockHasher:
     """Digests of a file that is written from front to back."""
 
     def __init__(self) -> None:
-        self._num_bytes, self._digests, self._block = 0, list[str](), hashlib.sha256()
+        self._num_bytes = 0
+        self._digests: list[str] = []
+        self._block = hashlib.sha256()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)

@@ -26,10 +26,7 @@ def require_memory(num_bytes: int, of_what: str) -> None:
     """Raises DataError for more than the machine has: asking the system for it may end the process without a word."""
     available = available_bytes()
     if available is not None and num_bytes > available:
+        needed, left = (f"{number / 2**30:.1f}" for number in (num_bytes, available))
         raise DataError(
-            f"{of_what} takes {_gib(num_bytes)} GiB of memory in every process; this machine has {_gib(available)} left"
+            f"{of_what} takes {needed} GiB of memory in every process; this machine has {left} left"
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"

@@ -14,6 +14,8 @@ can then not end the run (indexed_dataset.py, [Note: no mmap]). Files are opened
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -37,6 +39,7 @@ MAX_HEADER_BYTES = len(MAGIC) + 2 + 0xFFFF
 Arrays = dict[str, NDArray[Any]]
 
 
+@dataclasses.dataclass(frozen=True)
 class IndexCache:
     """One index in a folder.
 
@@ -44,22 +47,23 @@ class IndexCache:
     layouts: of its arrays.  fault: says what is wrong with arrays of these layouts.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        kind: str,
-        split: str,
-        key: Mapping[str, object],
-        corpus: Mapping[str, object],
-        layouts: Mapping[str, Layout],
-        fault: Callable[[Arrays], str | None],
-    ) -> None:
-        self.folder, self.key, self.corpus = folder, dict(key), dict(corpus)
-        self._layouts, self._fault = layouts, fault
+    folder: str
+    kind: str
+    split: str
+    key: Mapping[str, object]
+    corpus: Mapping[str, object]
+    layouts: Mapping[str, Layout]
+    fault: Callable[[Arrays], str | None]
+
+    @functools.cached_property
+    def stem(self) -> str:
         text = json.dumps(self.key, indent=4)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-        self.stem = os.path.join(folder, f"{digest}-{kind}-{split}")
-        self.description_path = f"{self.stem}-description.txt"
+        return os.path.join(self.folder, f"{digest}-{self.kind}-{self.split}")
+
+    @property
+    def description_path(self) -> str:
+        return f"{self.stem}-description.txt"
 
     def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
         """The arrays, from disk if they are there and right, else built and, where the folder allows, written."""
@@ -92,7 +96,7 @@ class IndexCache:
         try:
             description = safe_files.read_json(self.description_path, max_bytes=MAX_DESCRIPTION_BYTES)
             files = description.get("files") if isinstance(description, dict) else None
-            if not isinstance(files, dict) or files.keys() != self._layouts.keys():
+            if not isinstance(files, dict) or files.keys() != self.layouts.keys():
                 return None, f"{self.description_path} is not a description"
             if description.get("key") != self.key or description.get("corpus") != self.corpus:
                 return None, "the corpus or the settings changed since it was built"
@@ -103,11 +107,11 @@ class IndexCache:
         try:
             arrays = {
                 name: _read_array(self.path(name), files[name], layout)
-                for name, layout in self._layouts.items()
+                for name, layout in self.layouts.items()
             }
         except (OSError, ValueError, EOFError) as error:
             return None, str(error)
-        if (fault := self._fault(arrays)) is not None:
+        if (fault := self.fault(arrays)) is not None:
             return None, f"{self.description_path} describes arrays that cannot be used: {fault}"
         return arrays, ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -132,11 +132,12 @@ def build_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset  # type: ignore[return-value]
-    assert dataloader_type in ("single", "cyclic"), f"dataloader_type {dataloader_type!r}"
-    make = SequentialSampler
-    if dataloader_type == "cyclic":
-        make = functools.partial(CyclicSampler, data_sharding=data_sharding)  # type: ignore[assignment]
-    sampler = make(
+    samplers: dict[str, Callable[..., Iterable[list[int]]]] = {
+        "single": SequentialSampler,
+        "cyclic": functools.partial(CyclicSampler, data_sharding=data_sharding),
+    }
+    assert dataloader_type in samplers, f"dataloader_type {dataloader_type!r}"
+    sampler = samplers[dataloader_type](
         len(dataset),  # type: ignore[arg-type]
         consumed_samples=consumed_samples,
         micro_batch_size=micro_batch_size,

@@ -17,16 +17,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing import save as saving
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step
-from megatron.core.dist_checkpointing.save import (
-    Guard,
-    Log,
-    PendingSave,
-    SaveOptions,
-    begin_save,
-    no_guard,
-    no_log,
-)
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
@@ -35,7 +27,7 @@ from megatron.core.transport.parallel_state import ParallelState
 class _Writer(threading.Thread):
     """Writes one rank's file. A daemon: a process that stops at once leaves only a temporary directory."""
 
-    def __init__(self, pending: PendingSave) -> None:
+    def __init__(self, pending: saving.PendingSave) -> None:
         super().__init__(name=f"checkpoint-{pending.iteration}", daemon=True)
         self.pending = pending
         self.outcome = Outcome()
@@ -52,7 +44,7 @@ class _Writer(threading.Thread):
 class AsyncSaver:
     """Owns the save in flight, and the host copy, which it keeps for the next save."""
 
-    def __init__(self, log: Log = no_log, guard: Guard = no_guard) -> None:
+    def __init__(self, log: saving.Log = saving.no_log, guard: saving.Guard = saving.no_guard) -> None:
         self._log, self._guard = log, guard
         self._writer: _Writer | None = None
         self._buffer: Tensor | None = None
@@ -70,7 +62,7 @@ class AsyncSaver:
         common: Mapping[str, Any],
         per_rank: Mapping[str, Any],
         ps: ParallelState | None = None,
-        **options: Unpack[SaveOptions],
+        **options: Unpack[saving.SaveOptions],
     ) -> Path | None:
         """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this returns.
 
@@ -83,7 +75,7 @@ class AsyncSaver:
                 self._log(f"waiting for the save of iteration {self.in_flight} {before}")
             earlier = self.maybe_finalize(ps, blocking=True)
         options["log"], options["guard"] = self._log, self._guard
-        pending = begin_save(root, iteration, pieces, common, per_rank, ps, **options)
+        pending = saving.begin_save(root, iteration, pieces, common, per_rank, ps, **options)
         self._buffer = pending.snapshot(self._buffer)
         self._writer = _Writer(pending)
         self._writer.start()

@@ -11,19 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.dist_checkpointing import safetensors_format as safetensors
 from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
-from megatron.core.dist_checkpointing.safetensors_format import (
-    LENGTH_BYTES,
-    StoredTensor,
-    build_header,
-    header_length,
-    sort_by_place,
-)
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from megatron.core.transport.parallel_state import ParallelState
@@ -148,9 +142,9 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
 
 def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     """The file's own header must be, byte for byte, the one that follows from the manifest."""
-    placed = sort_by_place(
+    placed = safetensors.sort_by_place(
         [
-            (chunk.begin, StoredTensor(chunk.key, tensor.dtype, chunk.shape))
+            (chunk.begin, safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape))
             for tensor in manifest.tensors.values()
             for chunk in tensor.chunks
             if chunk.file == name
@@ -158,13 +152,13 @@ def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     )
     if len({stored.key for _, stored in placed}) != len(placed):
         raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
-    expected, begins = build_header([stored for _, stored in placed])
-    prefix = bytes(read_exactly(fd, path, 0, LENGTH_BYTES))
+    expected, begins = safetensors.build_header([stored for _, stored in placed])
+    prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
     try:
-        length = header_length(prefix, manifest.files[name].num_bytes)
+        length = safetensors.header_length(prefix, manifest.files[name].num_bytes)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    if LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in placed]:
+    if safetensors.LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in placed]:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
     if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")

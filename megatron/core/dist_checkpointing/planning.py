@@ -42,8 +42,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def chunk_metadata(offset: Sequence[int], shape: Sequence[int]) -> dcp.ChunkStorageMetadata:
-    return dcp.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
+def chunk_metadata(box: Rectangle) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
 
 
 def index_pieces(pieces: Sequence[LocalPiece]) -> dict[dcp.MetadataIndex, LocalPiece]:
@@ -71,10 +71,8 @@ class PieceSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(
             [
-                write_item(
-                    piece.name, piece.tensor.dtype, piece.global_shape, piece.offset, piece.tensor.shape
-                )
-                for piece in self._pieces.values()
+                write_item(one.name, one.tensor.dtype, one.global_shape, one.box)
+                for one in self._pieces.values()
             ]
         )
         return self.plan
@@ -111,7 +109,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
             assert isinstance(saved, dcp.TensorStorageMetadata), (
                 f"{name}: only tensors enter DCP, found {saved}"
             )
-            chunks = [chunk_metadata(piece.offset, piece.tensor.shape) for piece in pieces]
+            chunks = [chunk_metadata(piece.box) for piece in pieces]
             plan.items += create_read_items_for_chunk_list(name, saved, chunks)
         return plan
 
@@ -119,11 +117,9 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return self._pieces[index].tensor
 
 
-def write_item(
-    name: str, dtype: torch.dtype, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]
-) -> WriteItem:
+def write_item(name: str, dtype: torch.dtype, global_shape: Sequence[int], box: Rectangle) -> WriteItem:
     """What DCP is told of a rectangle that this rank can write."""
-    chunk, properties = chunk_metadata(offset, shape), dcp.TensorProperties(dtype=dtype)
+    chunk, properties = chunk_metadata(box), dcp.TensorProperties(dtype=dtype)
     data = TensorWriteData(chunk, properties, torch.Size(global_shape))
     return WriteItem(dcp.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
@@ -142,7 +138,12 @@ def plan_to_json(plan: SavePlan) -> list[Any]:
 
 
 def plan_from_json(value: list[Any]) -> SavePlan:
-    return SavePlan([write_item(name, TORCH_DTYPES[dtype], *box) for name, dtype, *box in value])
+    return SavePlan(
+        [
+            write_item(name, TORCH_DTYPES[dtype], global_shape, Rectangle(tuple(offset), tuple(shape)))
+            for name, dtype, global_shape, offset, shape in value
+        ]
+    )
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:

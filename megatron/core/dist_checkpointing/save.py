@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing import commit, storage
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step, world_size_of
 from megatron.core.dist_checkpointing.catalog import directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -34,13 +34,6 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.planning import PieceSavePlanner, PlanCache, plan_save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.dist_checkpointing.storage import (
-    ShardFile,
-    build_manifest,
-    lay_out,
-    shard_name,
-    write_shard,
-)
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.transport.rank_grid import AXES
 
@@ -106,7 +99,7 @@ class PendingSave:
 
     root: Path
     temporary: Path
-    layout: ShardFile
+    layout: storage.ShardFile
     resolve: Callable[[WriteItem], Tensor]
     plans: list[SavePlan]
     facts: Manifest
@@ -139,9 +132,9 @@ class PendingSave:
 
     def write(self) -> FileEntry | None:
         """Write and fsync this rank's file (None: nothing to write). Communicates with nobody."""
-        path = self.temporary / shard_name(self.rank)
+        path = self.temporary / storage.shard_name(self.rank)
         try:
-            return write_shard(path, self.layout, self.resolve)
+            return storage.write_shard(path, self.layout, self.resolve)
         except OSError as error:
             raise CheckpointError(self._disk_problem(path, error)) from error
 
@@ -182,7 +175,7 @@ class PendingSave:
         owned, interval = self.options.get("owned"), self.options.get("retain_interval")
         self.options.get("guard", no_guard)()
         try:
-            manifest = build_manifest(self.plans, files, facts)
+            manifest = storage.build_manifest(self.plans, files, facts)
             write_file(self.temporary / MANIFEST_NAME, manifest.to_bytes())
             may_replace = owned is None or self.iteration in owned
             notes = commit.commit(self.temporary, self.root, self.iteration, may_replace=may_replace)
@@ -227,7 +220,7 @@ def begin_save(
     def resolve(item: WriteItem) -> Tensor:
         return planner.lookup_object(item.index)
 
-    layout = lay_out(plans[rank].items)
+    layout = storage.lay_out(plans[rank].items)
     return PendingSave(root, root / name, layout, resolve, plans, facts, own, rank, needed, options)
 
 
@@ -250,7 +243,7 @@ def _prepare(root: Path, iteration: int, needed: int, options: SaveOptions) -> P
 
 def _estimate(plans: Sequence[SavePlan], facts: Manifest, own: dict[str, Any]) -> int:
     """Bytes of the whole checkpoint, before it is written."""
-    layouts = [lay_out(plan.items) for plan in plans]
+    layouts = [storage.lay_out(plan.items) for plan in plans]
     chunks = sum(len(layout.items) for layout in layouts)
     notes = len(canonical(facts.common)) + len(plans) * len(canonical(own)) + chunks * _CHUNK_JSON_BYTES
     return sum(layout.num_bytes for layout in layouts) + notes

@@ -115,10 +115,7 @@ class StatePiece(Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from megatron.core.dist_checkpointing.planning import write_item  # slow to import
 
-        return [
-            write_item(fqn, self.local.dtype, self.size(), piece.offset, piece.tensor.shape)
-            for piece in self._pieces()
-        ]
+        return [write_item(fqn, self.local.dtype, self.size(), piece.box) for piece in self._pieces()]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
@@ -126,7 +123,7 @@ class StatePiece(Tensor):
 
         if not self.local.numel():
             self.local.zero_()
-        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self._pieces()]
+        return [chunk_metadata(piece.box) for piece in self._pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)

@@ -22,15 +22,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from megatron.core.dist_checkpointing import manifest as stated
 from megatron.core.dist_checkpointing.files import HashingFile, open_regular, read_into
-from megatron.core.dist_checkpointing.manifest import (
-    MANIFEST_NAME,
-    ChunkEntry,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    read_manifest,
-)
+from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, Manifest
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, chunk_metadata, dtype_name, tensor_data
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor, build_header, file_order
 
@@ -93,7 +87,7 @@ def write_shard(path: Path, layout: ShardFile, resolve: Callable[[WriteItem], Te
 def build_manifest(plans: Sequence[SavePlan], files: Sequence[FileEntry | None], facts: Manifest) -> Manifest:
     """The manifest of all that was written. files: of each rank. facts: what it says beside tensors and files."""
     chunks: dict[str, list[ChunkEntry]] = {}
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, stated.TensorEntry] = {}
     for plan, file in zip(plans, files, strict=True):
         layout = lay_out(plan.items)
         for item, stored, begin in zip(layout.items, layout.tensors, layout.begins, strict=True):
@@ -101,7 +95,7 @@ def build_manifest(plans: Sequence[SavePlan], files: Sequence[FileEntry | None],
             data, name = tensor_data(item), item.index.fqn
             place = ChunkEntry(tuple(data.chunk.offsets), stored.shape, file.name, stored.key, begin)
             chunks.setdefault(name, []).append(place)
-            tensors.setdefault(name, TensorEntry(stored.dtype, tuple(data.size), ()))
+            tensors.setdefault(name, stated.TensorEntry(stored.dtype, tuple(data.size), ()))
     for name, tensor in tensors.items():
         in_order = tuple(sorted(chunks[name], key=lambda chunk: chunk.offset))
         tensors[name] = dataclasses.replace(tensor, chunks=in_order)
@@ -121,12 +115,12 @@ class SafeStorageReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """DCP's metadata, from JSON instead of its pickle."""
-        manifest = self._manifest = self._manifest or read_manifest(self.directory)[0]
+        manifest = self._manifest = self._manifest or stated.read_manifest(self.directory)[0]
         state: dict[str, Any] = {}
         where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = {}
         for name, entry in manifest.tensors.items():
             dtype = TORCH_DTYPES[entry.dtype]
-            chunks = [chunk_metadata(chunk.offset, chunk.shape) for chunk in entry.chunks]
+            chunks = list(map(chunk_metadata, entry.chunks))
             properties = dcp.TensorProperties(dtype=dtype)
             state[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
             for chunk in entry.chunks:
@@ -165,7 +159,7 @@ class SafeStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return (Path(checkpoint_id) / MANIFEST_NAME).is_file()
+        return (Path(checkpoint_id) / stated.MANIFEST_NAME).is_file()
 
 
 def _read_part(fd: int, path: Path, chunk: ChunkEntry, dtype: torch.dtype, item: ReadItem) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.sharding import main_grads_dtype, main_params_dtype
+from megatron.core.distributed.sharding import holds_weights, main_grads_dtype, main_params_dtype
 from megatron.core.module import ModelError
 from megatron.core.transport.parallel_state import Group
 
@@ -133,7 +133,7 @@ def main_weight_dtype(weights: torch.dtype, config: DistributedDataParallelConfi
     """`sharding.main_params_dtype`. Raises ModelError for one that cannot hold the model's weights."""
     name = main_params_dtype(_NAMES[weights], config)
     dtype = _FLAGS[name]
-    if torch.promote_types(weights, dtype) != dtype:
+    if not holds_weights(name, _NAMES[weights]):
         raise ModelError(
             f"--megatron-fsdp-main-params-dtype {name}: main weights would be coarser than the model's, which are "
             f"{weights}; use fp32, or auto for the model's own"

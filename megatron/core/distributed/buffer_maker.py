@@ -86,9 +86,11 @@ class BufferMaker:
         for index, layout in enumerate(layouts):
             self.arenas.append(dataclasses.replace(self._arena(layout, dtypes[layout.dtype]), groups=groups))
             self.buckets += [self._bucket(index, bucket) for bucket in layout.buckets]
-        for name in self.parameters:
-            if name not in self.weights:
-                self._alone(name)
+        for name, parameter in self.parameters.items():
+            if name not in self.weights:  # a frozen one that keeps a storage of its own
+                if parameter.device != self.device:
+                    _repoint(parameter, torch.empty_like(parameter, device=self.device))
+                self.weights[name] = parameter.detach()
 
     def _arena(self, layout: FlatLayout, dtype: torch.dtype) -> Arena:
         main = main_weight_dtype(dtype, self.config) if layout.trained else dtype
@@ -197,13 +199,6 @@ class BufferMaker:
         self.extra_grads[key] = extra
         with with_memory(extra):
             self.grads[key] = extra.view(self.shapes[param])
-
-    def _alone(self, name: str) -> None:
-        """A frozen parameter that keeps a storage of its own."""
-        parameter = self.parameters[name]
-        if parameter.device != self.device:
-            _repoint(parameter, torch.empty_like(parameter, device=self.device))
-        self.weights[name] = parameter.detach()
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)

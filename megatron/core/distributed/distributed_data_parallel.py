@@ -31,7 +31,15 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace, residency_of, sharding_of
+from megatron.core.distributed.sharding import (
+    Cut,
+    Sharding,
+    ShardPlace,
+    debug_in_slots,
+    outer_cut_of_nothing,
+    residency_of,
+    sharding_of,
+)
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.transient_memory import (
     AllocatedMemory,
@@ -151,12 +159,24 @@ class DistributedDataParallel(GradSync):
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
-        return self._found.modules(self.chunks)
+        inside = [{id(one) for one in module.modules()} for module in self.chunks]
+        return tuple(
+            tuple(tuple(m for m in self.units[number].modules if id(m) in here) for number in chunk.numbers)
+            for chunk, here in zip(self._found.chunks, inside, strict=True)
+        )
 
     def unit_of_key(self) -> tuple[dict[str, int], ...]:
         """By chunk: in which of its units a weight gradient is, by the key that it is put under."""
         keys = {name: self.buffer.param_meta[name].grad_keys for name in self.buffer.names}
-        return self._found.unit_of_key(keys)
+        return tuple(
+            {
+                key: place
+                for place, number in enumerate(chunk.numbers)
+                for name in self.units[number].names
+                for key in keys.get(name, ())
+            }
+            for chunk in self._found.chunks
+        )
 
     # A step ---------------------------------------------------------------------------------------------
 
@@ -257,7 +277,7 @@ class DistributedDataParallel(GradSync):
         config = self.config
         if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
             return AllocatedMemory(self.memory_tracker)
-        if config.fsdp_debug:
+        if debug_in_slots(config):
             raise ModelError(
                 "--fsdp-debug with --fsdp-double-buffer: a slot's memory is never released, so a view that was kept "
                 "reads another unit's weights and cannot be told from one that was not; leave out one of them"
@@ -278,7 +298,7 @@ def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace)
     """The row of the table; what is cut into one part is whole. Raises ModelError where instances have one rank each
     and the optimizer is to be cut over them."""
     row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
-    if place.inner_size == 1 and row.optimizer is Cut.FULL and place.outer_size > 1:
+    if outer_cut_of_nothing(config.outer_dp_sharding_strategy, place):
         raise ModelError(
             f"--num-distributed-optimizer-instances {place.outer_size}: an instance of one rank has nothing to shard, "
             "and --outer-dp-sharding-strategy optim needs something sharded: use fewer instances"

@@ -62,12 +62,55 @@ def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
     row = STRATEGIES["optim_grads_params" if strategy == "auto" else strategy]
     if outer == "no_shard":
         return row
-    if strategy != "optim_grads_params":
+    if not goes_with_outer(strategy, outer):
         raise ValueError(
             f"--outer-dp-sharding-strategy {outer} with --data-parallel-sharding-strategy {strategy}: the optimizer is "
             "cut over instances only with optim_grads_params; use that, or leave the outer strategy out"
         )
     return dataclasses.replace(row, optimizer=Cut.FULL)
+
+
+def weights_are_cut(strategy: str) -> bool:
+    """Whether weights are sharded at rest: ZeRO-3."""
+    return sharding_of(strategy).weights is not Cut.WHOLE
+
+
+def grads_are_cut(strategy: str) -> bool:
+    """Whether main gradients are sharded at rest: ZeRO-2 and ZeRO-3."""
+    return sharding_of(strategy).main_grads is not Cut.WHOLE
+
+
+# What must not be. Rules of the command line, the engine and `fully_shard` with a config of its own all ask these, and
+# each says it in its words.
+
+
+def goes_with_outer(strategy: str, outer: str) -> bool:
+    """Whether --outer-dp-sharding-strategy has a sharded model to cut the optimizer of."""
+    return outer == "no_shard" or weights_are_cut(strategy)
+
+
+def outer_cut_of_nothing(outer: str, place: ShardPlace) -> bool:
+    """Whether instances of one rank each have nothing that the optimizer could be cut over besides."""
+    return outer != "no_shard" and place.inner_size == 1 < place.outer_size
+
+
+def is_contradicted(config: DistributedDataParallelConfig) -> bool:
+    """Whether --use-distributed-optimizer is to shard what the strategy keeps whole."""
+    return config.use_distributed_optimizer and config.data_parallel_sharding_strategy == "no_shard"
+
+
+def debug_in_slots(config: DistributedDataParallelConfig) -> bool:
+    """Whether --fsdp-debug looks for views of memory that --fsdp-double-buffer never releases."""
+    return (
+        config.fsdp_debug
+        and config.fsdp_double_buffer
+        and grads_are_cut(config.data_parallel_sharding_strategy)
+    )
+
+
+def holds_weights(main: str, weights: str) -> bool:
+    """Whether main weights of this dtype are no coarser than the model's (fp32, bf16, ...)."""
+    return main == weights or (main == "fp32" and weights in ("bf16", "fp16"))
 
 
 def main_grads_dtype(weights: str, config: DistributedDataParallelConfig) -> str:

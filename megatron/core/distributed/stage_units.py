@@ -71,26 +71,6 @@ class EngineUnits:
             several | {unit for row in rows for access in row if len(access) > 1 for unit in access}
         )
 
-    def modules(self, chunks: Sequence[nn.Module]) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
-        """By chunk and unit: the unit's modules in the chunk."""
-        inside = [{id(one) for one in module.modules()} for module in chunks]
-        return tuple(
-            tuple(tuple(m for m in self.units[number].modules if id(m) in here) for number in chunk.numbers)
-            for chunk, here in zip(self.chunks, inside, strict=True)
-        )
-
-    def unit_of_key(self, keys: Mapping[str, Sequence[str]]) -> tuple[dict[str, int], ...]:
-        """By chunk: the unit of each key, by its place in the chunk. keys: of parameters."""
-        return tuple(
-            {
-                key: place
-                for place, number in enumerate(chunk.numbers)
-                for name in self.units[number].names
-                for key in keys.get(name, ())
-            }
-            for chunk in self.chunks
-        )
-
     def stages(self, costs: Sequence[UnitCosts]) -> tuple[StageUnits, ...]:
         """For a plan, by chunk. costs: of each unit. Whether the backward reads its weights, and what its further uses
         take, is said of the first chunk that has it; others have it for a use of their own in the backward."""

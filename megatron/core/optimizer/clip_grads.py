@@ -65,7 +65,3 @@ class StepRules:
             return Decision(None, clean=False)
         coefficient = clip_coefficient(norm, self.max_norm)
         return Decision(coefficient, clean=state.finite and coefficient == 1.0)
-
-    def is_clean(self, partial: ValidationState, norm: float) -> bool:
-        """Whether a rank that knows no more than this steps."""
-        return self.decide(partial, norm).clean

@@ -284,31 +284,25 @@ class MixedPrecisionOptimizer(Stepper):
         return found
 
     def _converted(self, factor: float) -> Iterator[tuple[dict[int, Tensor], bool]]:
-        """Gradients * factor in the dtype of main weights, by bucket, in batches of temporaries of a bounded size; and
-        whether a batch is the last."""
-        batches = self._batches(factor)
-        for number, batch in enumerate(batches):
+        """Gradients * factor in the dtype of main weights, by bucket, in batches of temporaries of a bounded size:
+        first all buckets that need no temporary, then the others. And whether a batch is the last."""
+        sizes = [(one, self._cast_bytes(one, factor)) for one in self.buffer.buckets if one.trained]
+        batches, left = [[pair for pair in sizes if not pair[1]]], 0
+        for one, size in ((one, size) for one, size in sizes if size):
+            if size > left:
+                batches.append([])
+                left = MAX_CAST_BYTES
+            batches[-1].append((one, size))
+            left -= size
+        batches = [batch for batch in batches if batch]
+        for number, batch in enumerate(batches, start=1):
             with contextlib.ExitStack() as held:
-                for memory in batch:
-                    size = self._cast_bytes(memory, factor)
+                for memory, size in batch:
                     held.enter_context(self._tracker.holding("casts", size, memory.name))
                 yield (
-                    {id(memory): self._scaled(memory, factor) for memory in batch},
-                    number + 1 == len(batches),
+                    {id(memory): self._scaled(memory, factor) for memory, _ in batch},
+                    number == len(batches),
                 )
-
-    def _batches(self, factor: float) -> list[list[BucketMemory]]:
-        """Trained buckets: first all those that need no temporary, then the others, as many at once as may be."""
-        buckets = [memory for memory in self.buffer.buckets if memory.trained]
-        batches, left = [[one for one in buckets if not self._cast_bytes(one, factor)]], 0
-        for memory in buckets:
-            if needed := self._cast_bytes(memory, factor):
-                if needed > left:
-                    batches.append([])
-                    left = MAX_CAST_BYTES
-                batches[-1].append(memory)
-                left -= needed
-        return [batch for batch in batches if batch]
 
     def _cast_bytes(self, memory: BucketMemory, factor: float) -> int:
         """What `_scaled` allocates."""

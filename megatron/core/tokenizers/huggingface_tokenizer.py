@@ -12,14 +12,8 @@ from numpy.typing import NDArray
 
 from megatron.core import safe_files
 from megatron.core.optional import require
-from megatron.core.tokenizers.tokenizer import (
-    MAX_FILE_BYTES,
-    Tokenizer,
-    TokenizerError,
-    content_digest,
-    read_file,
-    require_file,
-)
+from megatron.core.tokenizers import tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, read_file, require_file
 
 END_OF_DOCUMENT_CANDIDATES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -70,7 +64,7 @@ class HuggingFaceTokenizer(_Backend):
             raise TokenizerError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        super().__init__(backend, content_digest(data))
+        super().__init__(backend, tokenizer.content_digest(data))
         roles = _special_tokens(os.path.join(os.path.dirname(file), "tokenizer_config.json"))
         self.eod = self._end_of_document(file, roles.get("eos_token"))
         ids = (backend.token_to_id(roles[role]) for role in SPECIAL_ROLES if role in roles)
@@ -107,7 +101,7 @@ class GPT2BPETokenizer(_Backend):
             raise TokenizerError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: {error}") from error
         backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = library.decoders.ByteLevel()
-        super().__init__(backend, content_digest(vocabulary, merges))
+        super().__init__(backend, tokenizer.content_digest(vocabulary, merges))
         eod = backend.token_to_id("<|endoftext|>")
         if eod is None:
             raise TokenizerError(f"--vocab-file {vocab_file}: holds no <|endoftext|>, which ends documents")
@@ -124,7 +118,7 @@ def _pairs(merges: bytes) -> list[tuple[str, ...]]:
 def _special_tokens(path: str) -> dict[str, str]:
     """Role to token text from a tokenizer_config.json; a token is a string or an object with "content"."""
     try:
-        content = safe_files.read_json(path, max_bytes=MAX_FILE_BYTES, follow=True)
+        content = safe_files.read_json(path, max_bytes=tokenizer.MAX_FILE_BYTES, follow=True)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

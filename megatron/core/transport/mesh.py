@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device, device_in_use
-from megatron.core.transport import collectives
+from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import (
     DEFAULT_TIMEOUT,
     Group,
@@ -61,18 +61,25 @@ def parallel_state_of_mesh(
 
     Raises MeshError for more than two dims, for a rank outside its mesh, and for meshes that overlap.
     """
-    device = device or device_in_use(mesh.device_type)
-    world = tuple(range(dist.get_world_size()))
-    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
+    device, rank, ranks = (
+        device or device_in_use(mesh.device_type),
+        dist.get_rank(),
+        mesh.mesh.flatten().tolist(),
+    )
     outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
-    usable = mesh.ndim <= 2 and dist.get_rank() in ranks
     # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
     # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.
-    here = (ranks[0], ranks.index(dist.get_rank()), len(ranks), outer) if usable else (-1, 0, 0, 0)
-    told = _gather_numbers(here, world, device, timeout)
-    _check_mesh(mesh, dist.get_rank())
-    parts = parts_from_places(told)
-    own = next(part for part in parts if dist.get_rank() in part.ranks)
+    here = (
+        (ranks[0], ranks.index(rank), len(ranks), outer)
+        if mesh.ndim <= 2 and rank in ranks
+        else (-1, 0, 0, 0)
+    )
+    backend, world = "gloo" if dist.get_backend() == "gloo" else device.backend, range(dist.get_world_size())
+    everyone = Group("default", tuple(world), rank, backend, dist.group.WORLD, device, timeout)
+    places = host_data.all_gather_json(here, everyone)
+    _check_mesh(mesh, rank)
+    parts = parts_from_places(places)
+    own = next(part for part in parts if rank in part.ranks)
     return make_state_of_parts(parts, own, device, timeout)
 
 
@@ -103,16 +110,3 @@ def _check_mesh(mesh: DeviceMesh, rank: int) -> None:
             f"rank {rank} is not in the mesh {mesh.mesh.tolist()}; give every rank a mesh that it is in, "
             "such as one of its own, [rank]"
         )
-
-
-def _gather_numbers(
-    own: tuple[int, ...], world: tuple[int, ...], device: Device, timeout: datetime.timedelta
-) -> list[list[int]]:
-    """Everybody's numbers in rank order, over the default process group."""
-    host = dist.get_backend() == "gloo"
-    backend = "gloo" if host else device.backend
-    group = Group("default", world, dist.get_rank(), backend, dist.group.WORLD, device, timeout)
-    place = torch.device("cpu") if host else device.torch_device
-    told = torch.empty(len(world), len(own), dtype=torch.int64, device=place)
-    collectives.all_gather(told, torch.tensor(own, device=place), group)
-    return told.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Begun: TypeAlias = tuple[Running, Callable[[], None] | None, tuple[Tensor, ...]]
 
 
+@dataclasses.dataclass(eq=False)
 class Pending:
     """A collective under way. `wait()` completes it (once; later calls do nothing).
 
@@ -29,35 +31,30 @@ class Pending:
     input nor output, so every one of these under way takes memory of its own.
     """
 
-    def __init__(
-        self,
-        op: str,
-        group: Group,
-        work: Running | None,
-        buffers: tuple[Tensor, ...] = (),
-        finish: Callable[[], None] | None = None,
-        peer: int | None = None,
-    ) -> None:
-        self.temporary_bytes = 0
-        self._op, self._group, self._peer = op, group, peer
-        self._work, self._buffers, self._finish = work, buffers, finish
-        self._started = time.monotonic()
+    op: str
+    group: Group
+    work: Running | None
+    buffers: tuple[Tensor, ...] = ()
+    finish: Callable[[], None] | None = None
+    peer: int | None = None
+    temporary_bytes: int = 0
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once, or raise. gloo says so of what was waited for, and of nothing else."""
-        return self._work is None or self._work.is_completed()
+        return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
-            finish, self._finish = self._finish, None  # never on what has not arrived
+        if self.work is not None:
+            work, self.work = self.work, None
+            finish, self.finish = self.finish, None  # never on what has not arrived
             try:
-                self._group.traffic.wait_for(work.wait)
+                self.group.traffic.wait_for(work.wait)
             except RuntimeError as error:
-                blame(error, self._op, self._group, self._started, self._peer)
+                blame(error, self.op, self.group, self.started, self.peer)
             if finish is not None:
                 finish()
-        self._buffers = ()
+        self.buffers = ()
 
 
 class Call(NamedTuple):
@@ -89,10 +86,9 @@ class Call(NamedTuple):
 
 
 class Kept(list[tuple[Tensor, Tensor]]):
-    """Items that are gathered, or reduced, again and again, always over one group: `all_gather_units` and
-    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call. Between two
-    computations nothing is in the caches, and each view takes as long as the copy of many kB. Storages may be without
-    memory from one call to the next.
+    """Items that are gathered, or reduced, again and again over one group. `all_gather_units` and
+    `reduce_scatter_units` (with one `accumulate` for all) make their checks and views in the first call only: with cold
+    caches a view takes as long as the copy of many kB. Storages may be without memory between two calls.
     """
 
     def __init__(self, items: Iterable[tuple[Tensor, Tensor]]) -> None:

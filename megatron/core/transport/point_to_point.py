@@ -22,9 +22,9 @@ _TAG = 0  # not those of gloo_pairs: messages must not be taken for parts of col
 
 
 class P2PRoute:
-    """Messages from this rank to one other of a gloo group, or from it, with all that is the same for every message
-    done once: between two computations of a pipeline nothing is in the caches, and every line of Python costs. A batch
-    of torch's took 120-270 us a message where this takes 20-50.
+    """Messages from this rank to one other of a gloo group, or from it. What is the same for every message is done
+    once: between two computations of a pipeline the caches are cold and every line of Python costs. torch's batches
+    took 120-270 us a message, this takes 20-50.
 
     op: "send" or "receive". place: of the other end in the group.
     """

@@ -110,14 +110,12 @@ class WorldPart:
 
     def rank_lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
         """All groups of a purpose within this part, as ranks of the world."""
-        return [self._of_world(places) for places in rank_lists(purpose, self.grid, self.instances)]
+        lists = rank_lists(purpose, self.grid, self.instances)
+        return [tuple(self.ranks[place] for place in places) for places in lists]
 
     def own_ranks(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
         """The group of `rank`, one of the world's."""
-        place = self.ranks.index(rank)
-        return self._of_world(own_ranks(purpose, self.grid, place, self.instances))
-
-    def _of_world(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        places = own_ranks(purpose, self.grid, self.ranks.index(rank), self.instances)
         return tuple(self.ranks[place] for place in places)
 
 

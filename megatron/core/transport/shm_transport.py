@@ -1,18 +1,18 @@
 """All-gathers and reduce-scatters between ranks of one host through memory that all of them see.
 
-Every rank has two slots, taken in turns, and two counters: of the operations whose data it has put into its slots, and
-of those that it has taken from everybody's. Operation n is put once all others have taken n - 2, and taken once all
-have put n. Starting one never blocks: what cannot be put yet is put by a later call, and `wait` goes on with everything
-until its own operation is done. Two are on their way without anybody's waiting, any number may be under way.
+Every rank has two slots, used in turns, and two counters: the operations that it has put into its slots, and those
+that it has taken from all slots. A rank puts operation n once all others have taken n - 2, and takes it once all have
+put n. Starting an operation never blocks: what cannot be put yet is put by a later call, and `wait` advances every
+operation until its own is done. Any number may be under way; two of them advance without a wait.
 
-A rank takes NUM_BYTES at most for a group: pages that no operation has come to are not there. The memory has no name
-and goes with the last process that uses it, however that ends.
+A rank uses at most NUM_BYTES a group; pages that no operation has touched are not allocated. The memory has no name:
+the system frees it when the last process that maps it ends, however that ends.
 
-[Note: order of writes] What a rank wrote before it counted is seen by those who have seen the count: so on x86, where
-stores are seen in their order. Elsewhere there is no such transport, and ranks send messages.
+[Note: order of writes] A rank that reads a counter also sees what was written before the counter. This holds on x86,
+which shows stores in their order. On other machines there is no such transport, and ranks send messages.
 
-[Note: several groups] Ranks may wait for two groups in different orders, where hooks decide. So whoever waits for one
-transport goes on with the others of its parallel state too: a peer may need what this rank has still to put there.
+[Note: several groups] Where hooks decide, ranks may wait for two groups in different orders. So a wait on one transport
+also advances the others of its parallel state: a peer may need data that this rank has not put there yet.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from megatron.core.transport.rank_order import add_in_rank_order
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
 
-SLOT_BYTES = 16 << 20  # messages take more CPU time at every size: the slots' is a question of memory alone
+SLOT_BYTES = 16 << 20  # bounds memory alone: at every size messages take more CPU time
 _COUNTER_BYTES = 4096
 NUM_BYTES = _COUNTER_BYTES + 2 * SLOT_BYTES
-# Places in a rank's counters, 8 bytes each. A mark a slot: what was put there. The token: whose memory this is.
+# Index of each counter, 8 bytes each. Marks: the size and kind of what a slot holds. Token: identifies the owner.
 _PUT, _TAKEN, _MARKS, _TOKEN = 0, 8, 16, 24
 _NAME = "megatron"
 _ALIGNMENT = 64
 _SMALL = 1 << 20  # bytes
-# How long a rank only looks, as peers are most often there or nearly; and sleeps in between before it suspects them.
+# A waiting rank polls for _SPIN_S, since peers are mostly ready; then it sleeps between polls, and after each
+# _PATIENCE_S it checks that their processes still run.
 _SPIN_S, _PATIENCE_S = 1e-4, 0.05
 _LONGEST_S = 1e-3  # of a sleep
 

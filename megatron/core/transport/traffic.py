@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 
@@ -57,12 +57,6 @@ class TrafficCounter:
     def moved(self, collective: str) -> Moved:
         """Of "all_gather", "reduce_scatter", "all_reduce" (`sum_gradients` is one) or "broadcast"."""
         return Moved(*self._moved.get(collective, (0, 0)))
-
-
-def moved(payloads: Iterable[int], times: int = 1) -> Moved:
-    """So many times a call for each payload; what is empty needs none."""
-    sizes = [size for size in payloads if size]
-    return Moved(times * len(sizes), times * sum(sizes))
 
 
 @dataclasses.dataclass(frozen=True)

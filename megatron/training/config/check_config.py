@@ -19,7 +19,7 @@ from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
 from megatron.training.config.config import Config
 from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary
-from megatron.training.config.rules_run import MAX_VOCABULARY_BYTES, unusable_files
+from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusable_files
 
 _SHOWN_GROUPS = 8
 _T = TypeVar("_T")

@@ -10,19 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config_base import arg_info, value_type
+from megatron.training.config import values
 from megatron.training.config.config import MAX_GUESSES
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.values import (
-    BoundsError,
-    check_shape,
-    check_words,
-    convert_loaded,
-    convert_words,
-    listed,
-    shortened,
-    shown,
-)
 from megatron.training.config.yaml_config import read_yaml
 
 GROUP_TITLES: Mapping[str, str] = {
@@ -65,6 +56,12 @@ class CommandLine:
     def set(self, name: str, value: Any, origin: str) -> None:
         self.values[name], self.origin[name] = value, origin
 
+    def stop(self, message: str, fix: str) -> CommandLine:
+        """What is left when a line cannot be read to its end."""
+        self.problems.append(Problem("flag", (), message, fix))
+        self.complete = False
+        return self
+
 
 _Recorded = list[tuple[FlagEntry, str, list[str]]]
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
@@ -85,15 +82,15 @@ class _Help(argparse.HelpFormatter):
         return action.shown if isinstance(action, _Record) else super()._format_args(action, default_metavar)
 
 
+class _ParseError(ValueError):
+    pass
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose errors are exceptions."""
 
     def error(self, message: str) -> Any:
         raise _ParseError(message)
-
-
-class _ParseError(ValueError):
-    pass
 
 
 class _Record(argparse.Action):
@@ -122,13 +119,11 @@ def _metavar(entry: FlagEntry) -> str:
 
 def help_text(entry: FlagEntry) -> str:
     """One line: what the flag does, its unit, its default, and limits."""
-    assert entry.field is not None
+    assert entry.field is not None, f"{entry.spelling} is no field"
     info = arg_info(entry.field)
-    assert info is not None
-    notes = [f"unit: {info.unit}"] if info.unit else []
-    notes.append(default_text(entry))
-    if entry.why:
-        notes.append(limit_text(entry))
+    assert info is not None, f"{entry.spelling} is no flag"
+    limit = limit_text(entry) if entry.why else ""
+    notes = (f"unit: {info.unit}" if info.unit else "", default_text(entry), limit)
     return f"{info.help} ({'; '.join(note for note in notes if note)})".replace("%", "%%")
 
 
@@ -137,24 +132,22 @@ def default_text(entry: FlagEntry) -> str:
     assert entry.field is not None
     info, default = arg_info(entry.field), entry.field.default
     assert info is not None
-    if info.derived:
-        return f"default: {info.derived}"
+    if default is None and not info.derived and info.required:
+        return "required"
     if default is None:
-        return "required" if info.required else "default: unset"
-    if isinstance(default, bool):
-        return "default: true, the flag sets false" if default else "default: off"
-    return (
-        f"default: {' '.join(map(str, default)) or 'none'}"
-        if isinstance(default, tuple)
-        else f"default: {default}"
-    )
+        shown = info.derived or "unset"
+    elif isinstance(default, bool):
+        shown = "true, the flag sets false" if default else "off"
+    else:
+        shown = (" ".join(map(str, default)) or "none") if isinstance(default, tuple) else str(default)
+    return f"default: {shown}"
 
 
 def limit_text(entry: FlagEntry) -> str:
     """What of a field is not supported, or has no effect."""
     if entry.state is FlagState.INERT:
         return f"accepted, no effect: {entry.why}"
-    allowed = [str(value) for value in entry.allowed or () if value not in (None, False)]
+    allowed = [value for value in entry.allowed or () if value not in ("None", "False")]
     only = f"only {', '.join(allowed)} supported so far" if allowed else "not supported yet"
     return f"{only}, {entry.why}"
 
@@ -169,14 +162,12 @@ def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -
         usage="%(prog)s [--yaml-cfg FILE] [flags]",
     )
     sections = {group: parser.add_argument_group(title) for group, title in GROUP_TITLES.items()}
-    table = flag_table()
-    for entry in table.values():
+    for entry in flag_table().values():
         if entry.group is not None:
             _add(sections[entry.group], entry, recorded, help_text(entry))
     if extra_args_provider is not None:
-        returned = extra_args_provider(parser)
-        parser = parser if returned is None else returned
-    for entry in table.values():
+        parser = extra_args_provider(parser) or parser
+    for entry in flag_table().values():
         if entry.group is None:
             # An ArgumentError here means that the user's own flag has this name, and theirs counts.
             with contextlib.suppress(argparse.ArgumentError):
@@ -184,21 +175,16 @@ def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -
     return parser
 
 
-def _add(
-    section: argparse.ArgumentParser | argparse._ArgumentGroup,
-    entry: FlagEntry,
-    recorded: _Recorded,
-    help: str,
-) -> None:
-    kwargs: dict[str, Any] = {
+def _add(section: argparse._ActionsContainer, entry: FlagEntry, recorded: _Recorded, help: str) -> None:
+    common: dict[str, Any] = {
         "dest": f"_{entry.name}",
         "action": _Record,
         "entry": entry,
         "recorded": recorded,
     }
-    section.add_argument(*entry.flags, **kwargs, help=help)
+    section.add_argument(*entry.flags, **common, help=help)
     if entry.negations:
-        section.add_argument(*entry.negations, **kwargs, help=argparse.SUPPRESS)
+        section.add_argument(*entry.negations, **common, help=argparse.SUPPRESS)
 
 
 def read_command_line(
@@ -210,26 +196,23 @@ def read_command_line(
 
     Never raises for what a user typed: mistakes are in `.problems`. `--help` exits.
     """
-    line = CommandLine()
-    recorded: _Recorded = []
+    line, recorded = CommandLine(), _Recorded()
     try:
         parser = _build(recorded, extra_args_provider)
     except argparse.ArgumentError as error:
-        raise ConfigurationError(
-            [Problem("extra-flag", (), f"extra_args_provider: {error}", "give your own flag another name")]
-        ) from error
+        problem = Problem(
+            "extra-flag", (), f"extra_args_provider: {error}", "give your own flag another name"
+        )
+        raise ConfigurationError([problem]) from error
     words = _joined_negatives(argv)
     if (count := sum(word.startswith("-") for word in words)) > MAX_FLAGS:
-        message = f"the command line has {count} flags; at most {MAX_FLAGS} are read"
-        line.problems.append(Problem("flag", (), message, "put settings into a file: --yaml-cfg FILE"))
-        line.complete = False
-        return line
+        told = f"the command line has {count} flags; at most {MAX_FLAGS} are read"
+        return line.stop(told, "put settings into a file: --yaml-cfg FILE")
     try:
         namespace, unknown = parser.parse_known_args(words)
         line.extra = dict(vars(namespace))
-        line.origin.update(
-            {name: "flag" for name, value in line.extra.items() if value != parser.get_default(name)}
-        )
+        given = (name for name, value in line.extra.items() if value != parser.get_default(name))
+        line.origin.update(dict.fromkeys(given, "flag"))
         overrides: dict[str, Any] = {}
         for name, value in (args_defaults or {}).items():
             _set_default(line, overrides, name, value)
@@ -241,13 +224,11 @@ def read_command_line(
             line.extra = dict(vars(namespace))
             line.origin.update({n: "flag" for n in overrides if line.extra[n] is not overrides[n]})
     except _ParseError as error:
-        line.problems.append(Problem("flag", (), str(error), "see --help"))
-        line.complete = False
-        return line
+        return line.stop(str(error), "see --help")
     own = tuple("--" + name.replace("_", "-") for name in line.extra)
     line.problems += _unknown_problems(unknown, own)
-    for entry, spelling, given in recorded:
-        _record(line, entry, spelling, given)
+    for entry, spelling, after in recorded:
+        _record(line, entry, spelling, after)
     return line
 
 
@@ -262,74 +243,71 @@ def _joined_negatives(argv: Sequence[str]) -> list[str]:
     return words
 
 
+def last_value(words: Sequence[str], flag: str) -> str | None:
+    """A flag's value on a command line that was not parsed; None where it is not given, or without a value."""
+    value = None
+    for word, after in zip(words, [*words, "--"][1:], strict=True):
+        if word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+        elif word == flag and not after.startswith("--"):
+            value = after
+    return value
+
+
 def _set_default(line: CommandLine, overrides: dict[str, Any], name: str, value: Any) -> None:
+    """One of `args_defaults`: of the user's own flags, or a field."""
     entry = flag_table().get(name)
     if name in line.extra:
-        overrides[name] = value
-        line.origin[name] = "args_defaults"
+        overrides[name], line.origin[name] = value, "args_defaults"
     elif entry is None:
         close = closest_flags("--" + name.replace("_", "-"), count=1)
         hint = f"did you mean {close[0][2:].replace('-', '_')}?" if close else "use a destination name"
         line.problems.append(Problem("args-defaults", (), f"args_defaults has an unknown name {name}", hint))
     elif entry.field is not None:
-        _loaded(line, entry, value, "args_defaults")
+        _load(line, entry, list(value) if isinstance(value, tuple) else value, "args_defaults")
 
 
-def _loaded(line: CommandLine, entry: FlagEntry, value: Any, origin: str) -> None:
-    assert entry.field is not None
+def _load(line: CommandLine, entry: FlagEntry, value: Any, origin: str) -> None:
     try:
-        line.set(
-            entry.name,
-            convert_loaded(entry.field, list(value) if isinstance(value, tuple) else value),
-            origin,
-        )
+        line.set(entry.name, values.convert_loaded(entry, value), origin)
     except ValueError as error:
         told = f"{origin}: {entry.name}"
         line.problems.append(value_problem(entry, entry.spelling, told, error, "give a value of this kind"))
 
 
-def _read_file(line: CommandLine, words: list[str], overrides: dict[str, Any]) -> None:
+def _read_file(line: CommandLine, words: Sequence[str], overrides: dict[str, Any]) -> None:
     """Settings of the last `--yaml-cfg` on the line."""
-    path = None
-    for at, word in enumerate(words):
-        if word == "--yaml-cfg" and at + 1 < len(words):
-            path = words[at + 1]
-        elif word.startswith("--yaml-cfg="):
-            path = word.partition("=")[2]
+    path = last_value(words, "--yaml-cfg")
     if path is None:
         return
-    table = flag_table()
-    settings, problems = read_yaml(path, frozenset(line.extra) | frozenset(table))
+    settings, problems = read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
     line.problems += problems
     for setting in settings:
-        entry = table.get(setting.name)
+        entry, value = flag_table().get(setting.name), setting.value
         if setting.name in line.extra:
-            overrides[setting.name] = setting.value
-            line.origin[setting.name] = setting.origin
+            overrides[setting.name], line.origin[setting.name] = value, setting.origin
         elif entry is not None and entry.field is not None:
-            _loaded(line, entry, setting.value, setting.origin)
-        elif entry is not None and setting.value is not None and setting.value is not False:
-            given = setting.value if isinstance(setting.value, list) else [setting.value]
-            shown = () if setting.value is True else tuple(map(str, given))
-            line.used.append(UsedFlag(entry, setting.name, shown))
+            _load(line, entry, value, setting.origin)
+        elif entry is not None and value is not None and value is not False:
+            given = value if isinstance(value, list) else [value]
+            line.used.append(UsedFlag(entry, setting.name, () if value is True else tuple(map(str, given))))
 
 
-def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: list[str]) -> None:
+def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[str]) -> None:
     """One flag of the command line."""
     try:
         if entry.arity is Arity.SWITCH and words:
-            raise ValueError(f"takes no value, got {listed(words)}")
+            raise ValueError(f"takes no value, got {values.listed(words)}")
         if entry.field is None:
             if entry.arity is Arity.ONE and len(words) != 1:
-                raise ValueError(f"expects one value, got {listed(words)}")
-            check_words(words)
-            check_shape(entry.name, words)
+                raise ValueError(f"expects one value, got {values.listed(words)}")
+            values.check_words(words)
+            values.check_shape(entry.name, words)
             line.used.append(UsedFlag(entry, spelling, tuple(words)))
         elif entry.arity is Arity.SWITCH:
-            turned = not entry.field.default
-            line.set(entry.name, turned if spelling in entry.flags else not turned, "flag")
+            line.set(entry.name, (spelling in entry.flags) != entry.field.default, "flag")
         else:
-            line.set(entry.name, convert_words(entry.field, words), "flag")
+            line.set(entry.name, values.convert_words(entry, words), "flag")
     except ValueError as error:
         fix = "leave the value out" if entry.arity is Arity.SWITCH else "see --help for its values"
         line.problems.append(value_problem(entry, spelling, spelling, error, fix))
@@ -337,15 +315,15 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: list[str]
 
 def value_problem(entry: FlagEntry, flag: str, told: str, error: ValueError, fix: str) -> Problem:
     """What is wrong with a value. told: whose it is, in words. fix: where the value is not one of its kind."""
-    if isinstance(error, BoundsError):
+    if isinstance(error, values.BoundsError):
         return Problem(f"{error.rule}-{entry.name.replace('_', '-')}", (flag,), f"{told} {error}", error.fix)
     return Problem("value", (flag,), f"{told} {error}", fix)
 
 
-def _unknown_problems(words: Sequence[str], spelled: tuple[str, ...]) -> list[Problem]:
+def _unknown_problems(words: Sequence[str], own: tuple[str, ...]) -> list[Problem]:
     """Words that no flag took: unknown flags (their values belong to them) and strays."""
     problems: list[Problem] = []
-    known, stray, more = tuple(f for f in spelled if f.startswith("--")), True, 0
+    stray, more = True, 0
     for word in words:
         unknown = word.startswith("--") and len(word) > 2
         if not unknown and not stray:
@@ -354,12 +332,12 @@ def _unknown_problems(words: Sequence[str], spelled: tuple[str, ...]) -> list[Pr
         if len(problems) == MAX_GUESSES:
             more += 1
         elif unknown:
-            flag = shortened(word.partition("=")[0])
-            close = closest_flags(flag, known)
+            flag = values.shortened(word.partition("=")[0])
+            close = closest_flags(flag, own)
             fix = f"did you mean {', '.join(close)}?" if close else "see docs/flags.md for every known flag"
-            problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix, tuple(close)))
+            problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix, close))
         else:
-            told = f"{shown(word)} belongs to no flag"
+            told = f"{values.shown(word)} belongs to no flag"
             problems.append(Problem("stray-word", (), told, "put it behind its flag"))
     if more:
         told = f"{more} more words are unknown flags, or belong to none"

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig
@@ -115,12 +115,7 @@ class Config:
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its destination name, the user's own flags left out."""
-        return {name: value for _, name, value in self._walk()}
-
-    def _walk(self) -> Iterator[tuple[str, str, Any]]:
-        for group, group_cls in GROUPS.items():
-            for field in dataclasses.fields(group_cls):
-                yield group, field.name, getattr(getattr(self, group), field.name)
+        return {name: getattr(getattr(self, group), name) for name, (group, _) in FIELDS.items()}
 
     def replace(self, *, origin: str = "derived", **values: Any) -> Config:
         """A copy with some settings changed, named by destination, and with their origin."""
@@ -205,19 +200,18 @@ class Config:
     def batch_schedule(self) -> BatchSchedule:
         """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
         t = self.training
-        sizes: dict[str, int | None] = {
-            "--micro-batch-size": t.micro_batch_size,
-            "--global-batch-size": t.global_batch_size,
-        }
-        for flag, size in sizes.items():
-            if size is None or size < 1:
-                raise BatchScheduleError(f"{flag} {size}: must be at least 1")
         ramp = t.rampup_batch_size
+        for flag, size in (
+            ("--micro-batch-size", t.micro_batch_size),
+            ("--global-batch-size", t.global_batch_size),
+        ):
+            if not size or size < 1:
+                raise BatchScheduleError(f"{flag} {size}: must be at least 1")
         return BatchSchedule(
             micro_batch_size=t.micro_batch_size,
             data_parallel_size=self.data_parallel_size,
             target=t.global_batch_size,
-            rampup=(ramp[0], ramp[1], ramp[2]) if ramp is not None else None,
+            rampup=None if ramp is None else (ramp[0], ramp[1], ramp[2]),
             decrease_if_needed=t.decrease_batch_size_if_needed,
         )
 
@@ -268,23 +262,17 @@ class Config:
         asked = self.schedule_spec.residency
         assert asked is not None, "a budget without a residency"
         chosen = self.replace(data_parallel_sharding_strategy=asked.strategy)
-        chosen.__dict__["schedule_spec"] = (
-            self.schedule_spec
-        )  # with its reasons; it is not searched for once more
+        chosen.__dict__["schedule_spec"] = self.schedule_spec  # with its reasons; not searched for once more
         return chosen
 
     @property
     def model_costs(self) -> ModelCosts | None:
         """What costs are estimated from; None where the configuration is not complete, which rules tell."""
         model, batch, p = self.model, self.training.micro_batch_size, self.parallel
-        vocabulary, tp = model.padded_vocab_size, p.tensor_model_parallel_size
+        vocabulary, tp = model.padded_vocab_size or 0, p.tensor_model_parallel_size
         heads = (model.num_attention_heads, model.kv_channels, model.num_query_groups)
-        sizes = (model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length, tp)
-        if (
-            vocabulary is None
-            or batch is None
-            or any(n is None or n < 1 for n in (*sizes, vocabulary, batch))
-        ):
+        sizes = (model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length, tp, vocabulary, batch)
+        if any(size is None or size < 1 for size in sizes):
             return None
         on_gpus = p.distributed_backend == "nccl"
         return ModelCosts(model, vocabulary, batch, self.params_flag, tp, p.sequence_parallel, on_gpus)
@@ -306,15 +294,12 @@ class Config:
 
     def to_yaml(self) -> str:
         """YAML that `--yaml-cfg` reads back, each value's origin behind it as a comment."""
-        lines, current = [], ""
-        for group, name, value in self._walk():
-            if group != current:
-                lines.append(f"{group}:")
-                current = group
-            lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
-        if self.extra:
-            lines.append("extra:")
-            for name, value in sorted(self.extra.items()):
+        lines, sections = [], {group: dataclasses.asdict(getattr(self, group)) for group in GROUPS}
+        for group, values in (
+            sections | ({"extra": dict(sorted(self.extra.items()))} if self.extra else {})
+        ).items():
+            lines.append(f"{group}:")
+            for name, value in values.items():
                 lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
         return "\n".join(lines) + "\n"
 
@@ -337,12 +322,7 @@ def _scalar(value: Any) -> str:
     return json.dumps(str(value))
 
 
-def closest_names(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Known names that someone who wrote `name` may have meant, the nearest first; none where all are far."""
-    return difflib.get_close_matches(name, known, n=count, cutoff=CLOSE_ENOUGH)
-
-
 def describe_unknown(name: str) -> str:
     """An unknown setting with the closest known one."""
-    close = closest_names(name, FIELDS)
+    close = difflib.get_close_matches(name, FIELDS, n=1, cutoff=CLOSE_ENOUGH)
     return f"{name} (did you mean {close[0]}?)" if close else name

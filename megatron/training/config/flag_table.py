@@ -4,28 +4,32 @@
     accepted, no effect here     parsed and reported once, with why
     not supported                an error that says what to use, or which roadmap line will bring it
 
-A flag that is not supported may still be given with a value that asks for nothing (`--num-experts 0`). Fields can
-be limited too: `--tensor-model-parallel-size` exists, and only 1 of it is supported so far. A setting of a feature that
-is not supported has no effect where the feature is not asked for (`--moe-router-topk 2` without `--num-experts`).
+The latter two are rows of megatron_flags.csv, one a flag: its spellings, how many words follow (none, one, several),
+the verdict (no effect, refused), why or what to use (`roadmap: NAME` is a heading of docs/roadmap.md), the words with
+which a refused flag asks for nothing (`--num-experts 0`), and the features of which it is a setting: where none of them
+is asked for, it has no effect (`--moe-router-topk 2` without `--num-experts`). Rows about fields stand there too:
+`field` gives the only values that are supported (none: the field has no effect), `choices` the values of Megatron's
+that a field lacks. `tools/megatron_flags.py` compares the table with a release of Megatron.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import difflib
 import functools
+from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import arg_info, flag_names, value_type
-from megatron.training.config.config import FIELDS, closest_names
-from megatron.training.config.flag_lists import (
-    FIELD_LIMITS,
-    INERT,
-    INERT_FIELDS,
-    SETTINGS,
-    UNSUPPORTED,
-    FlagList,
-)
+from megatron.core.config_base import flag_names, value_type
+from megatron.core.safe_files import read_text
+from megatron.training.config.config import FIELDS
+
+CSV = Path(__file__).with_name("megatron_flags.csv")
+# difflib's likeness of two flags, the dashes included, from which on a guess helps, and how far behind the nearest.
+_CLOSE_ENOUGH, _AS_NEAR = 0.75, 0.1
 
 
 class FlagState(Enum):
@@ -50,8 +54,8 @@ class FlagEntry:
 
     name: destination name. flags: spellings, the documented one first; negations: spellings that set a
     boolean the other way. neutral: words with which a flag that is not supported asks for nothing. field:
-    group and field of an implemented or limited flag. allowed: the supported values of a limited field.
-    setting_of: flags without which it has no effect.
+    group and field of an implemented or limited flag. allowed: the supported values of a limited field, as text.
+    elsewhere: values of Megatron's that the field does not have. setting_of: flags without which it has no effect.
     """
 
     name: str
@@ -63,78 +67,85 @@ class FlagEntry:
     negations: tuple[str, ...] = ()
     group: str | None = None
     field: dataclasses.Field[Any] | None = None
-    allowed: tuple[Any, ...] | None = None
+    allowed: tuple[str, ...] | None = None
+    elsewhere: tuple[str, ...] = ()
+    elsewhere_why: str = ""
     setting_of: tuple[str, ...] = ()
 
     @property
     def spelling(self) -> str:
         return self.flags[0]
 
+    @property
+    def fix(self) -> str:
+        """What to do where it is refused."""
+        planned = self.why.removeprefix("roadmap: ")
+        if planned == self.why:
+            return self.why
+        return f"leave it out for now; planned, see docs/roadmap.md, {planned!r}"
+
     def asks_for_nothing(self, words: tuple[str, ...]) -> bool:
         """Whether these words after an unsupported flag switch nothing on."""
         return bool(words) and all(word in self.neutral for word in words)
 
 
+@functools.cache
+def _rows() -> dict[str, dict[str, list[str]]]:
+    """The file by what its rows are about (`field`, `choices`, or "" for flags that are no fields), then by flag."""
+    rows: dict[str, dict[str, list[str]]] = {"field": {}, "choices": {}, "": {}}
+    for row in list(csv.reader(read_text(CSV, max_bytes=1 << 20, follow=True).splitlines()))[1:]:
+        kind = rows.get(row[1], rows[""])
+        assert row[0] not in kind, f"{row[0]} stands twice in {CSV.name}"
+        kind[row[0]] = row
+    return rows
+
+
 def _field_entry(name: str) -> FlagEntry:
     group, field = FIELDS[name]
-    info = arg_info(field)
-    assert info is not None, f"field {name} is no flag"
-    kind = value_type(field.type)
+    kind, flags = value_type(field.type), flag_names(field)
     arity = Arity.MANY if kind.many else Arity.SWITCH if kind.kind is bool else Arity.ONE
-    state, why, allowed = FlagState.IMPLEMENTED, "", None
-    if name in FIELD_LIMITS:
-        allowed, why = FIELD_LIMITS[name]
-        # Where only values that ask for nothing are supported, the flag is not; choices are in part.
-        state = FlagState.IMPLEMENTED if kind.choices else FlagState.UNSUPPORTED
-    elif name in INERT_FIELDS:
-        state, why = FlagState.INERT, INERT_FIELDS[name]
-    flags = flag_names(field)
+    _, _, _, why, words, _ = _rows()["field"].get(flags[0], [""] * 6)
+    choices = _rows()["choices"].get(flags[0], [""] * 6)
+    state = FlagState.IMPLEMENTED
+    if why and not words:
+        state = FlagState.INERT
+    elif why and not kind.choices:
+        state = FlagState.UNSUPPORTED  # only what asks for nothing is supported; choices are in part
     if field.default is True:
         # Megatron's generated --no-x switches also answer to --disable-x.
         flags += tuple("--disable-" + f[5:] for f in flags if f.startswith("--no-"))
-    return FlagEntry(name, flags, state, why, arity, (), (), group, field, allowed)
+    return FlagEntry(
+        *(name, flags, state, why, arity),
+        group=group,
+        field=field,
+        allowed=tuple(words.split()) or None,
+        elsewhere=tuple(choices[4].split()),
+        elsewhere_why=choices[3],
+    )
 
 
-def _name(flag: str) -> str:
-    """The destination name of a flag that is no field."""
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _listed(lists: tuple[FlagList, ...], state: FlagState) -> dict[str, FlagEntry]:
-    entries = {}
-    for listed in lists:
-        for arity, text in (
-            (Arity.SWITCH, listed.switches),
-            (Arity.ONE, listed.values),
-            (Arity.MANY, listed.many),
-        ):
-            for word in text.split():
-                spelled, _, neutral = word.partition("=")
-                flags = tuple(spelled.split("/"))
-                name = _name(flags[0])
-                words = tuple(neutral.split("|")) if neutral else ()
-                assert name not in entries, f"flag {flags[0]} is listed twice"
-                entries[name] = FlagEntry(name, flags, state, listed.why, arity, words)
-    return entries
+def _listed() -> Iterator[FlagEntry]:
+    states = {"no effect": FlagState.INERT, "refused": FlagState.UNSUPPORTED}
+    for flags, value, verdict, why, words, features in _rows()[""].values():
+        spelled, of = tuple(flags.split()), tuple(features.split())
+        name = spelled[0].removeprefix("--").replace("-", "_")
+        neutral = tuple(words.split())
+        yield FlagEntry(name, spelled, states[verdict], why, Arity(value), neutral, setting_of=of)
 
 
 @functools.cache
 def flag_table() -> dict[str, FlagEntry]:
-    """Every known flag by destination name: fields in group order, then the listed ones."""
-    table = {name: _field_entry(name) for name in FIELDS}
-    listed = _listed(INERT, FlagState.INERT) | _listed(UNSUPPORTED, FlagState.UNSUPPORTED)
-    assert not set(listed) & set(table), f"fields that are also listed: {sorted(set(listed) & set(table))}"
-    for features, settings in SETTINGS.items():
-        of = tuple(features.split())
-        assert all(listed[_name(flag)].state is FlagState.UNSUPPORTED for flag in of), of
-        for name in map(_name, settings.split()):
-            listed[name] = dataclasses.replace(listed[name], setting_of=of)
-    table.update(listed)
+    """Every known flag by destination name: fields in group order, then the rows of the file."""
+    table = {name: _field_entry(name) for name in FIELDS} | {entry.name: entry for entry in _listed()}
+    assert len(table) == len(FIELDS) + len(_rows()[""]), "a field is also listed"
     spelled = {flag for entry in table.values() for flag in entry.flags}
     for name, entry in table.items():
-        if entry.field is not None and entry.arity is Arity.SWITCH:
-            negations = tuple(flag for flag in map(_negated, entry.flags[:1]) if flag not in spelled)
-            table[name] = dataclasses.replace(entry, negations=negations)
+        if (
+            entry.field is not None
+            and entry.arity is Arity.SWITCH
+            and _negated(entry.spelling) not in spelled
+        ):
+            table[name] = dataclasses.replace(entry, negations=(_negated(entry.spelling),))
     return table
 
 
@@ -152,59 +163,18 @@ def spellings() -> dict[str, FlagEntry]:
     return {flag: entry for entry in flag_table().values() for flag in entry.flags + entry.negations}
 
 
-@functools.cache
-def _documented() -> dict[str, FlagEntry]:
-    return {flag: entry for entry in flag_table().values() for flag in entry.flags}
-
-
 def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tuple[str, ...]:
-    """Known spellings nearest to an unknown one, the most likely first. `extra`: spellings beside the table.
+    """Known spellings nearest to an unknown one, the most likely first; those that are much further away than the
+    nearest, and far ones, are not offered.
 
-    One slip of the fingers is found through shared deletions; anything further away by likeness. Far guesses are not
-    offered.
+    extra: spellings beside the table. Of equally near ones, those that are implemented come first.
     """
-    known = _documented()
-    near = {other for cut in _deletions(flag) for other in _by_deletion().get(cut, ())}
-    slips = 1 if len(flag) < 8 else 2
-    near |= {other for other in extra if edit_distance(flag, other) <= slips}
-    # Compared without the dashes, which all flags share.
-    candidates = sorted(near) or [
-        f"--{name}" for name in closest_names(flag[2:], [other[2:] for other in (*known, *extra)], count=12)
-    ]
+    known = {spelled: entry for entry in flag_table().values() for spelled in entry.flags}
+    near = difflib.get_close_matches(flag, (*known, *extra), n=4 * count, cutoff=_CLOSE_ENOUGH)
+    alike = {spelled: difflib.SequenceMatcher(None, spelled, flag).ratio() for spelled in near}
 
-    def rank(candidate: str) -> tuple[int, bool, int]:
-        entry = known.get(candidate)
-        implemented = entry is None or entry.state is FlagState.IMPLEMENTED
-        return (edit_distance(flag, candidate), not implemented, candidates.index(candidate))
+    def rank(spelled: str) -> tuple[float, bool]:
+        return -alike[spelled], spelled in known and known[spelled].state is not FlagState.IMPLEMENTED
 
-    return tuple(sorted(candidates, key=rank)[:count])
-
-
-def _deletions(flag: str) -> set[str]:
-    """The flag, and the flag without each of its letters."""
-    return {flag} | {flag[:at] + flag[at + 1 :] for at in range(2, len(flag))}
-
-
-@functools.cache
-def _by_deletion() -> dict[str, list[str]]:
-    """Documented spellings by what is left when one letter is missing."""
-    index: dict[str, list[str]] = {}
-    for flag in _documented():
-        for cut in _deletions(flag):
-            index.setdefault(cut, []).append(flag)
-    return index
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours that turn `a` into `b`."""
-    before: list[int] = []
-    previous = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (x != y))
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                cost = min(cost, before[j - 2] + 1)
-            row.append(cost)
-        before, previous = previous, row
-    return previous[-1]
+    as_near = (spelled for spelled in near if alike[spelled] >= max(alike.values()) - _AS_NEAR)
+    return tuple(sorted(as_near, key=rank)[:count])

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import overload
 
 from megatron.core import available_memory
 from megatron.core.config_base import RANKS, THREADS
@@ -56,7 +57,7 @@ class LaunchEnv:
             local_rank=_integer(source, "LOCAL_RANK", 0) if launched else 0,
             local_world_size=_integer(source, "LOCAL_WORLD_SIZE", world_size) if launched else 1,
             master_addr=source.get("MASTER_ADDR", "localhost").strip(),
-            master_port=_optional_integer(source, "MASTER_PORT"),
+            master_port=_integer(source, "MASTER_PORT"),
             restart_count=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             use_libuv=source.get("USE_LIBUV", "1") == "1",
@@ -68,18 +69,14 @@ class LaunchEnv:
             slurm_job_id=source.get("SLURM_JOB_ID"),
             omp_num_threads=_omp_num_threads(source),
         )
-        env._check()
-        return env
-
-    def _check(self) -> None:
-        """Raises LaunchEnvError where numbers do not go together."""
-        if self.world_size > RANKS.most:
-            raise LaunchEnvError(f"WORLD_SIZE={self.world_size}: at most {RANKS.most} ranks are possible")
-        if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
+        if env.world_size > RANKS.most:
+            raise LaunchEnvError(f"WORLD_SIZE={env.world_size}: at most {RANKS.most} ranks are possible")
+        if not 0 <= env.rank < env.world_size or not 0 <= env.local_rank < env.local_world_size:
             raise LaunchEnvError(
-                f"RANK={self.rank} of WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of "
-                f"LOCAL_WORLD_SIZE={self.local_world_size}: start the processes with torchrun"
+                f"RANK={env.rank} of WORLD_SIZE={env.world_size}, LOCAL_RANK={env.local_rank} of "
+                f"LOCAL_WORLD_SIZE={env.local_world_size}: start the processes with torchrun"
             )
+        return env
 
     def check_meeting_place(self) -> None:
         """Raises LaunchEnvError where MASTER_ADDR and MASTER_PORT cannot name one, and there is somebody to meet."""
@@ -97,9 +94,8 @@ class LaunchEnv:
     def threads_of_user(self) -> int | None:
         """What the user says in OMP_NUM_THREADS. None where nothing is said, and where torchrun says 1: it does so
         unasked for more than one rank a machine, and a user's 1 cannot be told from that."""
-        if self.run_id is not None and self.local_world_size > 1 and self.omp_num_threads == 1:
-            return None
-        return self.omp_num_threads
+        unasked = self.run_id is not None and self.local_world_size > 1 and self.omp_num_threads == 1
+        return None if unasked else self.omp_num_threads
 
     @staticmethod
     def memory_bytes() -> int:
@@ -121,7 +117,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _required(source: Mapping[str, str], name: str) -> int:
-    value = _optional_integer(source, name)
+    value = _integer(source, name)
     if value is None:
         raise LaunchEnvError(
             f"{name} is not set, or empty: a launcher sets RANK and WORLD_SIZE together; start the processes with "
@@ -133,26 +129,22 @@ def _required(source: Mapping[str, str], name: str) -> int:
 def _omp_num_threads(source: Mapping[str, str]) -> int | None:
     """OpenMP's variable may be a list, a number for each level of nesting: the first one counts."""
     text = source.get("OMP_NUM_THREADS", "").strip()
-    if not text:
-        return None
     first = text.partition(",")[0].strip()
-    if not first.isdecimal() or len(first) > 4 or not THREADS.hold(int(first)):
+    if text and (not first.isdecimal() or len(first) > 4 or not THREADS.hold(int(first))):
         raise LaunchEnvError(f"OMP_NUM_THREADS={text!r}: expected a number of threads, 1 to {THREADS.most}")
-    return int(first)
+    return int(first) if text else None
 
 
-def _integer(source: Mapping[str, str], name: str, default: int) -> int:
-    value = _optional_integer(source, name)
-    return default if value is None else value
-
-
-def _optional_integer(source: Mapping[str, str], name: str) -> int | None:
+@overload
+def _integer(source: Mapping[str, str], name: str, default: int) -> int: ...
+@overload
+def _integer(source: Mapping[str, str], name: str) -> int | None: ...
+def _integer(source: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    """A variable that may be missing, or empty. Raises LaunchEnvError."""
     text = source.get(name, "").strip()
-    if not text:
-        return None
     try:
         if len(text) > _MAX_DIGITS:
             raise ValueError
-        return int(text)
+        return int(text) if text else default
     except ValueError:
         raise LaunchEnvError(f"environment variable {name}={text[:_MAX_DIGITS]!r} is no integer") from None

@@ -12,45 +12,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.asked_schedules import asked_schedules
+from megatron.core.distributed.sharding import grads_are_cut, main_grads_dtype, weights_are_cut
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.transport.rank_grid import RankGridError
+from megatron.core.transport.rank_groups import check_instances
 from megatron.training.config import no_effect
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
-from megatron.training.config.resolve_sharding import resolve_sharding
-from megatron.training.config.rule_table import differs
+from megatron.training.config.rule_table import differs, spelled
 from megatron.training.config.state_bytes import SPEEDS
-from megatron.training.config.values import convert_loaded
 
-# Vocabulary of the built-in byte tokenizer: 256 bytes and the end of a document.
-BYTE_VOCABULARY = 257
-
+BYTE_VOCABULARY = 257  # of the built-in byte tokenizer: 256 bytes and the end of a document
 # Each names text that a tokenizer has written. Mock data and a provider of the user's own only have ids.
 CORPORA = (
-    "data_path",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
+    *("data_path", "data_args_path", "per_split_data_args_path"),
+    *("train_data_path", "valid_data_path", "test_data_path"),
 )
-# What --use-checkpoint-args takes from a checkpoint: the model's shape and its tokenizer.
-_SHAPE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
-    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent "
-    "rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
-    "untie_embeddings_and_output_weights make_vocab_size_divisible_by padded_vocab_size normalization "
-    "norm_epsilon apply_layernorm_1p qk_layernorm swiglu geglu geglu_tanh embedding_multiplier "
-    "add_attention_output_bias quick_geglu squared_relu openai_gelu add_bias_linear add_qkv_bias "
-    "apply_query_key_layer_scaling tokenizer_type tokenizer_model vocab_file merge_file vocab_size "
-    "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
-)
-CHECKPOINT_FIELDS = tuple(_SHAPE.split())
-# Of these, what a flag may still change: training on longer or shorter sequences is legal.
-_FLAG_WINS = ("seq_length", "tokenizer_model", "vocab_file", "merge_file")
+_STRATEGY, _OUTER = "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"
+_INSTANCES = "num_distributed_optimizer_instances"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +45,6 @@ class Machine:
     rank_memory_bytes: int | None = None
 
 
-def apply_checkpoint_args(
-    values: Mapping[str, Any], origin: Mapping[str, str], saved: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings.
-
-    Raises ValueError for a saved value that is none.
-    """
-    values, origin, warnings = dict(values), dict(origin), []
-    for name in CHECKPOINT_FIELDS:
-        if name not in saved or (name in _FLAG_WINS and name in values):
-            continue
-        try:
-            value = convert_loaded(FIELDS[name][1], saved[name])
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
-        if name in values and values[name] != value:
-            warnings.append(
-                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {values[name]}"
-            )
-        values[name], origin[name] = value, "checkpoint"
-    return values, origin, warnings
-
-
 def resolve(
     values: Mapping[str, Any],
     origin: Mapping[str, str],
@@ -95,18 +54,15 @@ def resolve(
     warnings: tuple[str, ...] = (),
 ) -> Config:
     """Fill everything that follows from other values. Never fails: what makes no sense is left for the rules."""
-    resolver = _Resolver(values, origin, machine, warnings)
-    resolver.run()
+    r = _Resolver(values, origin, machine, warnings)
     return Config.from_flat(
-        resolver.values,
-        extra=extra,
-        origin=resolver.origin,
-        warnings=tuple(resolver.warnings),
-        notes=tuple(resolver.notes),
+        r.values, extra=extra, origin=r.origin, warnings=tuple(r.warnings), notes=tuple(r.notes)
     )
 
 
 class _Resolver:
+    """Values by destination name with their origins, and what is told; each method looks at one subject."""
+
     def __init__(
         self,
         values: Mapping[str, Any],
@@ -120,20 +76,18 @@ class _Resolver:
         self.machine = machine
         self.warnings = list(warnings)
         self.notes: list[str] = []
-
-    def run(self) -> None:
-        self.ranks()
-        self.memory()
-        self.model()
-        self.pipeline()
-        self.precision()
-        resolve_sharding(self)
-        self.batch_and_length()
-        self.evaluation_only()
-        self.schedules()
-        self.ramp_and_schedule()
-        self.tokenizer_and_data()
-        self.files_and_logs()
+        for subject in (self.ranks, self.memory, self.model, self.pipeline, self.precision):
+            subject()
+        for subject in (self.strategy, self.instances, self.overlap, self.dtypes, self.fsdp_without_effect):
+            subject()
+        for subject in (
+            self.length,
+            self.rate_schedules,
+            self.ramp,
+            self.tokenizer_and_data,
+            self.files_and_logs,
+        ):
+            subject()
         self.without_effect()
 
     def given(self, name: str) -> bool:
@@ -148,24 +102,25 @@ class _Resolver:
         if self.values[name] is None and value is not None:
             self.derive(name, value, origin)
 
+    def told(self, name: str) -> str:
+        return f"{spelled(name)} {self.values[name]}"
+
     def ranks(self) -> None:
         v = self.values
         self.fill("world_size", self.machine.world_size, "launcher")
         self.fill("expert_tensor_parallel_size", v["tensor_model_parallel_size"])
-        backend = "nccl" if self.machine.has_gpu else "gloo"
         if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
             self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
-            self.derive("distributed_backend", backend)
-        self.fill("distributed_backend", backend)
+            self.derive("distributed_backend", "gloo")
+        self.fill("distributed_backend", "nccl" if self.machine.has_gpu else "gloo")
 
     def memory(self) -> None:
         """What --rank-memory-limit needs beside it. On GPUs `auto` is known once there is a device."""
-        v = self.values
+        v, memory = self.values, self.machine.rank_memory_bytes
         if v["rank_memory_limit"] is None:
             return
-        on_gpus = v["distributed_backend"] == "nccl"
-        if v["rank_memory_limit"] == "auto" and not on_gpus and self.machine.rank_memory_bytes is not None:
-            self.derive("rank_memory_limit", self.machine.rank_memory_bytes)
+        if v["rank_memory_limit"] == "auto" and v["distributed_backend"] != "nccl" and memory is not None:
+            self.derive("rank_memory_limit", memory)
         tflops, gb_per_s = SPEEDS[v["distributed_backend"]]
         self.fill("achieved_tflops", tflops)
         self.fill("dp_bandwidth_gb_per_s", gb_per_s)
@@ -181,16 +136,12 @@ class _Resolver:
             self.fill("recompute_granularity", "selective")
         if v["apply_query_key_layer_scaling"]:
             self.derive("attention_softmax_in_fp32", True)
-        ungrouped = (1, v["num_attention_heads"])
-        if not v["group_query_attention"] and v["num_query_groups"] not in ungrouped:
+        if not v["group_query_attention"] and v["num_query_groups"] not in (1, v["num_attention_heads"]):
             self.warnings.append("--num-query-groups has no effect without --group-query-attention")
-        model = Config.from_flat({**v, "check_config": False}).model
-        try:
-            resolved = model.resolved()
-        except (ValueError, ZeroDivisionError, TypeError):
-            return
-        for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
-            self.derive(name, getattr(resolved, name))
+        with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):  # rules tell
+            resolved = Config.from_flat(v).model.resolved()
+            for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+                self.derive(name, getattr(resolved, name))
 
     def pipeline(self) -> None:
         """The schedule follows from its flags or the number of chunks, the size of microbatch groups from both."""
@@ -200,19 +151,15 @@ class _Resolver:
         if v["num_layers"] is None or v["pipeline_schedule_file"] is not None:
             return  # a rule tells; the plan has a schedule and stages of its own
         asked = list(asked_schedules(Config.from_flat(v).parallel).values())
-        if asked:
-            self.fill("pipeline_schedule", asked[0])
-        elif v["rank_memory_limit"] is not None:
-            self.fill("pipeline_schedule", AUTO)
+        if asked or v["rank_memory_limit"] is not None:
+            self.fill("pipeline_schedule", asked[0] if asked else AUTO)
         parallel = Config.from_flat(v).parallel
-        try:
+        with contextlib.suppress(StageLayersError):  # a rule tells
             stages = stages_of(parallel, v["num_layers"], v["pipeline_schedule"])
-        except StageLayersError:
-            return  # a rule tells
-        interleaved = len(stages) > parallel.pipeline_model_parallel_size
-        self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
-        if interleaved and v["pipeline_schedule"] == "interleaved":
-            self.fill("microbatch_group_size_per_vp_stage", parallel.pipeline_model_parallel_size)
+            interleaved = len(stages) > parallel.pipeline_model_parallel_size
+            self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
+            if interleaved and v["pipeline_schedule"] == "interleaved":
+                self.fill("microbatch_group_size_per_vp_stage", parallel.pipeline_model_parallel_size)
 
     def precision(self) -> None:
         v = self.values
@@ -224,25 +171,91 @@ class _Resolver:
         if v["rerun_mode"] == "validate_results" and not self.given("nan_policy"):
             self.derive("nan_policy", "rerun-once")
 
-    def batch_and_length(self) -> None:
+    def strategy(self) -> None:
+        """The row of the sharding table; rules tell where it stands alone."""
+        v = self.values
+        if not self.given(_STRATEGY) and (v["use_custom_fsdp"] or v["use_distributed_optimizer"]):
+            self.derive(_STRATEGY, "optim_grads_params" if v["use_custom_fsdp"] else "optim")
+        if v["enable_full_sharding_in_hsdp"] and not self.given(_OUTER):
+            self.derive(_OUTER, "optim")
+        if v[_OUTER] != "no_shard" and v[_INSTANCES] == 1 and weights_are_cut(v[_STRATEGY]):
+            flag = f"{spelled(_OUTER)} optim" if self.given(_OUTER) else "--enable-full-sharding-in-hsdp"
+            self.warnings.append(f"{flag} has no effect at --num-distributed-optimizer-instances 1")
+            self.derive(_OUTER, "no_shard")
+
+    def instances(self) -> None:
+        """Without anything sharded there is one instance: all ranks hold all."""
+        v = self.values
+        if v[_INSTANCES] <= 1 or v[_STRATEGY] != "no_shard" or v["use_custom_fsdp"]:
+            return
+        with contextlib.suppress(RankGridError):  # a rule tells
+            check_instances(Config.from_flat(v).grid(), v[_INSTANCES])
+            self.warnings.append(
+                f"{self.told(_INSTANCES)} has no effect without --use-distributed-optimizer or --use-custom-fsdp: no "
+                "optimizer state is sharded"
+            )
+            self.derive(_INSTANCES, 1)
+
+    def overlap(self) -> None:
+        v = self.values
+        if grads_are_cut(v[_STRATEGY]):
+            for name in ("overlap_grad_reduce", "overlap_param_gather"):
+                if self.given(name) and not v[name]:
+                    self.warnings.append(f"{spelled(name)} is always on with {self.told(_STRATEGY)}")
+                self.derive(name, True)
+        elif v["overlap_param_gather"] and v[_STRATEGY] == "no_shard":
+            self.warnings.append(
+                "--overlap-param-gather has no effect without a sharded optimizer: every rank updates all weights"
+            )
+            self.derive("overlap_param_gather", False)
+
+    def dtypes(self) -> None:
+        """A unit that reduces once a step accumulates what has not travelled yet, in the dtype of the wire."""
+        v = self.values
+        if v["fp64"] and not self.given("megatron_fsdp_main_params_dtype"):
+            self.derive("megatron_fsdp_main_params_dtype", "auto")
+        wire, policy = v["megatron_fsdp_grad_comm_dtype"], v["fsdp_reshard_policy"]
+        if (
+            wire not in ("bf16", "fp16")
+            or policy not in ("step", "budget")
+            or not grads_are_cut(v[_STRATEGY])
+        ):
+            return
+        config = Config.from_flat(v)
+        accumulated = main_grads_dtype(config.params_flag, config.ddp)
+        if wire != accumulated:
+            self.warnings.append(
+                f"{self.told('megatron_fsdp_grad_comm_dtype')} with --fsdp-reshard-policy {policy}: units that reduce "
+                f"once a step add their microbatches in {wire}, not in {accumulated}"
+            )
+
+    def fsdp_without_effect(self) -> None:
+        """What has no effect, but for the flags of gathers and reductions: these are refused by rules."""
+        v = self.values
+        if not v["use_custom_fsdp"]:
+            rows = [("fsdp_unit_modules fsdp_debug", "without --use-custom-fsdp")]
+        else:
+            rows = [("ddp_bucket_size ddp_num_buckets", "with --use-custom-fsdp: each unit is a bucket")]
+            if not grads_are_cut(v[_STRATEGY]):
+                rows.append(("fsdp_debug", f"with {self.told(_STRATEGY)}: weights and gradients stay whole"))
+        for names, why in rows:
+            idle = (name for name in names.split() if differs(name, v[name]))
+            self.warnings += [f"{spelled(name)} has no effect {why}" for name in idle]
+
+    def length(self) -> None:
+        """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""
         v = self.values
         with contextlib.suppress(RankGridError):  # a rule tells
             if v["micro_batch_size"] is not None:
-                replicas = Config.from_flat(v).data_parallel_size
-                self.fill("global_batch_size", v["micro_batch_size"] * replicas)
+                self.fill("global_batch_size", v["micro_batch_size"] * Config.from_flat(v).data_parallel_size)
+        if v["skip_train"]:
+            if v["train_samples"] is None:
+                self.fill("train_iters", 0)
+            self.fill("lr", 0.0)
+            self.derive("no_load_optim", True)
+            self.derive("no_load_rng", True)
 
-    def evaluation_only(self) -> None:
-        """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""
-        v = self.values
-        if not v["skip_train"]:
-            return
-        if v["train_samples"] is None:
-            self.fill("train_iters", 0)
-        self.fill("lr", 0.0)
-        self.derive("no_load_optim", True)
-        self.derive("no_load_rng", True)
-
-    def schedules(self) -> None:
+    def rate_schedules(self) -> None:
         v = self.values
         if v["train_samples"] is not None:
             self.fill("lr_decay_samples", v["train_samples"])
@@ -253,7 +266,7 @@ class _Resolver:
         if v["decoupled_lr"] is not None:
             self.fill("decoupled_min_lr", v["min_lr"])
 
-    def ramp_and_schedule(self) -> None:
+    def ramp(self) -> None:
         """Say so when a ramp keeps a run that is counted in iterations from the end of its schedule."""
         v = self.values
         flat = v["lr_decay_style"] == "constant" and v["weight_decay_incr_style"] == "constant"
@@ -265,32 +278,27 @@ class _Resolver:
         batches = config.batch_schedule_or_none()
         if batches is None:
             return  # a rule tells
-        run = batches.samples_of(v["train_iters"])
+        run, batch = batches.samples_of(v["train_iters"]), v["global_batch_size"]
         lengths = schedule_lengths(
-            config.optimizer,
-            train_iters=v["train_iters"],
-            train_samples=None,
-            global_batch_size=v["global_batch_size"],
+            config.optimizer, train_iters=v["train_iters"], train_samples=None, global_batch_size=batch
         )
-        schedule = lengths.decay_samples
-        if v["weight_decay_incr_style"] != "constant":
-            schedule = max(schedule, lengths.total_samples)
+        constant = v["weight_decay_incr_style"] == "constant"
+        schedule = lengths.decay_samples if constant else max(lengths.decay_samples, lengths.total_samples)
         if run < schedule:
             self.warnings.append(
-                f"--train-iters with --rampup-batch-size: the schedules count every iteration as a full batch, "
+                "--train-iters with --rampup-batch-size: the schedules count every iteration as a full batch, "
                 f"{schedule} samples, but the run trains on {run}: they do not reach their end; give --train-samples "
                 "and --lr-decay-samples, or a smaller --lr-decay-iters"
             )
 
     def tokenizer_and_data(self) -> None:
         v = self.values
-        if v["tokenizer_type"] is None:
-            if v["vocab_file"] is not None and v["merge_file"] is not None:
-                self.derive("tokenizer_type", "GPT2BPETokenizer")
-            elif v["vocab_size"] is not None and not any(v[name] for name in CORPORA):
-                self.derive("tokenizer_type", "NullTokenizer")
-            elif v["mock_data"] and not (v["tokenizer_model"] or v["vocab_file"] or v["merge_file"]):
-                self.derive("tokenizer_type", "ByteTokenizer")
+        if v["vocab_file"] is not None and v["merge_file"] is not None:
+            self.fill("tokenizer_type", "GPT2BPETokenizer")
+        elif v["vocab_size"] is not None and not any(v[name] for name in CORPORA):
+            self.fill("tokenizer_type", "NullTokenizer")
+        elif v["mock_data"] and not (v["tokenizer_model"] or v["vocab_file"] or v["merge_file"]):
+            self.fill("tokenizer_type", "ByteTokenizer")
         vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
         multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
         if vocabulary is not None and multiple > 0 and tensor_ranks > 0:
@@ -305,10 +313,9 @@ class _Resolver:
             self.notes.append(
                 "--ckpt-format torch_dist: checkpoints are written in this project's own format, under that name"
             )
-        if v["ckpt_format"] != "torch_dist" and v["ckpt_format"] in ("torch", "torch_dcp", "fsdp_dtensor"):
-            self.warnings.append(
-                f"--ckpt-format {v['ckpt_format']}: there is one format, ours, under the name torch_dist"
-            )
+        if v["ckpt_format"] in ("torch", "torch_dcp", "fsdp_dtensor"):
+            told = f"{self.told('ckpt_format')}: there is one format, ours, under the name torch_dist"
+            self.warnings.append(told)
             self.derive("ckpt_format", "torch_dist")
         if v["save"] is not None:  # else in the run's own folder, which has no name yet
             self.fill("metrics_file", os.path.join(v["save"], "metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""What a rule is and what it may look at (floor 0)."""
+"""What a rule may look at (floor 0)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.training.config.launch_env import LaunchEnv
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """Everything a rule may look at.
+    """Everything a rule may look at. Settings are attributes, by destination name: `c.seq_length`.
 
     check_only: under --check-config, files need not exist and packages need not be installed.
     needs_data: the caller reads the corpus that the flags name (a user's own provider may not). needs_tokenizer: it
@@ -31,54 +31,51 @@ class RuleContext:
     needs_tokenizer: bool = True
     memory_bytes: float = math.inf
 
-    def value(self, name: str) -> Any:
-        """A setting by destination name."""
+    def __getattr__(self, name: str) -> Any:
+        if name not in FIELDS:
+            raise AttributeError(name)
         return getattr(getattr(self.config, FIELDS[name][0]), name)
 
     def given(self, name: str) -> bool:
         return self.config.given(name)
 
+    def known(self, *names: str) -> bool:
+        """Whether all of these have values."""
+        return all(getattr(self, name) is not None for name in names)
+
     def differing(self, names: Iterable[str]) -> list[str]:
         """Those of the settings that are not at their defaults."""
-        return [name for name in names if differs(name, self.value(name))]
+        return [name for name in names if differs(name, getattr(self, name))]
 
     def undivided(self, whole: str, part: str) -> str | None:
         """That one size is no multiple of another; sizes that make no sense have rules of their own."""
-        size, by = self.value(whole), self.value(part)
+        size, by = getattr(self, whole), getattr(self, part)
         if not size or not by or by < 1 or size % by == 0:
             return None
         return f"{self.told(whole)} is not divisible by {self.told(part)}"
 
     def told(self, name: str) -> str:
         """The flag of a setting, and its value."""
-        return f"{spelled(name)} {self.value(name)}"
+        return f"{spelled(name)} {getattr(self, name)}"
 
 
-Predicate = Callable[[RuleContext], str | None]
+# Of a configuration that breaks a rule: what is wrong, or True where the table has the words. Else False or None.
+Predicate = Callable[[RuleContext], bool | str | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """A predicate that returns what is wrong, the flags concerned, and what to do about it."""
+def refusal(make: Callable[[], object], *errors: type[Exception]) -> str | None:
+    """What one of these errors says of the attempt; None where there is none."""
+    try:
+        make()
+    except errors as error:
+        return str(error)
+    return None
 
-    id: str
-    flags: tuple[str, ...]
-    fix: str
-    broken: Predicate
 
-
-class RuleTable(list[Rule]):
-    """Rules in the order in which they are told."""
-
-    def rule(self, id: str, flags: str, fix: str) -> Callable[[Predicate], Predicate]:
-        """Add the decorated predicate. `flags` are separated by spaces."""
-
-        def add(predicate: Predicate) -> Predicate:
-            assert all(known.id != id for known in self), f"rule {id} twice"
-            self.append(Rule(id, tuple(flags.split()), fix, predicate))
-            return predicate
-
-        return add
+def exclusive(flags: Iterable[str]) -> str | None:
+    """That several of these were given; of one or none nothing."""
+    told = list(flags)
+    return f"{' and '.join(told)} exclude each other" if len(told) > 1 else None
 
 
 def spelled(name: str) -> str:

@@ -1,4 +1,4 @@
-"""How large the states of a run are, by its flags, and what one limit in bytes is chosen under: before a model is built
+"""What states of a run take by its flags, before a model is built, and what one limit in bytes is chosen under
 (floor 0)."""
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def rank_budget(
     asked = ddp.data_parallel_sharding_strategy
     copies = parallel.enable_optimizer_post_validation and parallel.post_validation_rollback == "snapshot"
     ranks, rows = parallel.pipeline_model_parallel_size, []
-    strategies = _TO_CHOOSE if asked == "auto" else (asked,)
-    for strategy in strategies:
+    for strategy in _TO_CHOOSE if asked == "auto" else (asked,):
         config = dataclasses.replace(ddp, data_parallel_sharding_strategy=strategy)
         outer = ddp.outer_dp_sharding_strategy if strategy == "optim_grads_params" else "no_shard"
         row = sharding_of(strategy, outer)

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config_base import ValueType, arg_info, bounds_of, value_type
+from megatron.core.config_base import arg_info, bounds_of, value_type
 from megatron.core.list_expression import parse_list_expression, parse_pair
-from megatron.training.config.flag_lists import KNOWN_CHOICES
+from megatron.training.config.flag_table import FlagEntry
 
 MAX_WORDS = 1 << 14  # after one flag; longer lists of corpora belong into a file (--data-args-path)
 MAX_WORD_BYTES = 4096  # of a path, where the system ends
@@ -35,13 +35,16 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
+def listed(words: Sequence[str]) -> str:
+    """Words as messages show them; of many their number."""
+    return " ".join(words) if sum(map(len, words)) <= _MAX_SHOWN and words else f"{len(words) or 'none'}"
+
+
 def check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
     """Raises BoundsError for a number, or one of several, that is out of its field's bounds."""
     bounds = bounds_of(field)
-    if bounds is None:
-        return
     for number in value if isinstance(value, tuple) else (value,):
-        if number is None or isinstance(number, str) or bounds.hold(number):
+        if bounds is None or number is None or isinstance(number, str) or bounds.hold(number):
             continue
         rule, told, fix = "range", f"at least {bounds.least}", f"give {bounds.least} or more"
         if bounds.below:
@@ -51,11 +54,12 @@ def check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
         raise BoundsError(rule, f"{shown(value)}: must be {told}", fix)
 
 
-def convert_words(field: dataclasses.Field[Any], words: list[str]) -> Any:
-    """The value that the words after a flag spell. Raises ValueError saying what was expected."""
-    info, kind = arg_info(field), value_type(field.type)
-    assert info is not None, f"field {field.name} is no flag"
-    assert kind.kind is not bool, f"field {field.name} takes no words"
+def convert_words(entry: FlagEntry, words: Sequence[str]) -> Any:
+    """The value of a field that the words after its flag spell. Raises ValueError saying what was expected."""
+    assert entry.field is not None, f"{entry.spelling} is no field"
+    info, kind = arg_info(entry.field), value_type(entry.field.type)
+    assert info is not None, f"field {entry.name} is no flag"
+    assert kind.kind is not bool, f"field {entry.name} takes no words"
     if not kind.many and len(words) != 1:
         raise ValueError(f"expects one value, got {listed(words)}")
     if kind.many and not words:
@@ -63,17 +67,10 @@ def convert_words(field: dataclasses.Field[Any], words: list[str]) -> Any:
     if isinstance(info.nargs, int) and len(words) != info.nargs:
         raise ValueError(f"expects {info.nargs} values, got {listed(words)}")
     check_words(words)
-    values = tuple(
-        info.parse(word) if info.parse is not None else _word(field.name, kind, word) for word in words
-    )
+    values = tuple(info.parse(word) if info.parse is not None else _value(entry, word) for word in words)
     value = values if kind.many else values[0]
-    check_bounds(field, value)
+    check_bounds(entry.field, value)
     return value
-
-
-def listed(words: Sequence[str]) -> str:
-    """Words as messages show them; of many their number."""
-    return " ".join(words) if sum(map(len, words)) <= _MAX_SHOWN and words else f"{len(words) or 'none'}"
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -91,38 +88,35 @@ def check_words(words: Sequence[str]) -> None:
             raise ValueError(f"expects at most {MAX_WORD_BYTES} bytes, got {length}: {shown(word)}")
 
 
-def _word(name: str, kind: ValueType, word: str) -> Any:
+def _value(entry: FlagEntry, word: str) -> Any:
+    """What one word says of a field without a parser of its own."""
+    assert entry.field is not None
+    kind = value_type(entry.field.type)
     if kind.choices:
-        return _choice(name, kind.choices, word)
-    if kind.kind is int:
-        try:
-            return int(word)
-        except ValueError:
-            raise ValueError(f"expects an integer, got {shown(word)}") from None
-    if kind.kind is float:
-        try:
-            number = float(word)
-        except ValueError:
-            raise ValueError(f"expects a number, got {shown(word)}") from None
-        if not math.isfinite(number):
-            raise ValueError(f"expects a finite number, got {shown(word)}")
-        return number
-    if not word:
-        raise ValueError("expects a text, got an empty one; leave the flag out")
-    return word
-
-
-def _choice(name: str, choices: tuple[str, ...], word: str) -> str:
-    if word in choices:
+        if word in kind.choices:
+            return word
+        if word in entry.elsewhere:
+            supported = ", ".join(kind.choices)
+            raise ValueError(f"{word} is not supported ({entry.elsewhere_why}); supported: {supported}")
+        raise ValueError(f"expects one of {', '.join(kind.choices)}, got {shown(word)}")
+    if kind.kind is str:
+        if not word:
+            raise ValueError("expects a text, got an empty one; leave the flag out")
         return word
-    elsewhere = KNOWN_CHOICES.get(name, {}).get(word)
-    if elsewhere is not None:
-        raise ValueError(f"{word} is not supported ({elsewhere}); supported: {', '.join(choices)}")
-    raise ValueError(f"expects one of {', '.join(choices)}, got {shown(word)}")
+    try:
+        number = kind.kind(word)
+    except ValueError:
+        expected = "an integer" if kind.kind is int else "a number"
+        raise ValueError(f"expects {expected}, got {shown(word)}") from None
+    if kind.kind is float and not math.isfinite(number):
+        raise ValueError(f"expects a finite number, got {shown(word)}")
+    return number
 
 
-def convert_loaded(field: dataclasses.Field[Any], value: Any) -> Any:
+def convert_loaded(entry: FlagEntry, value: Any) -> Any:
     """A value read from a file: typed already, or a word as on the command line. Raises ValueError."""
+    field = entry.field
+    assert field is not None, f"{entry.spelling} is no field"
     kind = value_type(field.type)
     if value is None:
         return field.default
@@ -141,10 +135,10 @@ def convert_loaded(field: dataclasses.Field[Any], value: Any) -> Any:
         if isinstance(item, int) and item.bit_length() > _MAX_BITS:  # Python might not even print it
             raise ValueError(f"expects a number of at most {_MAX_BITS} bits, got one of {item.bit_length()}")
     words = [str(item) for item in items]
-    return convert_words(field, words[0].split() if kind.many and items is not value else words)
+    return convert_words(entry, words[0].split() if kind.many and items is not value else words)
 
 
-def check_shape(name: str, words: list[str]) -> None:
+def check_shape(name: str, words: Sequence[str]) -> None:
     """Values of flags that are known but not fields, where their shape can be wrong. Raises ValueError."""
     if name in ("moe_layer_freq", "no_rope_freq", "linear_attention_freq") and words:
         parse_list_expression(words[0])

@@ -7,10 +7,11 @@ that an alias repeats count each time.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import Any
 
 from megatron.core.safe_files import read_text
-from megatron.training.config.config import FIELDS, GROUPS, MAX_GUESSES, closest_names
+from megatron.training.config.config import CLOSE_ENOUGH, FIELDS, GROUPS, MAX_GUESSES
 from megatron.training.config.problems import Problem
 from megatron.training.config.values import shortened
 
@@ -31,17 +32,16 @@ class YamlSetting:
 
 def read_yaml(path: str, known: frozenset[str]) -> tuple[list[YamlSetting], list[Problem]]:
     """Settings of a file, and what is wrong with it. `known` holds names beside the fields (user flags, the table)."""
+    reader = _Reader(path, known)
     try:
         text = read_text(path, max_bytes=MAX_BYTES, follow=True)
     except OSError as error:
-        return [], [_problem(path, f"cannot be read: {error.strerror}", "name an existing YAML file")]
+        reader.tell(path, f"cannot be read: {error.strerror}", "name an existing YAML file")
     except ValueError as error:  # no text, or a NUL byte in the name
-        return [], [Problem("yaml", ("--yaml-cfg",), str(error), "name a YAML file")]
-    return _Reader(path, known).read(text)
-
-
-def _problem(where: str, message: str, fix: str) -> Problem:
-    return Problem("yaml", ("--yaml-cfg",), f"{where} {message}", fix)
+        reader.problems.append(Problem("yaml", ("--yaml-cfg",), str(error), "name a YAML file"))
+    else:
+        reader.read(text)
+    return reader.settings, reader.problems
 
 
 class _Reader:
@@ -51,31 +51,35 @@ class _Reader:
         self.problems: list[Problem] = []
         self.num_values = self.num_unknown = 0
 
-    def read(self, text: str) -> tuple[list[YamlSetting], list[Problem]]:
+    def tell(self, where: str, message: str, fix: str) -> None:
+        self.problems.append(Problem("yaml", ("--yaml-cfg",), f"{where} {message}", fix))
+
+    def read(self, text: str) -> None:
+        """All settings; none, and one problem, of a text that is no YAML, or no settings."""
         import yaml  # late: half of the start-up time, and only needed here
 
+        where, why, fix = self.path, None, "write settings only, as --check-config prints them"
         try:
             # A composed document carries line numbers and builds nothing; only plain scalars and lists are
             # constructed.
             root = yaml.compose(text, Loader=_bounded_loader(yaml))
-            if root is None:
-                return [], []
-            if not isinstance(root, yaml.MappingNode):
-                return [], [
-                    _problem(self.path, "holds no mapping of settings", "write lines such as num_layers: 12")
-                ]
-            self._mapping(yaml, root, group=None)
+            if isinstance(root, yaml.MappingNode):
+                self._mapping(yaml, root, group=None)
+            elif root is not None:
+                why, fix = "holds no mapping of settings", "write lines such as num_layers: 12"
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f"{self.path}:{mark.line + 1}" if mark is not None else self.path
-            why = getattr(error, "problem", None) or "cannot be parsed"
-            return [], [_problem(where, f"is no valid YAML: {why}", "mend this line")]
+            why = f"is no valid YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}"
+            fix = "mend this line"
         except ValueError as error:
-            return [], [_problem(self.path, str(error), "write settings only, as --check-config prints them")]
-        if self.num_unknown > MAX_GUESSES:
+            why = str(error)
+        if why is not None:
+            self.settings, self.problems = [], []
+            self.tell(where, why, fix)
+        elif self.num_unknown > MAX_GUESSES:
             told = f"has {self.num_unknown - MAX_GUESSES} more unknown settings"
-            self.problems.append(_problem(self.path, told, "see docs/flags.md for the names"))
-        return self.settings, self.problems
+            self.tell(self.path, told, "see docs/flags.md for the names")
 
     def _mapping(self, yaml: Any, node: Any, group: str | None) -> None:
         seen: set[str] = set()
@@ -83,8 +87,7 @@ class _Reader:
             where = f"{self.path}:{key_node.start_mark.line + 1}"
             key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
             if key in seen:
-                told = f"sets {shortened(key)} a second time"
-                self.problems.append(_problem(where, told, "keep one of the lines"))
+                self.tell(where, f"sets {shortened(key)} a second time", "keep one of the lines")
                 continue
             seen.add(key)
             if group is None and key in (*GROUPS, "extra") and isinstance(value_node, yaml.MappingNode):
@@ -94,16 +97,12 @@ class _Reader:
             if name is None:
                 continue
             if not _plain(yaml, value_node):
-                self.problems.append(
-                    _problem(where, f"{key} is no plain value or list", "write a value or a list")
-                )
+                self.tell(where, f"{key} is no plain value or list", "write a value or a list")
                 continue
             try:
-                value = self._value(yaml, value_node)
+                self.settings.append(YamlSetting(name, self._value(yaml, value_node), where))
             except ValueError as error:
-                self.problems.append(_problem(where, f"{key} {error}", "write a value that can be meant"))
-                continue
-            self.settings.append(YamlSetting(name, value, where))
+                self.tell(where, f"{key} {error}", "write a value that can be meant")
 
     def _value(self, yaml: Any, node: Any) -> Any:
         """What a scalar or a list of scalars says. Raises ValueError."""
@@ -120,26 +119,22 @@ class _Reader:
             raise ValueError(f"is no {node.tag.rpartition(':')[2]}") from None
 
     def _name(self, key: str, group: str | None, where: str) -> str | None:
+        """The destination name that a key spells; None, and a problem, for one that spells none."""
         section, _, name = key.replace("-", "_").rpartition(".")
         section = section or group or ""
-        if name in FIELDS and section in ("", FIELDS[name][0]):
-            return name
-        if name in self.known and section in ("", "extra"):
+        home = FIELDS[name][0] if name in FIELDS else "extra"
+        sections = ("", home, "extra") if name in self.known else ("", home)
+        if (name in FIELDS or name in self.known) and section in sections:
             return name
         if name in FIELDS:
-            message, fix = (
-                f"has no setting {key} in section {section}",
-                f"{name} belongs to {FIELDS[name][0]}",
-            )
-        else:
-            self.num_unknown += 1
-            if self.num_unknown > MAX_GUESSES:
-                return None  # told together
-            key, name = shortened(key), shortened(name)
-            close = closest_names(name, [*FIELDS, *sorted(self.known - FIELDS.keys())])
-            message = f"has an unknown setting {key or '(no name)'}"
+            self.tell(where, f"has no setting {key} in section {section}", f"{name} belongs to {home}")
+            return None
+        self.num_unknown += 1
+        if self.num_unknown <= MAX_GUESSES:  # the others are told together
+            names = [*FIELDS, *sorted(self.known - FIELDS.keys())]
+            close = difflib.get_close_matches(shortened(name), names, n=1, cutoff=CLOSE_ENOUGH)
             fix = f"did you mean {close[0]}?" if close else "see docs/flags.md for the names"
-        self.problems.append(_problem(where, message, fix))
+            self.tell(where, f"has an unknown setting {shortened(key) or '(no name)'}", fix)
         return None
 
 
@@ -154,12 +149,9 @@ def _bounded_loader(yaml: Any) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.num_nodes += 1
             self.depth += 1
-            if self.num_nodes > MAX_VALUES or self.depth > MAX_DEPTH:
-                told = (
-                    "is nested too deeply"
-                    if self.depth > MAX_DEPTH
-                    else f"holds more than {MAX_VALUES} values"
-                )
+            deep = self.depth > MAX_DEPTH
+            if deep or self.num_nodes > MAX_VALUES:
+                told = "is nested too deeply" if deep else f"holds more than {MAX_VALUES} values"
                 raise ValueError(f"{told} at line {self.peek_event().start_mark.line + 1}")
             node = super().compose_node(parent, index)
             self.depth -= 1

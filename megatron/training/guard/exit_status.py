@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
 
@@ -104,12 +104,9 @@ class ExitRecord:
 class TrainingExit(Exception):  # noqa: N818 - an end, not an error
     """Raised where the loop decides to end the run early with a status that is not an error of a part."""
 
-    def __init__(
-        self, status: ExitStatus, reason: str, *, iteration: int | None = None, checkpoint: str | None = None
-    ) -> None:
+    def __init__(self, status: ExitStatus, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
-        self.iteration, self.checkpoint = iteration, checkpoint
 
 
 def clear_exit_json(directory: str | Path) -> None:
@@ -130,17 +127,13 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     return target
 
 
-def leave_exit_json(directory: str | Path | None, record: ExitRecord, out: TextIO | None = None) -> None:
+def leave_exit_json(directory: str | Path | None, record: ExitRecord) -> None:
     """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none."""
-    if directory is None:
-        return
     try:
-        write_exit_json(directory, record)
+        if directory is not None:
+            write_exit_json(directory, record)
     except OSError as problem:
-        _tell(
-            f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}",
-            out or sys.stderr,
-        )
+        _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
 
 
 def read_exit_json(directory: str | Path) -> ExitRecord | None:
@@ -182,64 +175,48 @@ def report_failure(
     iteration: int | None = None,
     checkpoint: str | None = None,
     diagnose: Callable[[], str] | None = None,
-    stream: TextIO | None = None,
 ) -> ExitStatus:
     """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, and return the
     status to exit with.
 
     diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
     """
-    out = stream or sys.stderr
-    status = status_of(error, table)
-    reason = str(error) or type(error).__name__
+    status, reason = status_of(error, table), str(error) or type(error).__name__
     if status is ExitStatus.BUG:
         trace = "".join(traceback.format_exception(error)).rstrip("\n")
-        _tell(f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}", out)
+        _tell(f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}")
     else:
         kind = status.name.lower().replace("_", " ")
-        _tell(f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}", out)
+        _tell(f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}")
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
-        _tell(f"[rank {rank}] {found}", out)
+        _tell(f"[rank {rank}] {found}")
         reason = f"{found}; {reason}"  # who is to blame, then where it was missed
-    if isinstance(error, TrainingExit):
-        iteration = error.iteration if error.iteration is not None else iteration
-        checkpoint = error.checkpoint or checkpoint
     record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
-    leave_exit_json(directory, record, out)
+    leave_exit_json(directory, record)
     return status
 
 
-def _tell(text: str, out: TextIO) -> None:
+def _tell(text: str) -> None:
     """Say it, if anybody hears: who read our streams may be gone, and the status has to be recorded all the same."""
     with contextlib.suppress(OSError):
-        print(text, file=out, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
-def second_signal_words(
-    directory: str | Path | None,
-    *,
-    rank: int,
-    iteration: Callable[[], int | None],
-    checkpoint: Callable[[], str | None],
-) -> Callable[[int], int]:
-    """What SignalHandler calls on the second signal: says so, writes `exit.json`, gives the status to stop with.
+def second_signal(
+    signum: int, directory: str | Path | None, *, rank: int, iteration: int | None, checkpoint: str | None
+) -> int:
+    """The end of a run by a second signal: says so, writes `exit.json`, and returns the status to stop with.
 
     75 if there is a valid checkpoint to go on from, else 128 + n. Runs in the side thread; must not block.
     """
-
-    def words(signum: int) -> int:
-        kept = checkpoint()
-        reason = f"second {signal.Signals(signum).name}: stopped at once, without saving"
-        status = int(ExitStatus.STOPPED) if kept else 128 + signum
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {kept or 'none'}\n".encode())
-        leave_exit_json(
-            directory, ExitRecord(status, reason, iteration(), kept, rank, requeue=kept is not None)
-        )
-        return status
-
-    return words
+    reason = f"second {signal.Signals(signum).name}: stopped at once, without saving"
+    status = int(ExitStatus.STOPPED) if checkpoint else 128 + signum
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {checkpoint or 'none'}\n".encode())
+    requeue = checkpoint is not None
+    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue))
+    return status
 
 
 def hard_exit(status: int) -> NoReturn:

@@ -1,21 +1,14 @@
 """The lease on a folder of checkpoints: who writes there, so that a second run does not (floor 0).
 
-    take(folder, me, say=print)              raises LeaseError where another run holds the folder
-    lease = Lease(folder, me, on_lost)       renews it every 10 s from a thread
-    lease.check()                            before anything is committed: raises LeaseError once it is another's
-    lease.release()
-
-[Note: the lease] `lease.json` says which process holds the folder; its modification time is the newest heartbeat.
-Age is that time against the time of a file written there just now, so only the file system's clock counts and hosts
-need not agree on theirs. A lease without a heartbeat for 60 s is stale. On the holder's own machine its process is
-asked as well: a lease whose process is gone is stale at once. Pids mean something only within one boot and one pid
-namespace, and are used again, so all of these are compared, and when the process began.
+[Note: the lease] `lease.json` says which process holds the folder; its modification time is the newest heartbeat. Age
+is that time against the time of a file written there just now: only the file system's clock counts. A lease without a
+heartbeat for 60 s is stale, and on the holder's own machine one whose process is gone. Pids mean something only within
+one boot and one pid namespace, and are used again, so these are compared too, and when the process began.
 
 A lease comes into being by a hard link, which fails where one is there, and a stale one goes by a rename, which gives
-it to one process only; who finds that it has moved a lease other than the one it has judged puts it back. That works
-without locks, which network file systems may lack; where there are locks, one process at a time looks and takes. A
-holder that was stopped for longer than a minute finds another's lease, or none, and stops: every save asks, before it
-cleans up and before it commits.
+it to one process only; who has moved another lease than the one it has judged puts it back. That works without locks,
+which network file systems may lack. A holder that was stopped for longer than a minute finds another's lease, or none,
+and stops: every save asks, before it cleans up and before it commits.
 """
 
 from __future__ import annotations
@@ -51,15 +44,7 @@ class LeaseError(CheckpointError):
     """Another run holds the folder, or has taken it over (exit status 3)."""
 
 
-class LeaseState(enum.Enum):
-    """The verdict on a lease."""
-
-    FREE = "free"
-    HELD = "held"
-    STALE = "stale"
-
-
-# --- who holds a folder
+LeaseState = enum.Enum("LeaseState", ["FREE", "HELD", "STALE"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +164,6 @@ def _read(path: Path, renewed_by: str = "") -> tuple[Holder, float]:
         if renewed_by and holder.token == renewed_by:
             os.utime(fd)
     return holder, beat_s
-
-
-# --- taking and holding it
 
 
 def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:

@@ -29,22 +29,9 @@ NAN_POLICIES = ("abort", "skip", "rerun-once")
 NAN_POLICY_SCHEMA: Schema = {"consecutive_skips": integer()}  # `NanPolicy.state`
 
 
-class StepAction(enum.Enum):
-    """What the step does now."""
-
-    APPLY = "apply"
-    SKIP = "skip"
-    RERUN = "rerun"
-    ABORT = "abort"
-
-
-class RerunResult(enum.Enum):
-    """What came out when the step was run a second time."""
-
-    NOT_RUN = "not run"
-    FINITE = "finite"
-    SAME = "same bits"
-    DIFFERENT = "other bits, not finite"
+# What the step does now, and what came out when it was run a second time.
+StepAction = enum.Enum("StepAction", ["APPLY", "SKIP", "RERUN", "ABORT"])
+RerunResult = enum.Enum("RerunResult", ["NOT_RUN", "FINITE", "SAME", "DIFFERENT"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +44,14 @@ class Verdict:
     save_first: bool = False
 
 
+_TRANSIENT = "transient fault: the second run of the step is finite and is used"
+_TWICE = "the same bits came out twice: the model, its data, or a device that always fails alike"
+_UNLIKE = "two runs of the step gave two different non-finite results: a faulty device or memory"
 _RERUN_VERDICTS = {
     RerunResult.NOT_RUN: Verdict(StepAction.RERUN, "running the step a second time"),
-    RerunResult.FINITE: Verdict(
-        StepAction.APPLY, "transient fault: the second run of the step is finite and is used"
-    ),
-    RerunResult.SAME: Verdict(
-        StepAction.ABORT,
-        "the same bits came out twice: the model, its data, or a device that always fails alike",
-        ExitStatus.RERUN_PERSISTENT,
-        save_first=True,
-    ),
-    RerunResult.DIFFERENT: Verdict(
-        StepAction.ABORT,
-        "two runs of the step gave two different non-finite results: a faulty device or memory",
-        ExitStatus.RERUN_INVALID,
-    ),
+    RerunResult.FINITE: Verdict(StepAction.APPLY, _TRANSIENT),
+    RerunResult.SAME: Verdict(StepAction.ABORT, _TWICE, ExitStatus.RERUN_PERSISTENT, save_first=True),
+    RerunResult.DIFFERENT: Verdict(StepAction.ABORT, _UNLIKE, ExitStatus.RERUN_INVALID),
 }
 
 
@@ -187,9 +166,8 @@ class NanPolicy:
     def _bounded_skip(self, why: str) -> Verdict:
         count = self.consecutive_skips + 1
         if count <= self.max_skips:
-            return Verdict(
-                StepAction.SKIP, f"{why}: step skipped ({count} in a row, at most {self.max_skips})"
-            )
+            reason = f"{why}: step skipped ({count} in a row, at most {self.max_skips})"
+            return Verdict(StepAction.SKIP, reason)
         reason = f"{why}: {count} non-finite steps in a row, --nan-max-skips is {self.max_skips}"
         return Verdict(StepAction.ABORT, reason, ExitStatus.NON_FINITE)
 

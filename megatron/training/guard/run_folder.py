@@ -64,8 +64,8 @@ class RunFolder:
 
     def adopt(self, claimed: Mapping[str, Any]) -> None:
         """On every rank. claimed: of the first one. Raises LeaseError and OutputPathError, on all alike."""
-        if "held" in claimed:
-            self._is_lost = True
+        self._is_lost = "held" in claimed
+        if self._is_lost:
             raise LeaseError(claimed["held"])
         if "unwritable" in claimed:
             raise OutputPathError(claimed["unwritable"])
@@ -91,13 +91,11 @@ class RunFolder:
     def for_exit_record(self, status: ExitStatus) -> Path | None:
         """Where exit.json of this end goes. None: a refused launch without --save writes nothing, and nobody writes
         into a folder that another run holds."""
-        if self._save is None:
-            is_refused = (
-                status is ExitStatus.CONFIGURATION and self.path is not None and not self.path.exists()
-            )
-            return None if is_refused else self.path
-        folder = Path(self._save)
-        return None if self._is_lost or is_held(folder, but_for=self._token) else folder
+        if self._save is not None:
+            folder = Path(self._save)
+            return None if self._is_lost or is_held(folder, but_for=self._token) else folder
+        is_new = self.path is not None and not self.path.exists()
+        return None if is_new and status is ExitStatus.CONFIGURATION else self.path
 
     def _lost(self, error: LeaseError) -> None:
         self._is_lost = True

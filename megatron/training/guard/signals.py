@@ -17,7 +17,6 @@ import signal
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +60,7 @@ class SignalHandler:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 # A handler must exist, else the default action kills the process; the thread counts.
                 self._old[number] = signal.signal(number, lambda signum, frame: None)
-        _installed.add(self)
+        _installed.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -72,7 +71,7 @@ class SignalHandler:
         if not self._ends:
             return
         self._restore(self._old_fd)
-        _installed.discard(self)
+        _installed.remove(self)
         reading, writing = self._ends
         writing.close()  # end of file ends the thread
         self._thread.join()
@@ -102,21 +101,18 @@ class SignalHandler:
             finally:  # whatever the last words met
                 os._exit(status)
 
-    def _forget_in_child(self) -> None:
-        """A forked child (a loader's worker) must die by SIGTERM as usual, and not write into our socket."""
-        self._restore(-1)
-        for end in self._ends:
-            end.close()
-        self._ends = ()
 
-
-_installed: weakref.WeakSet[SignalHandler] = weakref.WeakSet()
+_installed: list[SignalHandler] = []
 
 
 def _after_fork_in_child() -> None:
-    for handler in list(_installed):
-        handler._forget_in_child()
-    _installed.clear()
+    """A forked child (a loader's worker) must die by SIGTERM as usual, and not write into our socket."""
+    while _installed:
+        handler = _installed.pop()
+        handler._restore(-1)
+        for end in handler._ends:
+            end.close()
+        handler._ends = ()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

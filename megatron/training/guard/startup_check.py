@@ -16,7 +16,7 @@ import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
 from megatron.training.config.launch_env import LaunchEnvError
 from megatron.training.guard.rendezvous import pauses
 
-PACKAGE_DIR = Path(__file__).resolve().parent.parent
+PACKAGE_DIR = Path(__file__).resolve().parents[2]
 FAREWELL_S = 5.0  # the host of the store leaves last, but does not wait for the dead
 MAX_NAMED = 8  # ranks, or differences, in a message
 _OP = "the comparison at start-up"
@@ -166,23 +166,17 @@ def code_digest(package_dir: Path = PACKAGE_DIR) -> str:
 
 
 def compare_across_ranks(
-    meeting: Meeting,
-    config: Mapping[str, Any],
-    *,
-    backend: str,
-    torch_version: str,
-    ignore: Collection[str] = (),
-    package_dir: Path = PACKAGE_DIR,
+    meeting: Meeting, config: Mapping[str, Any], *, backend: str, torch_version: str
 ) -> dict[str, str]:
     """Compare all ranks; returns what they have in common. Every rank calls it and every rank raises alike.
 
-    config: `Config.flat()`. ignore: configuration names that may differ between ranks.
+    config: `Config.flat()`.
     Raises StartupMismatchError naming rank and field (for the configuration also the values), and what `decide` raises.
     """
-    text = config_text({name: value for name, value in config.items() if name not in ignore})
+    text = config_text(config)
     mine = {
         "configuration": hashlib.sha256(text.encode()).hexdigest(),
-        "code": code_digest(package_dir),
+        "code": code_digest(),
         "backend": backend,
         "torch version": torch_version,
         "Python version": platform.python_version(),

@@ -34,9 +34,8 @@ BUDGET_INTERVALS = 4.0
 class Watchdog:
     """Publishes this rank's progress and names the rank to blame when a peer is lost.
 
-    store: a torch.distributed store that all ranks share (torch's stubs do not declare `clone`); it is
-    cloned, so that nobody's blocking `get` holds the records up.
-    prefix: a fresh one for each restart, so that a dead attempt's records are not read.
+    store: a torch.distributed store that all ranks of one attempt share (torch's stubs do not declare `clone`); it is
+    cloned, so that nobody's blocking `get` holds the records up. store_host: where it is, for messages.
     """
 
     def __init__(
@@ -46,11 +45,10 @@ class Watchdog:
         world_size: int,
         *,
         interval_s: float = INTERVAL_S,
-        prefix: str = "watchdog",
         store_host: str = "rank 0 or its launcher",
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._interval_s, self._prefix, self._store_host = interval_s, prefix, store_host
+        self._interval_s, self._store_host = interval_s, store_host
         self._publishing, self._reading = store.clone(), store.clone()
         self._host = socket.gethostname()
         self._sequences: dict[str, int] = {}
@@ -106,21 +104,21 @@ class Watchdog:
         return ProgressRecord(*process, self._step, self._phase, *self._last, sequences, waits, *times)
 
     def _publish_loop(self) -> None:
-        while True:
+        key, last = _key(self.rank), False
+        while not last:
             last = self._closing
             self._beat += 1
             try:
-                self._publishing.set(self._key(self.rank), self.record().to_json())
+                self._publishing.set(key, self.record().to_json())
                 if self._beat % ECHO_EVERY == 1 and not last:
-                    self._publishing.check([self._key(self.rank)])
+                    self._publishing.check([key])
                     self._unanswered_s = 0.0
             except (RuntimeError, OSError) as error:
                 self.store_error = _first_line(error)
                 return
-            if last:
-                return
-            self._wake.wait(self._interval_s)
-            self._wake.clear()
+            if not last:
+                self._wake.wait(self._interval_s)
+                self._wake.clear()
 
     def store_trouble(self, since_last_s: float) -> str | None:
         """What is wrong with the store, if anything. Called every `since_last_s` s; the calls are counted rather than
@@ -136,9 +134,6 @@ class Watchdog:
     def place(self) -> str:
         """Where the main thread is, for a message."""
         return f"at step {self._step}, phase {self._phase}"
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
 
     def close(self, reason: str = "") -> None:
         """Stop publishing. reason: why this rank leaves early, for the others to read; empty at a regular end."""
@@ -168,10 +163,10 @@ class Watchdog:
         return hang_diagnosis.diagnose(self.record(), records, alive, self.world_size, time.time())
 
     def _store_gone(self, why: str) -> str:
-        collective = self.record().collective
+        where = f"{self.place} {self.record().collective}".rstrip()
         return (
             f"the store is gone ({why}): its host, {self._store_host}, is lost, so who else is stuck "
-            f"cannot be told. This rank was {self.place}{' ' + collective if collective else ''}"
+            f"cannot be told. This rank was {where}"
         )
 
     def _observe(self) -> tuple[dict[int, ProgressRecord], set[int]]:
@@ -191,17 +186,19 @@ class Watchdog:
 
     def _read_all(self) -> dict[int, ProgressRecord]:
         return {
-            rank: ProgressRecord.from_json(self._reading.get(self._key(rank)))
+            rank: ProgressRecord.from_json(self._reading.get(_key(rank)))
             for rank in range(self.world_size)
-            if self._reading.check([self._key(rank)])  # `get` would wait for a key that is missing
+            if self._reading.check([_key(rank)])  # `get` would wait for a key that is missing
         }
+
+
+def _key(rank: int) -> str:
+    return f"watchdog/{rank}"
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
-
-# --- orphans
 
 POLL_S = 0.4
 GRACE_S = 2.0  # in which the main thread may meet the loss itself and name who is to blame

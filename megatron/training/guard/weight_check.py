@@ -138,19 +138,6 @@ class ReplicaMismatchError(ArithmeticError):
     """Replicas of the model hold different weights."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """ranks: the fewer ones, in global numbers; others: those they are compared with. what: the first parameter (shard
-    of a unit) that differs."""
-
-    ranks: tuple[int, ...]
-    others: tuple[int, ...]
-    what: str
-
-    def __str__(self) -> str:
-        return f"ranks {list(self.ranks)} and {list(self.others)} hold different bits of {self.what}"
-
-
 def check_replicas(engine: Engine, ps: ParallelState, iteration: int) -> None:
     """Compare the weights as the next forward will use them, bit for bit, between ranks that should hold the same: the
     data parallel ranks of one place in the model; where weights are sharded, one an instance of the optimizer. A step's
@@ -186,15 +173,16 @@ def all_alike(everyone: list[list[Any]]) -> bool:
     return len({tuple(told) for told in everyone}) == len({tuple(told[:-1]) for told in everyone})
 
 
-def first_difference(everyone: list[list[Any]], digests: list[dict[str, str]]) -> Difference:
-    """The first place in which ranks differ, and who holds what few others hold (ties: not the lowest rank)."""
+def first_difference(everyone: list[list[Any]], digests: list[dict[str, str]]) -> str:
+    """The first parameter (shard of a unit) in which ranks of one place differ, and who holds what few others hold
+    (ties: not the lowest rank)."""
     for place in dict.fromkeys(tuple(told[:-1]) for told in everyone):
         ranks = [rank for rank, told in enumerate(everyone) if tuple(told[:-1]) == place]
         for name in digests[ranks[0]]:
             most = Counter(digests[rank][name] for rank in ranks).most_common(1)[0][0]
-            few = tuple(rank for rank in ranks if digests[rank][name] != most)
-            if few:
-                return Difference(few, tuple(rank for rank in ranks if rank not in few), name)
+            if few := [rank for rank in ranks if digests[rank][name] != most]:
+                others = [rank for rank in ranks if rank not in few]
+                return f"ranks {few} and {others} hold different bits of {name}"
     raise AssertionError("digests of all weights differ, and of none of them")
 
 

@@ -1,8 +1,7 @@
 """Megatron's log lines as text, and the sums behind them. Pure: no torch, no printing, no clocks.
 
-Every function returns the line; the loop prints it. Field order, names and widths are those that scripts
-written for Megatron-LM parse (docs/logging.md lists them with the one difference: norms have the loss's
-`%.6E`, because `%.3f` cannot tell two runs apart).
+Field order, names and widths are those that scripts written for Megatron-LM parse, with one difference: norms have the
+loss's `%.6E`, because `%.3f` cannot tell two runs apart.
 """
 
 from __future__ import annotations
@@ -12,73 +11,66 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
 
 
-@dataclasses.dataclass(frozen=True)
+def _said(text: str | None = None, tag: str | None = None, **options: Any) -> Any:
+    return dataclasses.field(metadata={"text": text, "tag": tag}, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class IterationRecord:
-    """What is said of one iteration; FIELDS says how. What is None is left out.
+    """What is said of one iteration, in the order of its line: each field with its text in that line and its tag in
+    TensorBoard, wandb, MLflow and metrics.jsonl (Megatron's, but for `tokens-per-second` and `skipped-iterations`).
+    What is None is left out.
 
     losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration. rollbacks:
     optimizer steps of the interval that post-validation has taken back. throughput_tflops: model TFLOP/s per device.
     energy_j, power_w: per device, where the device can tell. tokens_per_s: of all ranks together.
     """
 
+    when: datetime
     iteration: int
     train_iters: int
-    consumed_samples: int
-    elapsed_s: float
-    learning_rate: float
-    global_batch_size: int
+    consumed_samples: int = _said("consumed samples: {:12d}")
+    skipped_samples: int | None = _said("skipped samples: {:12d}", default=None)
+    elapsed_ms: float = _said("elapsed time per iteration (ms): {:.1f}", init=False)
+    throughput_tflops: float | None = _said(
+        "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput", default=None
+    )
+    energy_j: float | None = _said("energy per GPU (J/iter/GPU): {:.1f}", default=None)
+    power_w: float | None = _said("power per GPU (W/GPU): {:.1f}", default=None)
+    learning_rate: float = _said("learning rate: {:.6E}", "learning-rate")
+    decoupled_learning_rate: float | None = _said(
+        "decoupled learning rate: {:.6E}", "decoupled-learning-rate", default=None
+    )
+    global_batch_size: int = _said("global batch size: {:5d}", "batch-size")
     losses: Mapping[str, float]
-    loss_scale: float
-    skipped_iterations: int
-    nan_iterations: int
-    when: datetime
-    skipped_samples: int | None = None
-    throughput_tflops: float | None = None
-    energy_j: float | None = None
-    power_w: float | None = None
-    decoupled_learning_rate: float | None = None
-    grad_norm: float | None = None
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    rollbacks: int | None = None
-    tokens_per_s: float | None = None
+    loss_scale: float = _said("loss scale: {:.1f}", "loss-scale")
+    elapsed_s: float = _said(tag="iteration-time")
+    grad_norm: float | None = _said("grad norm: {:.6E}", "grad-norm", default=None)
+    num_zeros: int | None = _said("num zeros: {:d}", "num-zeros", default=None)
+    params_norm: float | None = _said("params norm: {:.6E}", "params-norm", default=None)
+    rollbacks: int | None = _said("rollbacks: {:d}", "rollbacks", default=None)
+    skipped_iterations: int = _said("number of skipped iterations: {:3d}", "skipped-iterations")
+    nan_iterations: int = _said("number of nan iterations: {:3d}", "nan-iterations")
+    tokens_per_s: float | None = _said(tag="tokens-per-second", default=None)
 
-    @property
-    def elapsed_ms(self) -> float:
-        return self.elapsed_s * 1000.0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elapsed_ms", self.elapsed_s * 1000.0)
 
 
-# In the order of the line: the record's attribute, its text in the iteration line, its tag in TensorBoard, wandb,
-# MLflow and metrics.jsonl (Megatron's, but for `tokens-per-second` and `skipped-iterations`).
-FIELDS: tuple[tuple[str, str | None, str | None], ...] = (
-    ("consumed_samples", "consumed samples: {:12d}", None),
-    ("skipped_samples", "skipped samples: {:12d}", None),
-    ("elapsed_ms", "elapsed time per iteration (ms): {:.1f}", None),
-    ("throughput_tflops", "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput"),
-    ("energy_j", "energy per GPU (J/iter/GPU): {:.1f}", None),
-    ("power_w", "power per GPU (W/GPU): {:.1f}", None),
-    ("learning_rate", "learning rate: {:.6E}", "learning-rate"),
-    ("decoupled_learning_rate", "decoupled learning rate: {:.6E}", "decoupled-learning-rate"),
-    ("global_batch_size", "global batch size: {:5d}", "batch-size"),
-    ("losses", None, None),
-    ("loss_scale", "loss scale: {:.1f}", "loss-scale"),
-    ("elapsed_s", None, "iteration-time"),
-    ("grad_norm", "grad norm: {:.6E}", "grad-norm"),
-    ("num_zeros", "num zeros: {:d}", "num-zeros"),
-    ("params_norm", "params norm: {:.6E}", "params-norm"),
-    ("rollbacks", "rollbacks: {:d}", "rollbacks"),
-    ("skipped_iterations", "number of skipped iterations: {:3d}", "skipped-iterations"),
-    ("nan_iterations", "number of nan iterations: {:3d}", "nan-iterations"),
-    ("tokens_per_s", None, "tokens-per-second"),
-)
+_FIELDS = dataclasses.fields(IterationRecord)
+# Attribute -> tag: what every record has, then what it may have.
+TAGS: dict[str, str] = {
+    field.name: field.metadata["tag"]
+    for field in sorted(_FIELDS, key=lambda field: field.default is None)
+    if field.metadata.get("tag")
+}
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes")
-_OPTIONAL = {field.name for field in dataclasses.fields(IterationRecord) if field.default is None}
 
 
 def iteration_line(record: IterationRecord) -> str:
@@ -86,9 +78,9 @@ def iteration_line(record: IterationRecord) -> str:
     on it."""
     when = record.when.strftime("%Y-%m-%d %H:%M:%S.%f")
     parts = [f" [{when}] iteration {record.iteration:8d}/{record.train_iters:8d}"]
-    for name, text, _ in FIELDS:
-        value = getattr(record, name)
-        if name == "losses":
+    for field in _FIELDS:
+        text, value = field.metadata.get("text"), getattr(record, field.name)
+        if field.name == "losses":
             parts += [f"{loss}: {mean:.6E}" for loss, mean in value.items() if mean >= 0.0]
         elif text is not None and value is not None:
             parts.append(text.format(value))
@@ -100,18 +92,26 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
 
     Losses are given as they are, NaN included: a curve with a hole must be explained by its data.
     """
-    tagged = [(name, tag) for name, _, tag in FIELDS if tag is not None]
-    tagged.sort(key=lambda field: field[0] in _OPTIONAL)
-    values = {tag: getattr(record, name) for name, tag in tagged}
+    values = {tag: getattr(record, name) for name, tag in TAGS.items()}
     return {**record.losses, **{tag: value for tag, value in values.items() if value is not None}}
 
 
-class IntervalTotals:
-    """Sums between two iteration lines.
+# Other lines, to be formatted. threads: `said_by` is "" or "; --threads-per-rank". place: of a rank, counted from 1.
+PARAMETER_COUNT = (
+    " > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {count}"
+)
+PADDED_VOCAB = " > padded vocab (size: {size}) with {dummies} dummy tokens (new size: {padded})"
+THREADS = " > threads per rank: {threads} ({cores} cores, {ranks} local ranks{said_by})"
+DATASETS_DONE = "> finished creating {name} datasets ..."
+PLACE = "[ t {tp}/{tp_size}, p {pp}/{pp_size} ]"
+SAVING = "saving checkpoint at iteration {iteration:7d} to {directory} in {format} format"
+SAVED = "  successfully saved checkpoint from iteration {iteration:7d} to {directory} {place}"
+LOADED = "  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
 
-    A printed loss is the mean over the interval's non-skipped iterations of each iteration's token mean,
-    which is what Megatron prints; when every iteration is skipped there is no loss to print.
-    """
+
+class IntervalTotals:
+    """Sums between two iteration lines. A printed loss is the mean over the interval's non-skipped iterations of each
+    iteration's token mean, as Megatron's; when every iteration is skipped there is no loss to print."""
 
     def __init__(self) -> None:
         self.reset()
@@ -130,10 +130,7 @@ class IntervalTotals:
         rolled_back: bool = False,
     ) -> None:
         """Count one iteration. losses: name -> (sum over loss tokens of the global batch, number of them); NaN where
-        every token was masked.
-
-        tokens: tokens processed, for tokens/s. A skipped iteration with a non-finite loss counts as a NaN iteration.
-        """
+        every token was masked. tokens: processed. A skipped iteration with a non-finite loss is a NaN iteration."""
         self.iterations += 1
         self.rollbacks += rolled_back
         self.tokens += tokens
@@ -201,27 +198,6 @@ def memory_scalars(memory: MemoryFigures) -> dict[str, float]:
     return {tag: getattr(memory, tag.removeprefix("mem-").replace("-", "_")) for tag in MEMORY_TAGS}
 
 
-# --- lines of start, end, checkpoints
-
-
-def parameter_count_line(tp_rank: int, pp_rank: int, count: int) -> str:
-    """Parameters held by one (tensor, pipeline) rank."""
-    return (
-        f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {count}"
-    )
-
-
-def padded_vocab_line(size: int, padded_size: int) -> str:
-    """How far the vocabulary was padded."""
-    return f" > padded vocab (size: {size}) with {padded_size - size} dummy tokens (new size: {padded_size})"
-
-
-def threads_line(threads: int, cores: int, local_world_size: int, *, said_by: str | None = None) -> str:
-    """How many threads each rank computes with. said_by: the flag or variable that says so, else cores are shared."""
-    origin = "" if said_by is None else f"; {said_by}"
-    return f" > threads per rank: {threads} ({cores} cores, {local_world_size} local ranks{origin})"
-
-
 def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:
     """Before the data sets are built. sizes: split -> samples asked for."""
     return [
@@ -231,69 +207,14 @@ def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def datasets_done_line(dataset_name: str) -> str:
-    """After the data sets are built."""
-    return f"> finished creating {dataset_name} datasets ..."
-
-
 def datetime_line(text: str, when: datetime) -> str:
-    """`[text] datetime: ...`; the shape of start-up marks and of exits."""
+    """`[text] datetime: ...`: before the first step, and where a program exits."""
     return f"[{text}] datetime: {when.strftime('%Y-%m-%d %H:%M:%S')} "
 
 
-def training_start_lines(when: datetime) -> list[str]:
-    """The two lines before the first iteration."""
-    return ["training ...", datetime_line("before the start of training step", when)]
-
-
-def exit_line(why: str, when: datetime) -> str:
-    """why: "at iteration 9", "after 2.5 minutes", "after receiving SIGTERM."."""
-    return datetime_line(f"exiting program {why}", when)
-
-
-def model_parallel_place(tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> str:
-    """A rank's place in the model, counted from 1."""
-    return f"[ t {tp_rank + 1}/{tp_size}, p {pp_rank + 1}/{pp_size} ]"
-
-
-def saving_line(iteration: int, directory: str, checkpoint_format: str) -> str:
-    """Before a checkpoint is written."""
-    return f"saving checkpoint at iteration {iteration:7d} to {directory} in {checkpoint_format} format"
-
-
-def saved_line(iteration: int, directory: str, place: str) -> str:
-    """After a checkpoint is committed. place: `model_parallel_place`."""
-    return f"  successfully saved checkpoint from iteration {iteration:7d} to {directory} {place}"
-
-
-def loaded_line(iteration: int, directory: str, place: str) -> str:
-    """After a checkpoint is loaded. place: `model_parallel_place`."""
-    return f"  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRecord:
-    """What the run is going to do, for scripts: the pipeline plan and the sharding.
-
-    ops_per_rank: per pipeline rank, how often each of F, B, W, BW is run in one step.
-    persistent_bytes_per_rank: weights, gradients and optimizer state kept between steps, per global rank.
-    post_validation: "off", or how steps are taken back that are validated afterwards. units_per_rank: units of the
-    model whose weights are gathered on their own, per global rank; snapshot_bytes_per_rank: what is kept for
-    post-validation; both () and not in the line where there is no such thing.
-    """
-
-    schedule: str
-    hash: str
-    ops_per_rank: tuple[Mapping[str, int], ...]
-    sharding: str
-    persistent_bytes_per_rank: tuple[int, ...]
-    post_validation: str = "off"
-    units_per_rank: tuple[int, ...] = ()
-    snapshot_bytes_per_rank: tuple[int, ...] = ()
-
-    def line(self) -> str:
-        """` > plan: {json}` on one line, keys in the record's order."""
-        return " > plan: " + json.dumps({key: value for key, value in vars(self).items() if value != ()})
+def plan_line(plan: Mapping[str, Any]) -> str:
+    """What the run is going to do, for scripts: ` > plan: {json}` on one line. Empty tuples are left out."""
+    return " > plan: " + json.dumps({key: value for key, value in plan.items() if value != ()})
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

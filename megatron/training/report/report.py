@@ -21,12 +21,12 @@ from typing import Any
 from megatron.core import safe_files
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.report.chart import Mark, Points, Series, line_chart
-from megatron.training.report.metrics import FIELDS, MEMORY_TAGS, perplexity
+from megatron.training.report.metrics import MEMORY_TAGS, TAGS, perplexity
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.progress import format_duration
 from megatron.training.report.report_pipeline import pipeline_section
 
-NOT_LOSSES = {tag for _, _, tag in FIELDS if tag is not None} | {*MEMORY_TAGS, "world-size"}
+NOT_LOSSES = {*TAGS.values(), *MEMORY_TAGS, "world-size"}
 SUMMARY_SETTINGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),
     *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_style", "optimizer"),
@@ -228,15 +228,10 @@ def _tiles(run: RunRecord) -> str:
     if math.isfinite(run.last_time - run.first_time):
         note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
         tiles.append(("wall time", format_duration(run.last_time - run.first_time), note))
-    cells = "".join(
-        '<div class="tile">'
-        + "".join(
-            f'<div class="{kind}">{html.escape(text)}</div>'
-            for kind, text in zip(("name", "value", "note"), tile, strict=True)
-        )
-        + "</div>"
-        for tile in tiles
-    )
+    cells = ""
+    for name, value, note in (map(html.escape, tile) for tile in tiles):
+        cells += f'<div class="tile"><div class="name">{name}</div><div class="value">{value}</div>'
+        cells += f'<div class="note">{note}</div></div>'
     return f'<section class="tiles">{cells}</section>'
 
 

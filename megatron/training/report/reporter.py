@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency_lines import StepResidency
 from megatron.training.config.flops import train_step_flops
 from megatron.training.engine import Engine
@@ -213,15 +213,8 @@ class Reporter:
         """--log-progress, on one rank."""
         session, state = self._session, self._state
         if self._log.log_progress and session.config.checkpoint.save and session.ps.is_last_rank:
-            append_progress(
-                session.config.checkpoint.save,
-                event,
-                job_id=session.env.slurm_job_id or "",
-                world_size=session.ps.world_size,
-                iteration=state.iteration,
-                consumed_samples=state.consumed_train_samples,
-                flops=state.num_floating_point_operations_so_far,
-            )
+            job, ranks = session.env.slurm_job_id or "", session.ps.world_size
+            append_progress(session.config.checkpoint.save, event, job_id=job, world_size=ranks, state=state)
 
     def close(self) -> None:
         self.writers.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.asked_schedules import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
@@ -26,10 +27,10 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
     ps, metas = session.ps, engine.param_meta.values()
     if ps.dp_rank == 0:
         count = sum(math.prod(meta.local_shape) for meta in metas)
-        say(metrics.parameter_count_line(ps.tp_rank, ps.pp_rank, count))
+        say(metrics.PARAMETER_COUNT.format(tp_rank=ps.tp_rank, pp_rank=ps.pp_rank, count=count))
     for line in layer_map_lines(spec.stages, spec.placement):
         session.print_rank_0(line)
-    session.print_rank_last(_plan_record(session, spec, engine, num_microbatches).line())
+    session.print_rank_last(metrics.plan_line(_plan_facts(session, spec, engine, num_microbatches)))
     asked = session.config.ddp.fsdp_unit_modules
     if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
         session.print_rank_0(
@@ -51,9 +52,10 @@ def log_memory(session: Session, engine: Engine, when: str) -> None:
             session.print_rank_0(line)
 
 
-def _plan_record(
+def _plan_facts(
     session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int
-) -> metrics.PlanRecord:
+) -> dict[str, Any]:
+    """Of the plan, and of what each rank of the world holds; docs/logging.md has the keys."""
     parallel, optimizer = session.config.parallel, engine.optimizer
     validated = parallel.enable_optimizer_post_validation
     purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
@@ -69,16 +71,16 @@ def _plan_record(
     held = engine.persistent_bytes(), len(engine.model.units), optimizer.snapshot_bytes()
     pp_ranks, persistent, units, snapshots = zip(*session.gather([session.ps.pp_rank, *held]), strict=True)
     counts = [Counter(op[0] for op in row) for row in plan.rows]
-    return metrics.PlanRecord(
-        schedule=plan.schedule,
-        hash=plan_hash(plan),
-        ops_per_rank=tuple({kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank in pp_ranks),
-        sharding=session.config.ddp.data_parallel_sharding_strategy,
-        persistent_bytes_per_rank=persistent,
-        post_validation=parallel.post_validation_rollback if validated else "off",
-        units_per_rank=units if engine.model.waits_for_units else (),
-        snapshot_bytes_per_rank=snapshots if validated else (),
-    )
+    return {
+        "schedule": plan.schedule,
+        "hash": plan_hash(plan),
+        "ops_per_rank": [{kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank in pp_ranks],
+        "sharding": session.config.ddp.data_parallel_sharding_strategy,
+        "persistent_bytes_per_rank": persistent,
+        "post_validation": parallel.post_validation_rollback if validated else "off",
+        "units_per_rank": units if engine.model.waits_for_units else (),
+        "snapshot_bytes_per_rank": snapshots if validated else (),
+    }
 
 
 def check_same_plan(hashes: Sequence[str]) -> None:

@@ -1,10 +1,5 @@
 """Clocks of a run: named timers with three levels, reported across ranks as Megatron reports them, and its own time.
 
-    timers = Timers(log_level=1, log_option="minmax", synchronize=device.synchronize)
-    with timers("forward-backward", log_level=1):
-        ...
-    lines = timers.log(gather=lambda value: host_data.all_gather_json(value, ps.world_group))
-
 A timer whose level is above the chosen one costs one dictionary look-up and never synchronizes the device.
 Torch-free: the device's synchronize, the barrier and the gather are passed in.
 """
@@ -14,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 LOG_OPTIONS = ("max", "minmax", "all")
 MAX_LOG_LEVEL = 2
@@ -47,12 +42,6 @@ class RunClock:
             self._paused_s += self._clock() - started
 
 
-class ScalarSink(Protocol):
-    """Where `Timers.write` puts its values: any writer."""
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None: ...
-
-
 def _nothing() -> None:
     return None
 
@@ -75,19 +64,19 @@ class Timer:
     def start(self, barrier: bool = False) -> None:
         """Start; with `barrier`, only once every rank is here."""
         assert self._started_at is None, f"timer {self.name!r} is already running"
-        if barrier:
-            self._barrier()
-        self._synchronize()  # sync: the device's queue must be empty, or the time of earlier work is counted
-        self._started_at = self._clock()
+        self._started_at = self._now(barrier)
 
     def stop(self, barrier: bool = False) -> None:
         """Stop and add to the sum."""
         assert self._started_at is not None, f"timer {self.name!r} is not running"
+        self._elapsed_s += self._now(barrier) - self._started_at
+        self._started_at = None
+
+    def _now(self, barrier: bool) -> float:
         if barrier:
             self._barrier()
-        self._synchronize()  # sync: wait for the work that is being timed
-        self._elapsed_s += self._clock() - self._started_at
-        self._started_at = None
+        self._synchronize()  # sync: work that was begun before belongs to the time before
+        return self._clock()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         """Seconds so far; a running timer keeps running."""
@@ -124,7 +113,7 @@ class _SilentTimer(Timer):
 
 
 class Timers:
-    """All timers of a rank.
+    """All timers of a rank: `with timers("forward-backward", log_level=1): ...`.
 
     log_level: timers above it are silent. log_option: "max", "minmax" or "all" (ranks).
     """
@@ -183,14 +172,14 @@ class Timers:
     def write(
         self,
         names: Sequence[str] | None,
-        writer: ScalarSink,
+        writer: Any,
         step: int,
         *,
         gather: Gather,
         normalizer: float = 1.0,
         reset: bool = True,
     ) -> None:
-        """Write the maximum over ranks as `<name>-time` in seconds. Communicates through `gather`."""
+        """Write the maximum over ranks as `<name>-time` in seconds: `writer.scalar`. Communicates through `gather`."""
         for name, by_rank in _by_name(gather(self.values(names, reset=reset))).items():
             writer.scalar(f"{name}-time", max(by_rank.values()) / normalizer, step)
 

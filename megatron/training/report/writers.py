@@ -7,12 +7,13 @@ from (that is trained again), so they never tell two stories; wandb and MLflow g
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core import optional
 from megatron.core.safe_files import SHARED_MODE, open_for_append
@@ -23,77 +24,70 @@ from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.metrics_file import MetricsFile
 from megatron.training.report.progress import ProgressLine
 from megatron.training.report.tensorboard_files import VS_SAMPLES, drop_after
+from megatron.training.state import TrainState
 
 PROGRESS_FILE = "progress.txt"
 
 
-class Tracker(Protocol):
-    """One optional sink. samples is None for what has no place on that axis."""
+@dataclasses.dataclass(frozen=True)
+class Tracker:
+    """One optional sink. handle: what user code gets of it. scalar(tag, value, step, samples): samples is None for what
+    has no place on that axis."""
 
     name: str
+    handle: Any
+    scalar: Callable[[str, float, int, int | None], Any]
+    close: Callable[[], Any]
 
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None: ...
 
-    def close(self) -> None: ...
-
-
-class TensorBoardTracker:
+def _tensorboard(log: LoggingConfig, directory: str, resumed_iteration: int) -> Tracker:
     """Every tag twice: over iterations, and as `<tag> vs samples` over consumed samples."""
+    optional.require("tensorboard", "tb")
+    summary_writer = optional.require("torch.utils.tensorboard", "tb").SummaryWriter
+    note = drop_after(directory, resumed_iteration) if resumed_iteration else ""
+    print(f" > TensorBoard: {directory}{note}", flush=True)
+    writer = summary_writer(log_dir=directory, max_queue=log.tensorboard_queue_size)
 
-    name = "TensorBoard"
-
-    def __init__(self, directory: str, queue_size: int, resumed_iteration: int) -> None:
-        optional.require("tensorboard", "tb")
-        summary_writer = optional.require("torch.utils.tensorboard", "tb").SummaryWriter
-        note = drop_after(directory, resumed_iteration) if resumed_iteration else ""
-        print(f" > TensorBoard: {directory}{note}", flush=True)
-        self.writer = summary_writer(log_dir=directory, max_queue=queue_size)
-        self.close = self.writer.close
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        self.writer.add_scalar(tag, value, step)
+    def scalar(tag: str, value: float, step: int, samples: int | None) -> None:
+        writer.add_scalar(tag, value, step)
         if samples is not None:
-            self.writer.add_scalar(tag + VS_SAMPLES, value, samples)
+            writer.add_scalar(tag + VS_SAMPLES, value, samples)
+
+    return Tracker("TensorBoard", writer, scalar, writer.close)
 
 
-class WandbTracker:
+def _wandb(log: LoggingConfig, folder: Path, config: Mapping[str, Any]) -> Tracker:
     """One Weights & Biases run; offline if the user's wandb is set so."""
+    if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
+        folder.mkdir(parents=True, exist_ok=True)
+    run = optional.require("wandb", "wandb").init(
+        project=log.wandb_project,
+        entity=log.wandb_entity,
+        name=log.wandb_exp_name,
+        dir=log.wandb_save_dir or str(folder),
+        config=dict(config),
+    )
 
-    name = "wandb"
+    def scalar(tag: str, value: float, step: int, samples: int | None) -> None:
+        run.log({tag: value} if samples is None else {tag: value, "samples": samples}, step=step)
 
-    def __init__(self, log: LoggingConfig, folder: Path, config: Mapping[str, Any]) -> None:
-        if log.wandb_save_dir is None:  # wandb takes another place for a folder that is not there
-            folder.mkdir(parents=True, exist_ok=True)
-        self.run = optional.require("wandb", "wandb").init(
-            project=log.wandb_project,
-            entity=log.wandb_entity,
-            name=log.wandb_exp_name,
-            dir=log.wandb_save_dir or str(folder),
-            config=dict(config),
-        )
-        self.close = self.run.finish
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        self.run.log({tag: value} if samples is None else {tag: value, "samples": samples}, step=step)
+    return Tracker("wandb", run, scalar, run.finish)
 
 
-class MlflowTracker:
+def _mlflow(log: LoggingConfig, folder: Path) -> Tracker:
     """One MLflow run, recorded in the run's folder where neither flag nor environment says where."""
+    mlflow = optional.require("mlflow", "mlflow")
+    if log.mlflow_tracking_uri is not None:
+        mlflow.set_tracking_uri(log.mlflow_tracking_uri)
+    elif not mlflow.is_tracking_uri_set():
+        mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
+    mlflow.set_experiment(log.mlflow_experiment)
+    run = mlflow.start_run(run_name=log.mlflow_run_name)
 
-    name = "mlflow"
+    def scalar(tag: str, value: float, step: int, samples: int | None) -> None:
+        mlflow.log_metric(tag, value, step=step)
 
-    def __init__(self, log: LoggingConfig, folder: Path) -> None:
-        self._mlflow = optional.require("mlflow", "mlflow")
-        if log.mlflow_tracking_uri is not None:
-            self._mlflow.set_tracking_uri(log.mlflow_tracking_uri)
-        elif not self._mlflow.is_tracking_uri_set():
-            self._mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
-        self._mlflow.set_experiment(log.mlflow_experiment)
-        self._mlflow.start_run(run_name=log.mlflow_run_name)
-        self.close = self._mlflow.end_run
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        self._mlflow.log_metric(tag, value, step=step)
+    return Tracker("mlflow", run, scalar, mlflow.end_run)
 
 
 class Writers:
@@ -149,12 +143,15 @@ class Writers:
     @property
     def tensorboard(self) -> Any:
         """torch's SummaryWriter, or None: for user code that adds its own."""
-        return next((t.writer for t in self._trackers if isinstance(t, TensorBoardTracker)), None)
+        return self._handle("TensorBoard")
 
     @property
     def wandb(self) -> Any:
         """The wandb run, or None."""
-        return next((t.run for t in self._trackers if isinstance(t, WandbTracker)), None)
+        return self._handle("wandb")
+
+    def _handle(self, name: str) -> Any:
+        return next((tracker.handle for tracker in self._trackers if tracker.name == name), None)
 
     def close(self) -> None:
         """Close all; a second call does nothing."""
@@ -170,7 +167,7 @@ class Writers:
             for tracker in list(self._trackers):
                 self._guarded(tracker, tracker.scalar, tag, value, step, samples)
 
-    def _guarded(self, tracker: Tracker, call: Callable[..., None], *values: Any) -> None:
+    def _guarded(self, tracker: Tracker, call: Callable[..., Any], *values: Any) -> None:
         try:
             call(*values)
         except Exception as error:  # third-party code: any error of it is not the run's
@@ -191,16 +188,7 @@ def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def append_progress(
-    save: str,
-    event: str,
-    *,
-    job_id: str,
-    world_size: int,
-    iteration: int,
-    consumed_samples: int,
-    flops: float,
-) -> None:
+def append_progress(save: str, event: str, *, job_id: str, world_size: int, state: TrainState) -> None:
     """--log-progress: one line of `progress.txt` in the folder of checkpoints, fields separated by tabs.
 
     A file that cannot be written is a warning, as with every sink.
@@ -210,9 +198,9 @@ def append_progress(
         f"Job ID: {job_id}",
         f"# GPUs: {world_size}",
         event,
-        f"Iteration: {iteration}",
-        f"Consumed samples: {consumed_samples}",
-        f"Floating-point operations: {flops:.2e}",
+        f"Iteration: {state.iteration}",
+        f"Consumed samples: {state.consumed_train_samples}",
+        f"Floating-point operations: {state.num_floating_point_operations_so_far:.2e}",
     )
     path = Path(save) / PROGRESS_FILE
     try:
@@ -249,26 +237,20 @@ def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iterati
     """
     if not enabled:
         return Writers()
+    log, values = config.logging, {**config.flat(), **config.extra}
+    trackers: list[Tracker] = []
     try:
-        return _open(config, folder, resumed_iteration)
+        if log.tensorboard_dir is not None:
+            trackers.append(_tensorboard(log, log.tensorboard_dir, resumed_iteration))
+        if log.wandb_project:
+            trackers.append(_wandb(log, folder, values))
+        if log.mlflow_experiment:
+            trackers.append(_mlflow(log, folder))
+        file = MetricsFile(metrics_path(config, folder), resumed_iteration=resumed_iteration)
     except OSError as error:
         raise OutputPathError(
             f"{error.filename}: {error.strerror}: name other places in --save, --metrics-file, --tensorboard-dir"
         ) from error
-
-
-def _open(config: Config, folder: Path, resumed_iteration: int) -> Writers:
-    log, values = config.logging, {**config.flat(), **config.extra}
-    trackers: list[Tracker] = []
-    if log.tensorboard_dir is not None:
-        trackers.append(
-            TensorBoardTracker(log.tensorboard_dir, log.tensorboard_queue_size, resumed_iteration)
-        )
-    if log.wandb_project:
-        trackers.append(WandbTracker(log, folder, values))
-    if log.mlflow_experiment:
-        trackers.append(MlflowTracker(log, folder))
-    file = MetricsFile(metrics_path(config, folder), resumed_iteration=resumed_iteration)
     print(f" > {file.note}", flush=True)
     progress = None
     if log.progress != "off" and config.total_iterations:

@@ -17,16 +17,26 @@ from typing import Any
 from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.config.check_config import build_report, render_json, render_text
-from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
+from megatron.training.config.command_line import (
+    CommandLine,
+    ExtraArgsProvider,
+    last_value,
+    read_command_line,
+)
 from megatron.training.config.config import Config
 from megatron.training.config.first_page import first_page
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.problems import ConfigurationError, Problem, render_problems
-from megatron.training.config.resolve import Machine, apply_checkpoint_args, resolve
+from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
-from megatron.training.config.saved_config import check_config, saved_config
-from megatron.training.config.saved_vocabulary import saved_padded_vocabulary
+from megatron.training.config.saved_config import (
+    CHECKPOINT,
+    apply_checkpoint_args,
+    check_config,
+    saved_config,
+    saved_padded_vocabulary,
+)
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json
@@ -158,20 +168,9 @@ def _record_refusal(
     """
     if env.local_rank != env.rank or "--check-config" in words:
         return
-    save = save or _last_value(words, "--save")
+    save = save or last_value(words, "--save")
     if save is not None and os.path.isdir(save) and not is_held(Path(save)):
         leave_exit_json(save, ExitRecord.of(status, reason, rank=env.rank))
-
-
-def _last_value(words: Sequence[str], flag: str) -> str | None:
-    """A flag's value on a command line that was not parsed."""
-    value = None
-    for word, after in zip(words, [*words, "--"][1:], strict=True):
-        if word.startswith(f"{flag}="):
-            value = word.partition("=")[2]
-        elif word == flag and not after.startswith("--"):
-            value = after
-    return value
 
 
 def _resolved(
@@ -195,7 +194,7 @@ def _resolved(
         # A launch asks one rank once all are there: see session.
         saved_size = saved_padded_vocabulary(values)
         if saved_size is not None:
-            values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, "checkpoint"
+            values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, CHECKPOINT
     memory_bytes = env.memory_bytes()
     machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))

@@ -90,7 +90,9 @@ class Checkpointer:
         self._owned: set[int] | None = (
             None  # iterations in --save that are this run's; None: all, until `load`
         )
-        self._place = metrics.model_parallel_place(ps.tp_rank, ps.tp_size, ps.pp_rank, ps.pp_size)
+        self._place = metrics.PLACE.format(
+            tp=ps.tp_rank + 1, tp_size=ps.tp_size, pp=ps.pp_rank + 1, pp_size=ps.pp_size
+        )
 
     def save(
         self,
@@ -117,7 +119,7 @@ class Checkpointer:
                 "from the last checkpoint; if no step was taken, look at --init-method-std and at --load"
             )
         per_rank = {} if flags.no_save_rng else {"rng": rng_state(self._ps.device)}
-        self._say(metrics.saving_line(iteration, root, "torch_dist"))
+        self._say(metrics.SAVING.format(iteration=iteration, directory=root, format="torch_dist"))
         content = root, iteration, pieces, common, per_rank, self._ps
         retain, owned, cache = flags.save_retain_interval, self._owned, self._cache
         if not flags.async_save:
@@ -203,7 +205,8 @@ class Checkpointer:
                 "may differ in the last bits"
             )
         iteration = 0 if flags.finetune else found.iteration
-        self._say(metrics.loaded_line(iteration, flags.load, self._place))
+        place = self._place
+        self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=place))
         return Restored(found.directory, iteration, manifest.common, not flags.finetune, with_optimizer)
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
@@ -244,7 +247,8 @@ class Checkpointer:
     def _saved(self, iteration: int) -> None:
         if self._owned is not None:
             self._owned.add(iteration)
-        self._say(metrics.saved_line(iteration, str(self._config.save), self._place))
+        save, place = self._config.save, self._place
+        self._say(metrics.SAVED.format(iteration=iteration, directory=save, place=place))
 
     def _say(self, line: str) -> None:
         if self._ps.rank == 0:

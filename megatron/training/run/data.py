@@ -126,7 +126,7 @@ def build_data_iterators(
     for line in metrics.dataset_lines("GPT", dict(zip(("train", "validation", "test"), sizes, strict=True))):
         session.print_rank_0(line)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
-    session.print_rank_0(metrics.datasets_done_line("GPT"))
+    session.print_rank_0(metrics.DATASETS_DONE.format(name="GPT"))
     trained_on = 0 if evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
     asked_by = "--eval-iters x --global-batch-size, for each evaluation"

@@ -124,8 +124,9 @@ class TrainingLoop:
                 f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
             )
             return None
-        for line in metrics.training_start_lines(datetime.datetime.now()):
-            session.print_rank_0(line)
+        session.print_rank_0("training ...")
+        now = datetime.datetime.now()
+        session.print_rank_0(metrics.datetime_line("before the start of training step", now))
         if self._config.training.manual_gc:
             gc.disable()
             gc.collect()
@@ -243,14 +244,16 @@ class TrainingLoop:
         training, state, now = self._config.training, self.state, datetime.datetime.now()
         if signalled:
             name = self._signals.requested() or "a signal on another rank"
-            self.session.print_rank_0(metrics.exit_line(f"after receiving {name}.", now))
+            self.session.print_rank_0(metrics.datetime_line(f"exiting program after receiving {name}.", now))
             status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
             return Ending(status, f"received {name}")
         if time_is_up:
             minutes = training.exit_duration_in_mins or 0
-            self.session.print_rank_0(metrics.exit_line(f"after {minutes} minutes", now))
+            self.session.print_rank_0(metrics.datetime_line(f"exiting program after {minutes} minutes", now))
             return Ending(ExitStatus.DONE, "--exit-duration-in-mins")
         if ends_at(state.iteration, training.exit_interval):
-            self.session.print_rank_0(metrics.exit_line(f"at iteration {state.iteration}", now))
+            self.session.print_rank_0(
+                metrics.datetime_line(f"exiting program at iteration {state.iteration}", now)
+            )
             return Ending(ExitStatus.DONE, "--exit-interval")
         return None

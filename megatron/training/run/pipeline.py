@@ -216,7 +216,13 @@ class PipelineRunner:
         if purpose is Purpose.TRAIN_AND_STEP:
             assert self._validator is not None, "train_and_step() before validate_by()"
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
-            handlers = {**handlers, Kind.STEP: self._timed_step(handlers[Kind.STEP])}
+            step = handlers[Kind.STEP]
+
+            def timed_step(op: RawOp) -> None:
+                with self._timers("optimizer", log_level=1):
+                    step(op)
+
+            handlers = {**handlers, Kind.STEP: timed_step}
         units = self.spec.stages_units
         return Executor(
             plan_for(self.spec, num_microbatches, purpose),
@@ -230,13 +236,6 @@ class PipelineRunner:
             handlers=handlers,
             validation=validation,
         )
-
-    def _timed_step(self, handler: Handler) -> Handler:
-        def step(op: RawOp) -> None:
-            with self._timers("optimizer", log_level=1):
-                handler(op)
-
-        return step
 
     def _forget(self, stage: int, microbatch: int) -> None:
         """Forwards of the step under way are undone, all that there were: so are their losses."""

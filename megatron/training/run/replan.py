@@ -1,19 +1,20 @@
 """Measuring the pipeline in the run: its bubble every log interval, and its schedule solved again for what it costs.
 
-All ranks exchange small figures (plan/measured_costs.py), solve the same problem and compare their plans. Weights keep
-their bits: an order of operations does not change sums.
+All ranks exchange small figures (plan/measuring/measured_costs.py), solve the same problem and compare their plans.
+Weights keep their bits: an order of operations does not change sums.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.again import planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import measured_bubbles
-from megatron.core.pipeline_parallel.plan.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.again import planned_bubble, replanned
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import measured_bubbles
+from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
@@ -85,25 +86,25 @@ class Replanner:
         profiler, runner, session = self._runner.profiler, self._runner, self._session
         assert profiler is not None, "figures of nobody"
         # The next iteration may have run already: it is none of the window's.
-        told = session.gather([profiler.local_figures(iteration, runner.link_ns()), self._splits()])
+        gathered = session.gather([profiler.local_figures(iteration, runner.link_ns()), self._splits()])
         profiler.forget(iteration)
-        figures = [one for one, _ in told if one is not None]
-        if len(figures) < len(told):  # iterations were skipped, or broke off: measure the next ones
+        figures = [one for one, _ in gathered if one is not None]
+        if len(figures) < len(gathered):  # iterations were skipped, or broke off: measure the next ones
             self._move_window(iteration + 1)
             return
         runner.keep_groupings(runner.residencies)
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
-        splits = all(splits for _, splits in told)
-        found = replanned(figures, runner.spec, sizes, splits=splits, lanes=runner.wire)
-        self.costs, path = found.costs, None
+        splits = all(splits for _, splits in gathered)
+        found = replanned(iteration, figures, runner.spec, sizes, splits=splits, lanes=runner.wire)
+        self.costs, told = found.costs, found.told
         for line in found.reasons:
             session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
-        if found.kept is None:
+        if told.kept is None:
             runner.plan_by(found.spec)
             plan = plan_for(found.spec, num_microbatches, Purpose.TRAIN)
             check_same_plan(session.gather(plan_hash(plan)))
-            path = self._save(found.plan)
-        self._reporter.planned_again(MeasuredPlan.of(iteration, figures, found, path))
+            told = dataclasses.replace(told, path=self._save(found.plan))
+        self._reporter.planned_again(told)
 
     def _splits(self) -> bool:
         """Whether this rank's part of the model can split its backwards."""

@@ -23,7 +23,7 @@ from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.saved_vocabulary import (
+from megatron.training.config.saved_config import (
     check_holds_tokenizer,
     saved_padded_vocabulary,
     with_saved_vocabulary,
@@ -83,10 +83,11 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
     if raised is not None:
         session.print_rank_0(raised)
-    said = said_by if asked is not None else None  # None: ranks share the cores
-    line = metrics.threads_line(threads, device.available_cores(), env.local_world_size, said_by=said)
-    session.print_rank_0(line)
-    session.print_rank_0(metrics.padded_vocab_line(tokenizer.vocab_size, config.model.padded_vocab_size or 0))
+    said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
+    cores, ranks = device.available_cores(), env.local_world_size
+    session.print_rank_0(metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said))
+    size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
+    session.print_rank_0(metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded))
     return session
 
 

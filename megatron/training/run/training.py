@@ -190,14 +190,8 @@ class _Run:
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
-        far, directory = self._how_far(), self.folder.for_exit_record(ExitStatus.STOPPED)
-        words = exit_status.second_signal_words(
-            directory,
-            rank=self.env.rank,
-            iteration=lambda: far["iteration"],
-            checkpoint=lambda: far["checkpoint"],
-        )
-        status = words(signum)
+        directory = self.folder.for_exit_record(ExitStatus.STOPPED)
+        status = exit_status.second_signal(signum, directory, **self._how_far())
         self.folder.release()
         return status
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
-from megatron.core.pipeline_parallel.post_validation.validator import Completed, Outcome, PostValidator
+from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine
@@ -66,14 +66,14 @@ class ValidatedStepRunner:
         self._nan_policy, self._steps, self._clock = nan_policy, steps, clock
         self._running: StepTask | None = None
         self._undecided: _Undecided | None = None
-        self._failed: tuple[_Undecided, Outcome, Verdict] | None = None
+        self._failed: tuple[_Undecided, StepOutcome, Verdict] | None = None
         self._check: WeightCheck | None = None  # of a step that is not decided on
         self._results: list[tuple[StepResult, WeightCheck]] = []
         self._validator = PostValidator(
             engine.optimizer,
             StateChannel(ps),
             self,
-            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks),
+            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks).decide,
             rank=ps.pp_rank,
             num_ranks=ps.pp_size,
             after=config.parallel.post_validation_after,
@@ -129,7 +129,7 @@ class ValidatedStepRunner:
                 rolled_back=outcome.rolled_back,
             )
 
-    def _attempt(self, step: _Undecided, outcome: Outcome, totals: Totals) -> Attempt:
+    def _attempt(self, step: _Undecided, outcome: StepOutcome, totals: Totals) -> Attempt:
         num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None
         return Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
 
@@ -158,7 +158,7 @@ class ValidatedStepRunner:
     def weights_changed(self) -> None:
         self._engine.model.weights_changed()
 
-    def decided(self, outcome: Outcome) -> bool:
+    def decided(self, outcome: StepOutcome) -> bool:
         """See `StepOwner`, and [Note: one step behind]. Whether nothing asks for an end."""
         step, scaler = self._undecided, self._engine.scaler
         assert step is not None, "a decision on no step"

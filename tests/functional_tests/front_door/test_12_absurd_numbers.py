@@ -17,7 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockCorpus
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.measured import read_timeline
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.plan_file import load_plan
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.plan.text import from_csv
+from megatron.core.pipeline_parallel.plan.text import from_json
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"
 SMALL = ("--schedule", "1f1b", "--stages", 3, "--microbatches", 4)
@@ -85,7 +85,7 @@ def test_costs_a_stage_and_memory():
 
 
 def test_other_formats():
-    assert from_csv(output(*SMALL, "--format", "csv")).has_transfers
+    assert from_json(output(*SMALL, "--format", "plan")).has_transfers
     assert output(*SMALL, "--format", "torch-csv").splitlines()[2] == "2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3"
     ET.fromstring(output(*SMALL, "--format", "svg"))
     assert json.loads(output(*SMALL, "--format", "trace"))["traceEvents"]
@@ -121,12 +121,12 @@ def test_groups_larger_than_the_pipeline_hide_latency():
 
 
 def test_the_same_words_give_the_same_plan():
-    words = ("--schedule", "interleaved", "--stages", 2, "--microbatches", 3, "--format", "csv")
+    words = ("--schedule", "interleaved", "--stages", 2, "--microbatches", 3, "--format", "plan")
     first, second = output(*words), output(*words)
     assert first == second
-    assert plan_hash(from_csv(first)) in first
-    assert from_csv(first).placement.num_chunks == 2
-    assert from_csv(output(*words, "--chunks", 3)).placement.num_chunks == 3
+    assert plan_hash(from_json(first)) in first
+    assert from_json(first).placement.num_chunks == 2
+    assert from_json(output(*words, "--chunks", 3)).placement.num_chunks == 3
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_same_words_give_the_same_plan():
         (("--schedule", "1f1b", "zbv", "1f1b"), "--schedule names 1f1b twice"),
         (("--schedule", "1f1b", "zbv", "--stages", 2), "--microbatches must be given"),
         (
-            ("--schedule", "1f1b", "zbv", "--stages", 2, "--microbatches", 2, "--format", "csv"),
+            ("--schedule", "1f1b", "zbv", "--stages", 2, "--microbatches", 2, "--format", "plan"),
             "of one schedule",
         ),
         ((*SMALL, "--html", "/proc/no/page.html"), "--html /proc/no/page.html: "),
@@ -191,8 +191,8 @@ def test_auto_says_why_and_keeps_to_the_limit_of_each_rank():
     assert all(peak <= limit for peak, limit in zip(limited["peak_activation"], (3, 2, 3, 4), strict=True))
     assert limited["makespan"] > free["makespan"]
     assert any("too much memory" in reason for reason in limited["reasons"])
-    plan = run(*words, "--memory-limit", 3, "--format", "csv")  # a file on stdout, the reasons beside it
-    assert from_csv(plan.stdout).schedule == limited["schedule"]
+    plan = run(*words, "--memory-limit", 3, "--format", "plan")  # a file on stdout, the reasons beside it
+    assert from_json(plan.stdout).schedule == limited["schedule"]
     assert "chosen" in plan.stderr
 
 

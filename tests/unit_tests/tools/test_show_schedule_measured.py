@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import file_name, header_line, op_lines
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
@@ -157,7 +157,7 @@ def test_interleaving_is_rebuilt_from_the_files(tmp_path):
     ("words", "message"),
     [
         (("--iteration", 9), "--iteration 9"),
-        (("--format", "csv"), "--format csv says nothing of times"),
+        (("--format", "plan"), "--format plan says nothing of times"),
         (("--format", "torch-csv"), "use text, json, svg or trace"),
         (("--schedule", "1f1b"), "--stages and --microbatches must be given"),
         (

@@ -168,11 +168,11 @@ def test_lost_peer_is_diagnosed_and_the_diagnosis_kept(capsys, tmp_path):
     assert reason == "rank 1 (host h, pid 5) missed all_reduce #3; reset by peer"
 
 
-def test_training_exit_brings_its_own_record(tmp_path):
-    error = TrainingExit(ExitStatus.STOPPED, "SIGTERM", iteration=8, checkpoint="/c/iter_0000008")
-    exit_status.report_failure(error, TABLE, rank=0, directory=tmp_path, iteration=7)
+def test_training_exit_brings_its_own_status(tmp_path):
+    error, kept = TrainingExit(ExitStatus.STOPPED, "SIGTERM"), "/c/iter_0000008"
+    exit_status.report_failure(error, TABLE, rank=0, directory=tmp_path, iteration=8, checkpoint=kept)
     record = exit_status.read_exit_json(tmp_path)
-    assert (record.iteration, record.checkpoint, record.requeue) == (8, "/c/iter_0000008", True)
+    assert (record.iteration, record.checkpoint, record.requeue) == (8, kept, True)
 
 
 def test_unwritable_folder_does_not_hide_the_error(capsys, tmp_path):
@@ -196,12 +196,10 @@ def test_hard_exit_flushes_and_runs_nothing():
 
 
 def test_second_signal_is_75_only_with_a_checkpoint(tmp_path, capfd):
-    kept = None
-    words = exit_status.second_signal_words(tmp_path, rank=2, iteration=lambda: 9, checkpoint=lambda: kept)
-    assert words(15) == 128 + 15
+    assert exit_status.second_signal(15, tmp_path, rank=2, iteration=9, checkpoint=None) == 128 + 15
     assert exit_status.read_exit_json(tmp_path).requeue is False
     kept = "/c/iter_0000008"
-    assert words(2) == 75
+    assert exit_status.second_signal(2, tmp_path, rank=2, iteration=9, checkpoint=kept) == 75
     record = exit_status.read_exit_json(tmp_path)
     assert (record.status, record.iteration, record.checkpoint, record.requeue) == (75, 9, kept, True)
     shown = capfd.readouterr().err
@@ -222,10 +220,11 @@ def test_a_planted_link_is_replaced_and_never_followed(tmp_path):
     assert (tmp_path / "target").read_text() == "precious"
 
 
-def test_a_record_is_left_although_nobody_hears_the_message(tmp_path):
+def test_a_record_is_left_although_nobody_hears_the_message(tmp_path, monkeypatch):
     class Closed:
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
 
-    status = exit_status.report_failure(DataError("bad"), TABLE, rank=0, directory=tmp_path, stream=Closed())
+    monkeypatch.setattr(sys, "stderr", Closed())
+    status = exit_status.report_failure(DataError("bad"), TABLE, rank=0, directory=tmp_path)
     assert status == exit_status.read_exit_json(tmp_path).status == 4

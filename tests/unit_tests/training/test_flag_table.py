@@ -10,7 +10,6 @@ from megatron.training.config.flag_table import (
     Arity,
     FlagState,
     closest_flags,
-    edit_distance,
     flag_table,
     spellings,
 )
@@ -132,15 +131,6 @@ def test_unsupported_flags_with_neutral_values_ask_for_nothing():
     assert experts.asks_for_nothing(("0",))
     assert not experts.asks_for_nothing(("8",))
     assert not flag_table()["enable_vocab_parallel"].asks_for_nothing(())
-
-
-def test_edit_distance():
-    assert [edit_distance(*pair) for pair in (("", "ab"), ("ab", "ba"), ("abc", "adc"), ("abc", "abc"))] == [
-        2,
-        1,
-        1,
-        0,
-    ]
 
 
 def slip(rng, flag):

@@ -176,21 +176,21 @@ def test_validation_lines():
 
 
 def test_start_memory_checkpoint_and_exit_lines():
-    place = metrics.model_parallel_place(tp_rank=1, tp_size=2, pp_rank=0, pp_size=4)
-    assert metrics.saved_line(40, "/ckpt", place).strip() == (
+    place = metrics.PLACE.format(tp=2, tp_size=2, pp=1, pp_size=4)
+    assert metrics.SAVED.format(iteration=40, directory="/ckpt", place=place).strip() == (
         "successfully saved checkpoint from iteration      40 to /ckpt [ t 2/2, p 1/4 ]"
     )
-    assert metrics.loaded_line(40, "/ckpt", place).strip() == (
+    assert metrics.LOADED.format(iteration=40, directory="/ckpt", place=place).strip() == (
         "successfully loaded checkpoint from /ckpt [ t 2/2, p 1/4 ] at iteration 40"
     )
-    assert metrics.saving_line(40, "/ckpt", "torch_dist").startswith(
+    assert metrics.SAVING.format(iteration=40, directory="/ckpt", format="torch_dist").startswith(
         "saving checkpoint at iteration      40 to /ckpt"
     )
-    assert metrics.parameter_count_line(0, 1, 1234) == (
+    assert metrics.PARAMETER_COUNT.format(tp_rank=0, pp_rank=1, count=1234) == (
         " > number of parameters on (tensor, pipeline) model parallel rank (0, 1): 1234"
     )
     assert (
-        metrics.padded_vocab_line(257, 384)
+        metrics.PADDED_VOCAB.format(size=257, dummies=127, padded=384)
         == " > padded vocab (size: 257) with 127 dummy tokens (new size: 384)"
     )
     memory = MemoryFigures(1 << 20, 2 << 20, 3 << 20, 4 << 20)
@@ -198,47 +198,34 @@ def test_start_memory_checkpoint_and_exit_lines():
         "[Rank 3] (after 10 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | reserved: 3.00"
         " | max reserved: 4.00"
     )
-    assert metrics.training_start_lines(WHEN)[1].startswith(
-        "[before the start of training step] datetime: 2026-"
-    )
-    assert metrics.exit_line("at iteration 9", WHEN).startswith(
+    assert metrics.datetime_line("exiting program at iteration 9", WHEN).startswith(
         "[exiting program at iteration 9] datetime: 2026-03-04 "
     )
-    assert metrics.exit_line("after 2.5 minutes", WHEN).startswith(
-        "[exiting program after 2.5 minutes] datetime:"
+    assert metrics.THREADS.format(threads=1, cores=2, ranks=2, said_by="") == (
+        " > threads per rank: 1 (2 cores, 2 local ranks)"
     )
-    assert metrics.exit_line("after receiving SIGTERM.", WHEN).startswith(
-        "[exiting program after receiving SIGTERM.]"
-    )
-    assert metrics.threads_line(1, 2, 2) == " > threads per rank: 1 (2 cores, 2 local ranks)"
-    told = metrics.threads_line(3, 2, 2, said_by="OMP_NUM_THREADS")
+    told = metrics.THREADS.format(threads=3, cores=2, ranks=2, said_by="; OMP_NUM_THREADS")
     assert told == " > threads per rank: 3 (2 cores, 2 local ranks; OMP_NUM_THREADS)"
     lines = metrics.dataset_lines("GPT", {"train": 80, "validation": 8, "test": 0})
     assert lines[0] == "> building train, validation, and test datasets for GPT ..."
     assert lines[1] == " > datasets target sizes (minimum size):"
     assert [line.split() for line in lines[2:]] == [["train:", "80"], ["validation:", "8"], ["test:", "0"]]
-    assert metrics.datasets_done_line("GPT") == "> finished creating GPT datasets ..."
+    assert metrics.DATASETS_DONE.format(name="GPT") == "> finished creating GPT datasets ..."
 
 
-def test_plan_line_is_json_with_the_promised_keys():
-    counts = ({"F": 2, "BW": 2},)
-    line = metrics.PlanRecord("no-pipeline", "abc", counts, "no_shard", (1024, 2048), "off").line()
+def test_plan_line_is_json_without_what_is_empty():
+    plan = {"schedule": "no-pipeline", "ops_per_rank": [{"F": 2, "BW": 2}], "post_validation": "off"}
+    line = metrics.plan_line({**plan, "persistent_bytes_per_rank": (1024, 2048), "units_per_rank": ()})
     head, _, text = line.partition(" > plan: ")
     assert head == ""
     assert "\n" not in line
-    assert json.loads(text) == {
-        "schedule": "no-pipeline",
-        "hash": "abc",
-        "ops_per_rank": [{"F": 2, "BW": 2}],
-        "sharding": "no_shard",
-        "persistent_bytes_per_rank": [1024, 2048],
-        "post_validation": "off",
-    }
+    assert json.loads(text) == {**plan, "persistent_bytes_per_rank": [1024, 2048]}
 
 
 def test_plan_line_tells_units_where_weights_are_gathered():
-    record = metrics.PlanRecord("1f1b", "abc", ({"F": 2},), "optim_grads_params", (8,), units_per_rank=(3,))
-    assert json.loads(record.line().partition(" > plan: ")[2])["units_per_rank"] == [3]
+    assert json.loads(metrics.plan_line({"units_per_rank": (3,)}).partition(" > plan: ")[2]) == {
+        "units_per_rank": [3]
+    }
 
 
 def test_memory_is_told_with_its_time():

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.training.config.config import Config
-from megatron.training.config.resolve import CHECKPOINT_FIELDS, Machine, apply_checkpoint_args, resolve
+from megatron.training.config.resolve import Machine, resolve
+from megatron.training.config.saved_config import CHECKPOINT_FIELDS, apply_checkpoint_args
 
 
 def resolved(machine=None, **values):

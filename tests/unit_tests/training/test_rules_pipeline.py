@@ -12,8 +12,8 @@ from megatron.core.asked_schedules import describe_schedule
 from megatron.core.model_parallel_config import ModelParallelConfig, bytes_of, count_or_auto
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
-from megatron.core.pipeline_parallel.plan.again import solve_again
 from megatron.core.pipeline_parallel.plan.facts import bubble_rate, facts_lines, pipeline_facts
+from megatron.core.pipeline_parallel.plan.measuring.again import solve_again
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.request import Request

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.save import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.config.saved_vocabulary import check_holds_tokenizer, saved_padded_vocabulary
+from megatron.training.config.saved_config import check_holds_tokenizer, saved_padded_vocabulary
 from megatron.training.run import session
 from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
 from tests.harness.launch_lines import SMALL

@@ -220,13 +220,13 @@ def test_record_keeps_step_phase_and_counts():
 
 def test_publishes_and_says_its_last_word():
     store = dist.HashStore()
-    watchdog = Watchdog(store, 0, 1, interval_s=0.02, prefix="try1")
+    watchdog = Watchdog(store, 0, 1, interval_s=0.02)
     deadline = time.monotonic() + 10
-    while not (store.check(["try1/0"]) and ProgressRecord.from_json(store.get("try1/0")).beat >= 3):
+    while not (store.check(["watchdog/0"]) and ProgressRecord.from_json(store.get("watchdog/0")).beat >= 3):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     watchdog.close("DataError: x")
-    last = ProgressRecord.from_json(store.get("try1/0"))
+    last = ProgressRecord.from_json(store.get("watchdog/0"))
     assert (last.state, last.reason) == (ENDED, "DataError: x")
 
 

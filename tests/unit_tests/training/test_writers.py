@@ -15,6 +15,7 @@ from megatron.training.report import writers
 from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.writers import Writers, open_writers
+from megatron.training.state import TrainState
 
 
 def config(**values):
@@ -98,10 +99,10 @@ def test_flags_keep_tags_out_of_the_trackers_but_never_out_of_the_file(tmp_path)
 
 
 def record_at(iteration):
-    when = datetime(2026, 1, 1)
-    return IterationRecord(
-        iteration, 20, 8, 0.1, 1e-4, 8, {"lm loss": 3.25}, 1.0, 0, 0, when, tokens_per_s=1234.0
-    )
+    counts = {"consumed_samples": 8, "global_batch_size": 8, "skipped_iterations": 0, "nan_iterations": 0}
+    figures = {"elapsed_s": 0.1, "learning_rate": 1e-4, "loss_scale": 1.0, "tokens_per_s": 1234.0}
+    now = {"when": datetime(2026, 1, 1), "iteration": iteration, "train_iters": 20}
+    return IterationRecord(losses={"lm loss": 3.25}, **now, **counts, **figures)
 
 
 def test_progress_shows_the_newest_figures_and_the_checkpoints_age(tmp_path, capsys):
@@ -255,7 +256,7 @@ def test_a_metrics_file_that_the_user_names_may_be_a_link(tmp_path):
 
 def test_progress_is_not_written_through_a_planted_link(tmp_path, capsys):
     (tmp_path / "progress.txt").symlink_to(tmp_path / "target")
-    facts = {"job_id": "", "world_size": 1, "iteration": 1, "consumed_samples": 8, "flops": 1.0}
-    writers.append_progress(str(tmp_path), "Starting job", **facts)
+    state = TrainState(20, 160, iteration=1, consumed_train_samples=8)
+    writers.append_progress(str(tmp_path), "Starting job", job_id="", world_size=1, state=state)
     assert not (tmp_path / "target").exists()
     assert "is a symbolic link" in capsys.readouterr().err

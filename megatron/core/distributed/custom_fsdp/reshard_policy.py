@@ -58,6 +58,18 @@ class UnitPolicy:
     reduce_late: bool = False
 
 
+def budget_misfits(policy: str, budget_bytes: int | None) -> bool:
+    """Whether a budget stands without its policy, or the policy without one."""
+    return (policy == "budget") != (budget_bytes is not None)
+
+
+def keeps_nothing(policy: str, *, weights_sharded: bool, grads_sharded: bool) -> bool:
+    """Whether the strategy, which shards these, leaves the policy nothing to keep."""
+    if policy == "backward":
+        return not weights_sharded
+    return policy != "memory" and not (weights_sharded or grads_sharded)
+
+
 def check_policy(
     policy: str, budget_bytes: int | None, *, weights_sharded: bool, grads_sharded: bool
 ) -> None:
@@ -66,23 +78,25 @@ def check_policy(
     Raises ReshardPlanError for a budget without the policy and the reverse, and for a policy without anything to keep.
     """
     assert policy in POLICIES, policy
-    if policy == "budget" and budget_bytes is None:
+    misfits = budget_misfits(policy, budget_bytes)
+    idle = keeps_nothing(policy, weights_sharded=weights_sharded, grads_sharded=grads_sharded)
+    if misfits and budget_bytes is None:
         raise ReshardPlanError(
             "--fsdp-reshard-policy budget needs --fsdp-memory-budget BYTES: what units may keep beyond the least"
         )
-    if policy != "budget" and budget_bytes is not None:
+    if misfits:
         raise ReshardPlanError(
             f"--fsdp-memory-budget {budget_bytes} with --fsdp-reshard-policy {policy}: only policy budget is bound by "
             "it; use --fsdp-reshard-policy budget, or leave the budget out"
         )
     if budget_bytes is not None and budget_bytes < 0:
         raise ReshardPlanError(f"--fsdp-memory-budget {budget_bytes}: give 0 bytes or more")
-    if policy == "backward" and not weights_sharded:
+    if idle and policy == "backward":
         raise ReshardPlanError(
             "--fsdp-reshard-policy backward keeps weights gathered from forward to backward, and this strategy does "
             "not shard weights: use --data-parallel-sharding-strategy optim_grads_params, or leave the policy out"
         )
-    if policy in ("step", "budget") and not (weights_sharded or grads_sharded):
+    if idle:
         raise ReshardPlanError(
             f"--fsdp-reshard-policy {policy}: this strategy gathers and reduces once a step whatever is kept; use "
             "--data-parallel-sharding-strategy optim_grads or optim_grads_params, or leave the policy out"

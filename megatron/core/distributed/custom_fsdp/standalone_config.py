@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import STRATEGIES, goes_with_outer, grads_are_cut, is_contradicted
 from megatron.core.module import ModelError
 
 # Fields that act only where gradients are sharded -> their value where nobody has set them.
@@ -16,7 +17,7 @@ OF_SHARDED_GRADIENTS: dict[str, object] = {
     "fsdp_debug": False,
     "megatron_fsdp_grad_comm_dtype": "auto",
 }
-SHARDED_GRADIENTS = ("optim_grads", "optim_grads_params")
+SHARDED_GRADIENTS = tuple(filter(grads_are_cut, STRATEGIES))
 
 
 def resolve_standalone(
@@ -34,7 +35,7 @@ def resolve_standalone(
             f"{', '.join(idle)}: no effect with data_parallel_sharding_strategy={strategy!r}, which cuts no gradients; "
             f"set the strategy to one of {list(SHARDED_GRADIENTS)}, or leave {'it' if len(idle) == 1 else 'them'} out"
         )
-    if strategy == "no_shard" and config.use_distributed_optimizer:
+    if is_contradicted(config):
         raise ModelError(
             "use_distributed_optimizer: data_parallel_sharding_strategy='no_shard' (its default) does not shard the "
             "optimizer; set the strategy to 'optim', 'optim_grads' or 'optim_grads_params'"
@@ -45,7 +46,7 @@ def resolve_standalone(
             f"instance{'s' * (instances != 1)}; pass a mesh of shape ({told}, ranks of an instance), or leave it out"
         )
     outer = "optim" if config.enable_full_sharding_in_hsdp else config.outer_dp_sharding_strategy
-    if outer != "no_shard" and strategy != "optim_grads_params":
+    if not goes_with_outer(strategy, outer):
         raise ModelError(
             f"outer_dp_sharding_strategy={outer!r} with data_parallel_sharding_strategy={strategy!r}: the optimizer is "
             "cut over instances only with 'optim_grads_params'; set that, or leave the outer strategy out"

@@ -9,12 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megatron.core.models.gpt.parameter_count import (
-    layer_parameters,
-    norm_parameters,
-    position_embedding_parameters,
-    word_embedding_parameters,
-)
+from megatron.core.models.gpt import parameter_count
 from megatron.core.models.gpt.stage_costs import ModelCosts, Work
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.placement import Placement
@@ -64,9 +59,9 @@ def stage_units(
 
 def _stage(costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bool) -> _Stage:
     config = costs.config
-    words = word_embedding_parameters(config, costs.padded_vocab_size, costs.tp)
-    positions = position_embedding_parameters(config)
-    norm = norm_parameters(config, config.hidden_size)
+    words = parameter_count.word_embedding_parameters(config, costs.padded_vocab_size, costs.tp)
+    positions = parameter_count.position_embedding_parameters(config)
+    norm = parameter_count.norm_parameters(config, config.hidden_size)
     both_ends = spec.embedding and spec.loss and tied
     units: list[_Unit] = []
     if both_ends:
@@ -81,7 +76,9 @@ def _stage(costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bo
     first = [(len(units) - 1,)] if units else []
     count, start = len(spec.layers), len(units)
     for number, work in zip(spec.layers, costs.of_layers(count), strict=True):
-        units.append(_Unit(f"decoder.layers.{number}", (layer_parameters(config, costs.tp),), work))
+        units.append(
+            _Unit(f"decoder.layers.{number}", (parameter_count.layer_parameters(config, costs.tp),), work)
+        )
     last: list[Access] = [(0,)] if both_ends else []
     if spec.loss and not both_ends:
         elsewhere = tied and both_ends_here

@@ -1,7 +1,7 @@
 """When a rank's gathers and reductions run beside its computations: one wire, in the order in which they are issued.
 
-A computation's access waits for the gathers of what it reads, and for reductions as residency_walk, [Note: under way]
-says. All this waiting is exposed. Messages between stages are timed apart, as if they had a network card of their own.
+A computation's access waits for the gathers of what it reads, and for reductions as row_uses, [Note: under way] says.
+All this waiting is exposed. Messages between stages are timed apart, as if they had a network card of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LaneClock:
     access) when accesses begin, by (place, -1) when the rank goes on behind an operation of the lane."""
 
     def __init__(
-        self, units: RankUnits, begin: float, lanes: Lanes, durations: Sequence[Sequence[float]]
+        self, units: RankUnits, lanes: Lanes, durations: Sequence[Sequence[float]], begin: float
     ) -> None:
         self.units, self.lanes, self.durations = units, lanes, durations
         self.free, self.busy, self.exposed = begin, 0.0, 0.0

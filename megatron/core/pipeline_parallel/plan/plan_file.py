@@ -30,8 +30,8 @@ class PlanFile:
         """Its computations. Raises PlanError for another number of microbatches."""
         if self.plan.num_microbatches != num_microbatches:
             raise PlanError(
-                f"{_told(self.path)} is a plan for {self.plan.num_microbatches} microbatches a step, this one has "
-                f"{num_microbatches}: change --global-batch-size, or save a plan for it"
+                f"--pipeline-schedule-file {self.path} is a plan for {self.plan.num_microbatches} microbatches a step, "
+                f"this one has {num_microbatches}: change --global-batch-size, or save a plan for it"
             )
         rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in self.plan.rows)
         return dataclasses.replace(self.plan, rows=rows, residency=None)
@@ -42,27 +42,23 @@ def load_plan(path: str, num_ranks: int, *, post_validation: bool) -> PlanFile:
 
     Raises PlanError naming the file.
     """
+    flag = f"--pipeline-schedule-file {path}"
     try:
         plan = from_json(safe_files.read_text(path, max_bytes=MAX_BYTES, follow=True))
         verify(plan)
     except OSError as error:
-        raise PlanError(f"{_told(path)} cannot be read: {error.strerror}") from None
+        raise PlanError(f"{flag} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise PlanError(f"{_told(path)}: {error}") from None
+        raise PlanError(f"{flag}: {error}") from None
+    file, ranks = PlanFile(path, plan), plan.placement.num_ranks
     if plan.forward_only:
-        raise PlanError(f"{_told(path)} is the plan of an evaluation: save one for training")
-    if plan.placement.num_ranks != num_ranks:
+        raise PlanError(f"{flag} is the plan of an evaluation: save one for training")
+    if ranks != num_ranks:
         raise PlanError(
-            f"{_told(path)} is a plan for {plan.placement.num_ranks} pipeline ranks, --pipeline-model-parallel-size is "
-            f"{num_ranks}"
+            f"{flag} is a plan for {ranks} pipeline ranks, --pipeline-model-parallel-size is {num_ranks}"
         )
-    file = PlanFile(path, plan)
     if file.steps and not post_validation:
         raise PlanError(
-            f"{_told(path)} makes and validates the optimizer's steps: give --enable-optimizer-post-validation"
+            f"{flag} makes and validates the optimizer's steps: give --enable-optimizer-post-validation"
         )
     return file
-
-
-def _told(path: str) -> str:
-    return f"--pipeline-schedule-file {path}"

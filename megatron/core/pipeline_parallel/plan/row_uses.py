@@ -1,14 +1,20 @@
-"""When a row's computations use which units: moments, uses and the gaps between them.
+"""When a row's computations use which units: moments, uses and the gaps between them; what whole gradients take.
 
 [Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more stands for the
 row's end. An operation of data parallelism belongs to a moment: it is issued when that access begins, or before the
 computation is called where it is the computation's first.
+
+[Note: under way] Gradients are under way from their REDUCE on, until somebody waits for it: the second reduction or sum
+over instances behind it, as two are under way at most; new gradients of the unit; its sum over instances; the row's
+end. All these are places in the row, so what is held depends on no clock.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,3 +119,60 @@ class RowUses:
 
         weights = between(self.reads, self.units.weight_bytes, weights=True)
         return weights, between(self.adds, grad_sizes, weights=False)
+
+
+def bytes_by_moment(count: int, intervals: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Of (start, end, size), held at moments [start, end) of `count`."""
+    change = [0] * (count + 1)
+    for start, end, size in intervals:
+        change[start] += size
+        change[end] -= size
+    return list(itertools.accumulate(change[:-1]))
+
+
+class WholeGradients:
+    """Bytes of a rank's whole gradients. growing: of those that still grow or wait. under_way: of those that are being
+    reduced, see [Note: under way]."""
+
+    def __init__(self, units: RankUnits) -> None:
+        self._units = units
+        self.growing = self.under_way = 0
+        self._whole: dict[int, int] = {}  # unit -> bytes
+        self._extra: set[tuple[int, int]] = set()  # (unit, stage) whose accumulators are there
+        self._under: list[tuple[int, int]] = []  # reductions and sums over instances: unit, bytes
+
+    def begin(self, unit: int) -> None:
+        """A computation contributes to them from here on."""
+        if unit not in self._whole:
+            self.wait_for(unit)
+            self._whole[unit] = self._units.grad_bytes[unit]
+            self.growing += self._units.grad_bytes[unit]
+
+    def complete(self, unit: int, stage: int) -> None:
+        """Its last access of a computation begins."""
+        one = unit, stage
+        if one in self._units.extra_bytes and one not in self._extra:
+            self._extra.add(one)
+            self._whole[unit] += self._units.extra_bytes[one]
+            self.growing += self._units.extra_bytes[one]
+
+    def reduce(self, unit: int) -> None:
+        size = self._whole.pop(unit)
+        self._extra = {one for one in self._extra if one[0] != unit}
+        self.growing -= size
+        self._start(unit, size)
+
+    def outer_sum(self, unit: int) -> None:
+        self.wait_for(unit)
+        self._start(unit, 0)
+
+    def _start(self, unit: int, size: int) -> None:
+        if len(self._under) == MOST_UNDER_WAY:
+            self.wait_for(self._under[0][0])
+        self._under.append((unit, size))
+        self.under_way += size
+
+    def wait_for(self, unit: int | None = None) -> None:
+        """What is under way of a unit, or of all, is through."""
+        self._under = [one for one in self._under if one[0] != unit and unit is not None]
+        self.under_way = sum(size for _, size in self._under)

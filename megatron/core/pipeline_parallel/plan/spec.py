@@ -118,7 +118,7 @@ class ScheduleSpec:
 
     def local_stages(self, pp_rank: int) -> tuple[int, ...]:
         """Global stages of a pipeline rank, by chunk."""
-        return tuple(self.placement.stage_of(pp_rank, chunk) for chunk in range(self.placement.num_chunks))
+        return self.placement.stages_of(pp_rank)
 
     def held_by(self, pp_rank: int) -> tuple[StageSpec, ...]:
         """What a pipeline rank holds, by chunk."""
@@ -159,31 +159,26 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
 
     Raises PlanError for what the schedule or the file cannot do, and where ranks would hold more than they may.
     """
+    file = spec.file
     if purpose is Purpose.ORDER:
-        if spec.file is not None:
-            return spec.file.order(num_microbatches)
-        return build_plan(spec.schedule, spec.request(num_microbatches))
+        request = spec.request(num_microbatches)
+        return build_plan(spec.schedule, request) if file is None else file.order(num_microbatches)
     if spec.stages_units is not None and spec.residency is not None:  # the last pass of all
         plan = plan_for(spec.bare, num_microbatches, purpose)
         if plan.residency is not None:  # a file's own
             verify(plan, spec.costs, stages=spec.stages_units, residency=spec.residency)
             return plan
-        grouping = dict(spec.groupings).get(num_microbatches)
-        if purpose is Purpose.EVALUATE:
-            grouping = None
-        return add_residency(
-            plan, spec.stages_units, spec.residency, spec.costs, spec.lanes, grouping=grouping
-        )
+        known = {} if purpose is Purpose.EVALUATE else dict(spec.groupings)
+        asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
+        return add_residency(plan, *asked, grouping=known.get(num_microbatches))
     if purpose is Purpose.EVALUATE:
         return lower(_forwards(spec, num_microbatches), spec.costs)
     if purpose is Purpose.TRAIN_AND_STEP:
         plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
-        return (
-            spec.file.plan if spec.file is not None and spec.file.steps else post_validation(plan, spec.costs)
-        )
+        return file.plan if file is not None and file.steps else post_validation(plan, spec.costs)
     plan = order_within_limits(spec, num_microbatches)
-    if spec.file is not None and spec.file.plan.has_transfers and not spec.file.steps:
-        return spec.file.plan
+    if file is not None and file.plan.has_transfers and not file.steps:
+        return file.plan
     return lower(plan, spec.costs)
 
 
@@ -195,9 +190,8 @@ def order_within_limits(spec: ScheduleSpec, num_microbatches: int) -> Plan:
     for rank, limit in enumerate(spec.limits):
         peak = peak_activation(rank, plan.rows[rank], spec.costs)
         if peak > limit * (1 + TOLERANCE):
-            held, allowed = (
-                f"{size / 2**20:.1f}M" if spec.estimated else f"{size:g}" for size in (peak, limit)
-            )
+            unit, words = (2**20, "{:.1f}M") if spec.estimated else (1, "{:g}")
+            held, allowed = words.format(peak / unit), words.format(limit / unit)
             raise PlanError(
                 f"{plan.schedule} holds {held} of activations on pipeline rank {rank}, and --pipeline-memory-limit "
                 f"is {allowed}: raise it, or use zb-1p, zbv or auto, which plan within it"
@@ -208,10 +202,10 @@ def order_within_limits(spec: ScheduleSpec, num_microbatches: int) -> Plan:
 def _forwards(spec: ScheduleSpec, num_microbatches: int) -> Plan:
     """Of an evaluation. The last of a set may have fewer microbatches than the schedule needs: of a larger plan, those
     that there are."""
-    if spec.file is not None:
-        least = spec.file.plan.num_microbatches
-    else:
+    if spec.file is None:
         least = spec.row.least_microbatches(spec.placement.num_ranks, spec.group_size)
+    else:
+        least = spec.file.plan.num_microbatches
     plan = forward_only(order_within_limits(spec, max(num_microbatches, least)))
     rows = tuple(tuple(op for op in row if op[2] < num_microbatches) for row in plan.rows)
     return dataclasses.replace(plan, num_microbatches=num_microbatches, rows=rows)

@@ -1,4 +1,4 @@
-"""Plans as files: CSV and JSON with version and hash, and the CSV that torch.distributed.pipelining reads."""
+"""Plans as files: JSON with version and hash, and the CSV that torch.distributed.pipelining reads."""
 
 from __future__ import annotations
 
@@ -25,19 +25,9 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 
-_FIELDS = (
-    "version",
-    "schedule",
-    "placement",
-    "ranks",
-    "chunks",
-    "microbatches",
-    "bitwise",
-    "forward_only",
-    "hash",
-)
-_FLAGS = ("bitwise", "forward_only")
-_RESIDENCY = "residency"  # a field of plans with operations of data parallelism; as JSON, in CSV too
+_NUMBERS, _FLAGS = ("ranks", "chunks", "microbatches"), ("bitwise", "forward_only")
+_FIELDS = ("version", "schedule", "placement", *_NUMBERS, *_FLAGS, "hash")
+_RESIDENCY = "residency"  # a field of plans with operations of data parallelism
 _LIST = re.compile(r"(?<![A-Z0-9])\[")  # in JSON; not the one of an operation's units
 # Torch's letters, by kind; "" where torch has none.
 _TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.REDUCE: "REDUCE_GRAD"} | {
@@ -47,86 +37,22 @@ _TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.REDUCE: "RED
 _TORCH_NAMES = tuple(_TORCH.get(kind, "") for kind in Kind)
 
 
-def _header(plan: Plan) -> dict[str, Any]:
-    placement = plan.placement
-    values = (VERSION, plan.schedule, placement.kind, placement.num_ranks, placement.num_chunks)
-    flags = (plan.bitwise, plan.forward_only)
-    header = dict(zip(_FIELDS, (*values, plan.num_microbatches, *flags, plan_hash(plan)), strict=True))
-    return header if plan.residency is None else header | {_RESIDENCY: plan.residency.as_json()}
-
-
-def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
-    """The plan of a file, its hash checked."""
-    if set(header) - {_RESIDENCY} != set(_FIELDS):
-        raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header)):.200}")
-    if str(header["version"]) != str(VERSION):
-        raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
-    for flag in _FLAGS:
-        if str(header[flag]) not in ("True", "False"):
-            raise PlanError(f"{flag} is True or False, not {header[flag]!r}")
-    try:
-        # by way of text, so that JSON's 2.5, true and [2] are as wrong as they look
-        ranks, chunks, microbatches = (int(str(header[name])) for name in ("ranks", "chunks", "microbatches"))
-        placement = Placement(str(header["placement"]), ranks, chunks)
-        residency = None
-        if _RESIDENCY in header:
-            residency = PlannedResidency.from_json(header[_RESIDENCY], sum(map(len, rows)))
-    except ValueError as error:
-        raise PlanError(f"the plan's header is wrong: {error}") from None
-    bitwise, forward_only = (str(header[flag]) == "True" for flag in _FLAGS)
-    plan = Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only, residency)
-    if plan_hash(plan) != header["hash"]:
-        raise PlanError(
-            f"the plan's hash is {plan_hash(plan)}, its header says {header['hash']}: it was changed"
-        )
-    if plan.num_ops < placement.num_stages * microbatches:  # before anybody makes a list of that length
-        raise PlanError(
-            f"the plan has {plan.num_ops} operations, the forwards of {microbatches} microbatches on "
-            f"{placement.num_stages} stages are more"
-        )
-    return plan
-
-
-def to_csv(plan: Plan) -> str:
-    """A first line of names and values, then one line of operations a rank."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    header = _header(plan)
-    if _RESIDENCY in header:
-        header[_RESIDENCY] = json.dumps(header[_RESIDENCY])
-    writer.writerow([word for name, value in header.items() for word in (name, value)])
-    writer.writerows(row_texts(row) for row in plan.rows)
-    return out.getvalue()
-
-
-def from_csv(text: str) -> Plan:
-    """The plan that `to_csv` wrote. Raises PlanError for another version, another hash, or what is no plan."""
-    try:
-        lines = list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise PlanError(f"no plan: {error}") from None
-    words = lines[0] if lines else []
-    if len(words) not in (2 * len(_FIELDS), 2 * len(_FIELDS) + 2):
-        raise PlanError(f"no plan: the first line gives {', '.join(_FIELDS)}, each with its value")
-    header: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
-    if _RESIDENCY in header:
-        try:
-            header[_RESIDENCY] = json.loads(header[_RESIDENCY])
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"no plan: its residency is no JSON: {error}") from None
-    return _plan(header, tuple(map(parse_row, lines[1:])))
-
-
 def to_json(plan: Plan) -> str:
     """The header's fields and `ops`, one list of texts a rank."""
-    return json.dumps({**_header(plan), "ops": [row_texts(row) for row in plan.rows]}) + "\n"
+    place = plan.placement
+    values = VERSION, plan.schedule, place.kind, place.num_ranks, place.num_chunks, plan.num_microbatches
+    content: dict[str, Any] = dict(
+        zip(_FIELDS, (*values, plan.bitwise, plan.forward_only, plan_hash(plan)), strict=True)
+    )
+    if plan.residency is not None:
+        content[_RESIDENCY] = plan.residency.as_json()
+    return json.dumps({**content, "ops": [row_texts(row) for row in plan.rows]}) + "\n"
 
 
 def from_json(text: str) -> Plan:
-    """The plan that `to_json` wrote. Raises PlanError as `from_csv` does."""
-    if (
-        len(_LIST.findall(text)) > 3 * STAGES.most + 3
-    ):  # a rank's operations, a stage's units and their groups
+    """The plan that `to_json` wrote. Raises PlanError for another version, another hash, or what is no plan."""
+    # A list a rank's operations, a stage's units and their groups.
+    if len(_LIST.findall(text)) > 3 * STAGES.most + 3:
         raise PlanError(f"no plan: it has more lists than the {STAGES.most} stages that a pipeline may have")
     try:
         content = json.loads(text)
@@ -139,7 +65,40 @@ def from_json(text: str) -> Plan:
         if not isinstance(row, list) or not all(isinstance(op, str) for op in row):
             raise PlanError(f"`ops` is one list of texts a rank, not {row!r:.80}")
         rows.append(parse_row(row))
-    return _plan(content, tuple(rows))
+    plan = _plan(content, tuple(rows))
+    if plan_hash(plan) != content["hash"]:
+        raise PlanError(
+            f"the plan's hash is {plan_hash(plan)}, its header says {content['hash']}: it was changed"
+        )
+    stages = plan.placement.num_stages
+    if plan.num_ops < stages * plan.num_microbatches:  # before anybody makes a list of that length
+        raise PlanError(
+            f"the plan has {plan.num_ops} operations, the forwards of {plan.num_microbatches} microbatches on "
+            f"{stages} stages are more"
+        )
+    return plan
+
+
+def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
+    """What a file says, its hash not checked."""
+    if set(header) - {_RESIDENCY} != set(_FIELDS):
+        raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header)):.200}")
+    if str(header["version"]) != str(VERSION):
+        raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
+    for flag in _FLAGS:
+        if str(header[flag]) not in ("True", "False"):
+            raise PlanError(f"{flag} is True or False, not {header[flag]!r}")
+    try:
+        # by way of text, so that JSON's 2.5, true and [2] are as wrong as they look
+        ranks, chunks, microbatches = (int(str(header[name])) for name in _NUMBERS)
+        placement = Placement(str(header["placement"]), ranks, chunks)
+        residency = None
+        if _RESIDENCY in header:
+            residency = PlannedResidency.from_json(header[_RESIDENCY], sum(map(len, rows)))
+    except ValueError as error:
+        raise PlanError(f"the plan's header is wrong: {error}") from None
+    bitwise, forward_only = (str(header[flag]) == "True" for flag in _FLAGS)
+    return Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only, residency)
 
 
 def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:

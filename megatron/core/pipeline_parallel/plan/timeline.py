@@ -101,7 +101,8 @@ class _Walk:
         self.lanes: list[LaneClock] = []
         if lanes is not None:
             units = (RankUnits(rank, plan.placement, lanes.stages) for rank in range(self.num_ranks))
-            self.lanes = [LaneClock(*one, lanes, self.durations) for one in zip(units, begin, strict=True)]
+            every = zip(units, begin, strict=True)
+            self.lanes = [LaneClock(one, lanes, self.durations, start) for one, start in every]
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits or is through; ranks that it wakes are added to `ready`."""

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
-    RECV_B,
-    RECV_F,
     SEND_B,
     SEND_F,
     B,
     F,
-    Kind,
     Plan,
     PlanError,
     RawOp,
     W,
     op_text,
-    partner_of,
-    wrong_op,
 )
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.units import StageUnits
@@ -134,11 +130,11 @@ class _Check:
             else:
                 wrong = self._compute(rank, kind, stage, microbatch) if first < 0 else self._part(op)
                 if pair >= 0:
-                    alone, partner = place != partner, partner_of(row, place)
+                    alone, partner = place != partner, ir.partner_of(row, place)
                     if alone and partner < 0:
                         wrong = "overlaps with nothing beside it"
             if wrong:
-                raise wrong_op(rank, place, op, wrong)
+                raise ir.wrong_op(rank, place, op, wrong)
             if kind in (W, BW) and self._behind_later(op) and not self.out_of_order:
                 self.out_of_order = f"rank {rank}, place {place}, {op_text(op)}"
 
@@ -196,8 +192,8 @@ class _Check:
     def _transfer(self, rank: int, op: RawOp) -> str:
         """What is wrong with one end of a message, or nothing."""
         kind, stage, microbatch, peer, pair = op[0], op[1], op[2], op[6], op[7]
-        sends, forward = kind in (SEND_F, SEND_B), kind in (SEND_F, RECV_F)
-        other = stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
+        sends, forward = kind in (SEND_F, SEND_B), kind in (SEND_F, ir.RECV_F)
+        other = stage + 1 if kind in (SEND_F, ir.RECV_B) else stage - 1
         if not 0 <= other < len(self.ranks) or self.ranks[other] == rank:
             return "no other rank needs this" if sends else "this comes from no other rank"
         if peer != self.ranks[other]:
@@ -224,7 +220,7 @@ class _Check:
         at = next(at for at, state in enumerate(self.state) if state != complete)
         stage, microbatch = divmod(at, self.total)
         missing = complete & ~self.state[at]
-        absent = [f"{stage}{Kind(kind).name}{microbatch}" for kind in (F, B, W) if missing & _DOES[kind]]
+        absent = [f"{stage}{NAMES[kind]}{microbatch}" for kind in (F, B, W) if missing & _DOES[kind]]
         raise PlanError(f"rank {self.ranks[stage]}: {' and '.join(absent)} is missing")
 
     def all_matched(self) -> None:
@@ -252,7 +248,7 @@ class _Check:
             for place, (one, other) in enumerate(both):
                 if one != other:
                     raise PlanError(
-                        f"message {place} of {Kind(kind).name} from rank {sender} to rank {receiver} is of microbatch "
+                        f"message {place} of {NAMES[kind]} from rank {sender} to rank {receiver} is of microbatch "
                         f"{one % self.total} where it is sent and of microbatch {other % self.total} where it is "
                         "received"
                     )

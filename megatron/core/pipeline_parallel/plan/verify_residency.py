@@ -144,34 +144,34 @@ def verify_lanes(plan: Plan) -> None:
     if [len(units) for units in words.units] != [len(groups) for groups in words.grouping]:
         raise PlanError("the plan's units and its groups of microbatches are not of the same units")
     for rank, row in enumerate(plan.rows):
-        check = _ByWords(rank, plan.placement.stages_of(rank), words)
+        check = _ByWords(plan.placement.stages_of(rank), words)
         for place, op, inside in with_their_computations(rank, row):
             if IS_DATA_PARALLEL[op[0]]:
-                check.perform(place, op)
-            elif IS_COMPUTE[op[0]]:
-                if WRITES_GRADS[op[0]]:
-                    units = range(op[4], op[5]) if op[4] >= 0 else range(len(words.units[op[1]]))
-                    check.added.update((op[1], unit) for unit in units)
-                for one in inside:
-                    check.perform(*one)
-        check.end()
+                inside = [(place, op)]
+            elif not IS_COMPUTE[op[0]]:
+                continue
+            if WRITES_GRADS[op[0]]:
+                units = range(op[4], op[5]) if op[4] >= 0 else range(len(words.units[op[1]]))
+                check.added.update((op[1], unit) for unit in units)
+            for where, one in inside:
+                if wrong := check.perform(one):
+                    raise wrong_op(rank, where, one, wrong)
+        if wrong := check.end():
+            raise PlanError(f"rank {rank}: {wrong}")
 
 
 class _ByWords:
-    """gathered: names of units. added: microbatches by stage and unit. reductions: by name."""
+    """gathered: names of units. added: microbatches by stage and unit. reductions: by name. Methods say what is wrong,
+    or nothing."""
 
-    def __init__(self, rank: int, mine: Sequence[int], words: PlannedResidency) -> None:
-        self.rank, self.mine, self.words = rank, mine, words
+    def __init__(self, mine: Sequence[int], words: PlannedResidency) -> None:
+        self.mine, self.words = mine, words
         self.gathered: set[str] = set()
         self.added: Counter[tuple[int, int]] = Counter()
         self.reductions: Counter[str] = Counter()
 
-    def perform(self, place: int, op: RawOp) -> None:
-        wrong = self._wrong(op)
-        if wrong:
-            raise wrong_op(self.rank, place, op, wrong)
-
-    def _wrong(self, op: RawOp) -> str:
+    def perform(self, op: RawOp) -> str:
+        """An operation of data parallelism."""
         kind, stage = op[0], op[1]
         if stage not in self.mine:
             return "the stage is not on this rank"
@@ -197,13 +197,15 @@ class _ByWords:
                         return f"comes before {due} microbatches were added to unit {name}"
         return ""
 
-    def end(self) -> None:
+    def end(self) -> str:
+        """The row's."""
         if self.gathered:
-            raise PlanError(f"rank {self.rank}: unit {min(self.gathered)} is gathered and never freed")
+            return f"unit {min(self.gathered)} is gathered and never freed"
         for stage in self.mine:
             for name, groups in zip(self.words.units[stage], self.words.grouping[stage], strict=True):
-                if self.reductions[name] != len(groups):
-                    raise PlanError(
-                        f"rank {self.rank}: unit {name} is reduced {self.reductions[name]} times, its microbatches are "
-                        f"in {len(groups)} groups"
+                found = self.reductions[name]
+                if found != len(groups):
+                    return (
+                        f"unit {name} is reduced {found} times, its microbatches are in {len(groups)} groups"
                     )
+        return ""

@@ -35,16 +35,6 @@ class ValidatedStepper(Stepper, Protocol):
         """Of gradients with these squared sums, divided."""
 
 
-class Rules(Protocol):
-    """`core.optimizer.clip_grads`."""
-
-    def decide(self, state: ValidationState, norm: float) -> Decision:
-        """Of the whole state. norm: of its sums, divided."""
-
-    def is_clean(self, partial: ValidationState, norm: float) -> bool:
-        """Whether a rank that knows no more than this steps."""
-
-
 class Completed(NamedTuple):
     """divisor: of the step's gradients, as for `Stepper.step`. nonfinite: this rank has seen a loss that is not finite.
     extras: numbers of this rank that are wanted summed over all, as many on every rank: losses, flags. They travel
@@ -56,7 +46,7 @@ class Completed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """How a step ended, the same on all ranks. coefficient: None where it was skipped. num_zeros: where zeros are
     counted. rolled_back: some rank had stepped, which proved wrong. extras: summed."""
 
@@ -84,7 +74,7 @@ class StepOwner(Protocol):
         """This rank's weights were written, or the forwards that have begun are dropped: what was gathered is of no
         use. Communicates over dp."""
 
-    def decided(self, outcome: Outcome) -> bool:
+    def decided(self, outcome: StepOutcome) -> bool:
         """The step is as it will stay, on all ranks. Whether to go on: False (the same on all ranks) stops the step
         that is under way, see `Go.STOP`."""
 
@@ -109,7 +99,9 @@ class _Pending:
 
 
 class PostValidator:
-    """One rank's steps. rank, num_ranks: in the pipeline. after: so many clean steps in a row are decided on at once,
+    """One rank's steps. decides: what a step has to be, of a state and the norm of its sums, divided
+    (`core.optimizer.clip_grads`); a rank that knows no more than a partial state steps where that would be clean.
+    rank, num_ranks: in the pipeline. after: so many clean steps in a row are decided on at once,
     with everybody waiting, before ranks step on what they know; 0: they always do.
 
     `handlers` and `decide` are for the executor of a plan with post-validation. Not thread-safe.
@@ -120,7 +112,7 @@ class PostValidator:
         stepper: ValidatedStepper,
         messages: StateChannel,
         owner: StepOwner,
-        rules: Rules,
+        decides: Callable[[ValidationState, float], Decision],
         *,
         rank: int,
         num_ranks: int,
@@ -129,7 +121,7 @@ class PostValidator:
     ) -> None:
         assert 0 <= rank < num_ranks, (rank, num_ranks)
         assert after >= 0, after
-        self._stepper, self._messages, self._owner, self._rules = stepper, messages, owner, rules
+        self._stepper, self._messages, self._owner, self._decides = stepper, messages, owner, decides
         self._rank, self._last = rank, num_ranks - 1
         self._after, self._count_zero_grads = after, count_zero_grads
         self._clean_steps = 0
@@ -159,7 +151,7 @@ class PostValidator:
             self._owner.weights_changed()  # frees what was gathered for the forwards that are dropped
         return Go.STOP if not go_on else Go.AGAIN if again else Go.ON
 
-    def validate_now(self) -> Outcome | None:
+    def validate_now(self) -> StepOutcome | None:
         """Decide on the step that is pending, outside of any plan; None where there is none. To be called on all ranks,
         before weights are saved or evaluated, and at the end. Communicates over the pipeline."""
         pending = self._pending
@@ -218,7 +210,7 @@ class PostValidator:
                 state = state.like(self._from_before.wait()) + state
                 self._from_before = None
             norm = self._stepper.norm(state.sums, divisor)
-            steps = self._optimistic and self._rules.is_clean(state, norm)
+            steps = self._optimistic and self._decides(state, norm).clean
             state = dataclasses.replace(state, stepped=state.stepped or steps)
             self._known_now = _Known(divisor, state, steps)
         return self._known_now
@@ -229,11 +221,11 @@ class PostValidator:
             pending.whole = pending.known.state.like(pending.arrival.wait())
         return pending.whole
 
-    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[Outcome, bool, bool]:
+    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[StepOutcome, bool, bool]:
         """Make the step what it has to be, and tell the owner; whether that goes on, and was told of new weights."""
         divisor, _, stepped = pending.known
         norm = self._stepper.norm(whole.sums, divisor)
-        decision = self._rules.decide(whole, norm)
+        decision = self._decides(whole, norm)
         self._pending = None
         if pending.optimistic and not decision.clean:
             self._owner.settle_weights()
@@ -248,7 +240,7 @@ class PostValidator:
         elif changed:
             self._owner.weights_changed()
         self._clean_steps = self._clean_steps + 1 if decision.clean else 0
-        outcome = Outcome(
+        outcome = StepOutcome(
             norm,
             decision.coefficient,
             nonfinite=not whole.finite,

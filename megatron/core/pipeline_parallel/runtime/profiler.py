@@ -1,8 +1,8 @@
 """Measuring a pipeline while it trains: what computations take, and what they hold, for solving its schedule again.
 
 The profiler keeps the steps of a window (`--zero-bubble-pipeline-timers-start-iter`, `-end-iter`) and of every log
-interval's last iteration in memory, and makes small figures of them (plan/measured_costs.py). Exchanging figures and
-making a plan of them is the trainer's.
+interval's last iteration in memory, and makes small figures of them (plan/measuring/measured_costs.py). Exchanging
+figures and making a plan of them is the trainer's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from torch import Tensor
 
 from megatron.core.device import Device, heap_bytes
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.measured import Span
-from megatron.core.pipeline_parallel.plan.measured_costs import Figures, RankStep, figures_of, median
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
+    Figures,
+    RankStep,
+    figures_of,
+    median,
+)
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.protocols import Stage
 from megatron.core.transport.parallel_state import ParallelState
 
@@ -53,7 +58,7 @@ class Profiler:
         self._steps: deque[tuple[RankStep, int]] = deque(maxlen=MOST_STEPS)  # and the peak of each
         self._weighed: dict[int, _WeighedStage] = {}
         self._step: RankStep | None = None  # under way
-        self._spans: dict[int, Span] = {}  # by place in the row
+        self._spans: dict[int, OpTimes] = {}  # by place in the row
         self.watching = False  # the step under way
         self._begin_bytes = self._peak_bytes = 0
 
@@ -104,7 +109,7 @@ class Profiler:
         if not self.watching:
             return
         assert place not in self._spans, f"operation {place} a second time"
-        self._spans[place] = Span(start_s, end_s, wait_s, lane_s)
+        self._spans[place] = OpTimes(start_s, end_s, wait_s, lane_s)
         self._peak_bytes = max(self._peak_bytes, self.in_use())
 
     def repeated(self) -> None:

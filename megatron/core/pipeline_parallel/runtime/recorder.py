@@ -44,8 +44,9 @@ class Recorders:
         self._all = [(one, one.now() - first_now if one is not recorders[0] else 0.0) for one in recorders]
 
     def now(self) -> float:
-        first, *_ = [one.now() for one, _ in self._all]  # each waits for what it wants to be done
-        return first
+        for one, _ in self._all[1:]:
+            one.now()  # which waits for what it wants to be done
+        return self._all[0][0].now()
 
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
         for one, _ in self._all:

@@ -1,4 +1,4 @@
-"""Writing down when each operation ran (`--log-pipeline-timeline`); plan/measured.py has the format and a reader."""
+"""Writing when each operation ran: `--log-pipeline-timeline`, in the format of plan/measuring/timeline_files.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.measured import file_name, header_line, op_lines
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import file_name, header_line, op_lines
 from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState

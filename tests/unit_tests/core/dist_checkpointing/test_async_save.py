@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -123,7 +122,7 @@ def two_ranks(ctx, root):
             event.wait(20)
         return real(self)
 
-    async_save.PendingSave.write = held
+    PendingSave.write = held
     saver = AsyncSaver()
     saver.save(root, 4, whole_tensors(state(4.0)), {}, {"rank": ctx.rank}, ctx.ps)
     if ctx.rank == 0:

@@ -216,7 +216,7 @@ def test_a_save_whose_directory_another_removed_says_so_and_nothing_of_space(tmp
         shutil.rmtree(path.parent)
         return open(path, "rb")
 
-    monkeypatch.setattr(save_module, "write_shard", removed)
+    monkeypatch.setattr(save_module.storage, "write_shard", removed)
     with pytest.raises(
         CheckpointError, match=r"iter_0000001\.tmp-\w+ was removed while .* one run at a time"
     ) as error:

@@ -78,8 +78,8 @@ def order(ctx: RankContext):
     wait = collectives.Pending.wait
 
     def logged_wait(pending):
-        if pending._work is not None:
-            log.append(f"wait {pending._op}")
+        if pending.work is not None:
+            log.append(f"wait {pending.op}")
         wait(pending)
 
     collectives.Pending.wait = logged_wait

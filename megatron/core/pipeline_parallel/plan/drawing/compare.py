@@ -54,10 +54,8 @@ def of_rank_totals(costs: CostModel, ran: Placement, placement: Placement) -> Co
     """Costs of another placement: what a rank takes stays with the rank."""
 
     def totals(values: Sequence[float]) -> list[float]:
-        sums = [0.0] * ran.num_ranks
-        for value, rank in zip(values, ran.ranks(), strict=True):
-            sums[rank] += value
-        return sums
+        pairs = [*zip(ran.ranks(), values, strict=True)]
+        return [sum(value for own, value in pairs if own == rank) for rank in range(ran.num_ranks)]
 
     held = totals(costs.held_after_b)
     made = CostModel.of_ranks(
@@ -76,15 +74,10 @@ def over_limit(simulation: Simulation, limits: Sequence[float] | None) -> tuple[
     """(rank, its peak) of the rank that is most over its limit; None where all fit, or nothing is limited."""
     if limits is None:
         return None
-    over = [
-        (peak - limit, -rank)
-        for rank, (peak, limit) in enumerate(zip(simulation.peak_activation, limits, strict=True))
-        if peak > limit + 1e-9 * max(1.0, limit)
-    ]
-    if not over:
-        return None
-    rank = -max(over)[1]  # of several that are as much over, the first
-    return rank, simulation.peak_activation[rank]
+    peaks = simulation.peak_activation
+    over = [peak - limit - 1e-9 * max(1.0, limit) for peak, limit in zip(peaks, limits, strict=True)]
+    rank = over.index(max(over))  # of several that are as much over, the first
+    return (rank, peaks[rank]) if over[rank] > 0 else None
 
 
 def longest(entries: Sequence[Entry]) -> float:
@@ -100,10 +93,8 @@ def table_rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
     """Cells below `HEADINGS`; a measured step is a row of its own."""
     rows: list[tuple[str, ...]] = []
     for entry in entries:
-        if entry.simulation is not None:
-            rows.append((entry.name, *_figures(entry.simulation), entry.problem))
-        else:
-            rows.append((entry.name, "", "", "", "", entry.problem))
+        figures = ("",) * 4 if entry.simulation is None else _figures(entry.simulation)
+        rows.append((entry.name, *figures, entry.problem))
         if entry.measured is not None:
             rows.append((f"{entry.name}, measured", *_figures(entry.measured), ""))
     return rows
@@ -125,14 +116,7 @@ def table(entries: Sequence[Entry]) -> str:
 
 def _figures(simulation: Simulation) -> tuple[str, str, str, str]:
     peaks = simulation.peak_activation
-    told = [activation_text(simulation, peak) for peak in peaks]
-    if len(peaks) <= _MOST_RANKS_IN_A_CELL:
-        held = " ".join(told)
-    else:
-        held = f"{told[peaks.index(min(peaks))]} to {told[peaks.index(max(peaks))]}"
-    return (
-        f"{simulation.cost:.5g}",
-        f"{simulation.bubble_rate:.2%}",
-        held,
-        str(simulation.num_messages),
-    )
+    held = " ".join(activation_text(simulation, peak) for peak in peaks)
+    if len(peaks) > _MOST_RANKS_IN_A_CELL:
+        held = " to ".join(activation_text(simulation, peak) for peak in (min(peaks), max(peaks)))
+    return f"{simulation.cost:.5g}", f"{simulation.bubble_rate:.2%}", held, str(simulation.num_messages)

@@ -45,7 +45,7 @@ def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]
             found.append((clock, Held(place, -1, 0, 0, 0, after)))
         return found
     lane = timeline.lanes[rank]
-    again = LaneClock(lane.units, clock, lane.lanes, lane.durations)
+    again = LaneClock(lane.units, lane.lanes, lane.durations, clock)
     moments = again.moments = {}
     for place, op in enumerate(row):
         if IS_DATA_PARALLEL[op[0]]:

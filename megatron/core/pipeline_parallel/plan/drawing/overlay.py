@@ -16,20 +16,15 @@ from megatron.core.pipeline_parallel.plan.drawing.trace import (
     trace_slice,
     transfer_lane,
 )
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    B,
-    F,
-    Kind,
-    Plan,
-    PlanError,
-    RawOp,
-    W,
-    op_text,
-)
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, Plan, PlanError, RawOp, W, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
-from megatron.core.pipeline_parallel.plan.measured import MeasuredStep, Span, read_timeline, span_key
-from megatron.core.pipeline_parallel.plan.measured_costs import divide_backwards
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import divide_backwards
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
+    MeasuredStep,
+    OpTimes,
+    read_timeline,
+    span_key,
+)
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 
@@ -60,7 +55,7 @@ def chosen_step(directory: Path, iteration: int | None) -> MeasuredStep:
     return min(chosen, key=lambda step: step.pipeline)
 
 
-Spans = Sequence[Mapping[str, Span]]  # by pipeline rank: text of an operation -> when it ran
+Spans = Sequence[Mapping[str, OpTimes]]  # by pipeline rank: text of an operation -> when it ran
 
 
 def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]:
@@ -83,7 +78,7 @@ def mean_times(plan: Plan, spans: Spans) -> dict[Kind, tuple[float | None, ...]]
     }
 
 
-def _span(spans: Spans, rank: int, place: int, op: RawOp) -> Span:
+def _span(spans: Spans, rank: int, place: int, op: RawOp) -> OpTimes:
     key = span_key(place, op)
     if key not in spans[rank]:
         raise PlanError(f"the timeline of pipeline rank {rank} has no {key}")
@@ -124,7 +119,8 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
         computed = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
         begins.append(starts[rank][computed[0]])
         busy.append(sum(here[place].busy_s for place in computed))
-    starts, ends = ([[one - min(begins) for one in row] for row in times] for times in (starts, ends))
+    begin = min(begins)
+    starts, ends = ([[one - begin for one in row] for row in times] for times in (starts, ends))
     return Simulation(plan, costs, Timeline(starts, ends, [], {}), tuple(busy), max(busy))
 
 
@@ -163,7 +159,6 @@ def overlay_figures(
     planned: Simulation, measured: Simulation, means: Mapping[Kind, Sequence[float | None]]
 ) -> dict[str, Any]:
     """Both bubbles, costs and idle times, and the mean times; seconds."""
-
     names = "makespan", "cost", "bubble_time", "bubble_rate", "idle"
     plan = planned.plan
     return {

@@ -11,18 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.passes.fit_limit import Reserve, fit_limit
-from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, kept_gaps
-from megatron.core.pipeline_parallel.plan.passes.lane_rows import LaneRow, gather_moments, stays
-from megatron.core.pipeline_parallel.plan.passes.move_w import PARTS, split_trailing
+from megatron.core.pipeline_parallel.plan.passes import lane_rows
+from megatron.core.pipeline_parallel.plan.passes.keep import Reserve, bytes_kept, fit_limit, kept_gaps
+from megatron.core.pipeline_parallel.plan.passes.orders import PARTS, split_trailing
 from megatron.core.pipeline_parallel.plan.passes.within_limit import RESERVES, Orders, WithinLimit
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
@@ -155,22 +154,26 @@ class _Maker:
             )
         else:
             kept, bound = self._kept(uses, reserve)
-        lanes = LaneRow(uses, asked, reduced_first=reserve.reduced_first)
-        gathered = stays(uses.reads, kept, weights=True)
+        gathered = lane_rows.stays(uses.reads, kept, weights=True)
+        gathers: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
+        frees: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
+        moments = [0] * len(gathered)
         if asked.weights_cut:
-            moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather)
+            moments = lane_rows.gather_moments(
+                gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather
+            )
+        if asked.weights_cut or (asked.gathers_once and not forward_only):
             for stay, moment in zip(gathered, moments, strict=True):
-                lanes.gather(stay, moment)
-                lanes.free(stay)
-        elif asked.gathers_once and not forward_only:
-            for stay in gathered:
-                lanes.gather(stay, 0)
-        reduced = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
-        lanes.reduce(reduced)
+                gathers[moment].append((UNSHARD, stay))
+        for stay in gathered if asked.weights_cut else ():
+            frees[stay.last + 1].append((RESHARD, stay))
+        reduced = lane_rows.reductions(uses, asked, kept)
         groups: Groups = [[] for _ in uses.adds]
-        for stay in reduced:
-            groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
-        return lanes.write(), groups
+        for kind, stay in (one for moment in sorted(reduced) for one in reduced[moment]):
+            if kind == REDUCE:
+                groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
+        behind = (reduced, gathers) if reserve.reduced_first else (gathers, reduced)
+        return lane_rows.written(uses, (frees, *behind)), groups
 
     def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
         """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""

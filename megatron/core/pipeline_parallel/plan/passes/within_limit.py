@@ -17,18 +17,9 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
-from megatron.core.pipeline_parallel.plan.passes.fit_limit import Reserve
-from megatron.core.pipeline_parallel.plan.passes.hold_back import hold_back
+from megatron.core.pipeline_parallel.plan.passes import orders as other
+from megatron.core.pipeline_parallel.plan.passes.keep import Reserve
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.move_w import (
-    PARTS,
-    delay_w,
-    fuse_bw,
-    one_w_moved,
-    split_trailing,
-    w_behind_b,
-    with_row,
-)
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.post_validation.insert import post_validation
@@ -105,14 +96,14 @@ class Orders:
         found, plan = [self.plan], self.plan
         rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
         order = dataclasses.replace(plan, rows=rows)
-        held = hold_back(order, self.costs, self.room, self.most_read, self.whole_grads)
+        held = other.hold_back(order, self.costs, self.room, self.most_read, self.whole_grads)
         if held is not None and held != order:
             steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
             with contextlib.suppress(PlanError):  # such an order may have no room for a step's validation
                 lowered = lower(held, self.costs)
                 found.append(post_validation(lowered, self.costs) if steps else lowered)
         yield from found[1:]
-        yield from map(w_behind_b, found)
+        yield from map(other.w_behind_b, found)
 
     @functools.cached_property
     def every(self) -> Iterable[Plan]:
@@ -123,20 +114,22 @@ class Orders:
         room = [one - read for one, read in zip(self.room, self.most_read, strict=True)]
         flags = itertools.product((False, True), (False, True), _DELAYS, self.bases)
         delayed = (
-            delay_w(one, by, self.costs, room, self.whole_grads, together=together, before_last=before_last)
+            other.delay_w(
+                one, by, self.costs, room, self.whole_grads, together=together, before_last=before_last
+            )
             for before_last, together, by, one in flags
         )
         moved = _Once(itertools.chain(self.bases, delayed))
         yield from moved
         for one, everywhere in itertools.product(moved, (False, True)):
             for count in (one.num_microbatches, 2, 1):
-                yield fuse_bw(one, max(0, one.num_microbatches - count), everywhere=everywhere)
+                yield other.fuse_bw(one, max(0, one.num_microbatches - count), everywhere=everywhere)
 
     def in_parts(self, plan: Plan) -> Iterator[Plan]:
         """With trailing W's whole, and in parts."""
         yield plan
-        for count in PARTS if self.parts else ():
-            yield split_trailing(plan, self.stages, count)
+        for count in other.PARTS if self.parts else ():
+            yield other.split_trailing(plan, self.stages, count)
 
 
 class WithinLimit:
@@ -184,7 +177,7 @@ class WithinLimit:
             before = start
             start = self._best(start, ((start[0], one) for one in self.orders.reserves))
             start = self._best(start, ((one, start[1]) for one in _mixed(start[0], self.orders.every)))
-            start = self._best(start, ((one, start[1]) for one in one_w_moved(start[0])))
+            start = self._best(start, ((one, start[1]) for one in other.one_w_moved(start[0])))
             if start == before:
                 return
 
@@ -218,7 +211,7 @@ def _mixed(plan: Plan, others: Iterable[Plan]) -> Iterator[Plan]:
         return [[op for op in row if IS_TRANSFER[op[0]]] for row in one.rows]
 
     mine = messages(plan)
-    for other in others:
-        if messages(other) == mine:
-            for rank, row in enumerate(other.rows):
-                yield with_row(plan, rank, row)
+    for one in others:
+        if messages(one) == mine:
+            for rank, row in enumerate(one.rows):
+                yield other.with_row(plan, rank, row)

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.text import from_csv, to_csv, to_torch_csv
+from megatron.core.pipeline_parallel.plan.text import from_json, to_json, to_torch_csv
 from tests.harness.schedules import (
     GRID,
     check_torch_accepts,
@@ -102,7 +102,7 @@ def test_pairs_are_a_forward_beside_a_backward_of_the_other_chunk():
             assert one[1] + other[1] == 2 * p - 1
     assert "(0F7;7BW3)" in row_texts(plan.rows[0])
     lowered = lower(plan, chunk_costs(plan.placement))
-    assert from_csv(to_csv(lowered)) == lowered
+    assert from_json(to_json(lowered)) == lowered
 
 
 def test_too_few_microbatches_chunks_and_groups_are_refused():

@@ -7,7 +7,7 @@ from megatron.core.pipeline_parallel.plan.ir import B, Plan, W, op_text, parse_r
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.move_w import split_trailing
+from megatron.core.pipeline_parallel.plan.passes.orders import split_trailing
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency

@@ -220,7 +220,9 @@ class _Owner:
 def middle(before, behind, *, after=0, go_on=True, nonfinite=False):
     stepper = _Stepper(ValidationState((0.0, 9.0, 0.0), 1.0, False))
     messages, owner = _Messages(before=before, behind=behind), _Owner(go_on, nonfinite)
-    validator = PostValidator(stepper, messages, owner, StepRules(2.5), rank=1, num_ranks=3, after=after)
+    validator = PostValidator(
+        stepper, messages, owner, StepRules(2.5).decide, rank=1, num_ranks=3, after=after
+    )
     return validator, stepper, messages, owner
 
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.ir import Kind
-from megatron.core.pipeline_parallel.plan.measured import read_timeline
-from megatron.core.pipeline_parallel.plan.measured_costs import costs_of, measured_bubbles
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import costs_of, measured_bubbles
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.runtime.executor import Executor

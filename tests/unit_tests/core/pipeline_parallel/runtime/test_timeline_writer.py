@@ -1,4 +1,4 @@
-"""What a run writes about its timeline is what plan/measured.py reads."""
+"""What a run writes about its timeline is what plan/measuring/timeline_files.py reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measured import read_timeline
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan

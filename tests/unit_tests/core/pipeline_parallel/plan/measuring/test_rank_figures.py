@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, parse_row
-from megatron.core.pipeline_parallel.plan.measured import Span
-from megatron.core.pipeline_parallel.plan.measured_costs import RankStep, figures_of, median
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import RankStep, figures_of, median
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 
 def test_medians_spans_and_work_by_hand():
     plan = Plan("split", Placement("linear", 1), 2, (parse_row("0F0 0B0 0F1 0W0 0BW1".split()),))
-    spans = [Span(1, 2, 0.25), Span(2, 3, 0.5), Span(3, 6), Span(6, 7), Span(7, 11)]
+    spans = [OpTimes(1, 2, 0.25), OpTimes(2, 3, 0.5), OpTimes(3, 6), OpTimes(6, 7), OpTimes(7, 11)]
     made = figures_of([RankStep(4, plan, 0, spans)], (6,), {0: (100, 40)}, 77, 5)
     assert json.loads(json.dumps(made)) == {
         "pipeline": [6],
@@ -35,13 +35,13 @@ def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computat
     row = parse_row("0UNSHARD[0:2] 0F0 0B0 0REDUCE[1:2].2 0W0[1:2] 0W0[0:1] 0REDUCE[0:1]".split())
     plan = Plan("parts", Placement("linear", 1), 1, (row,))
     spans = [
-        Span(0, 2, 1),
-        Span(1, 3, 0.25, 0.5),
-        Span(3, 4),
-        Span(6, 7),
-        Span(4, 8, 0, 1),
-        Span(8, 9),
-        Span(9, 20),
+        OpTimes(0, 2, 1),
+        OpTimes(1, 3, 0.25, 0.5),
+        OpTimes(3, 4),
+        OpTimes(6, 7),
+        OpTimes(4, 8, 0, 1),
+        OpTimes(8, 9),
+        OpTimes(9, 20),
     ]
     made = figures_of([RankStep(4, plan, 0, spans)], (6,))
     assert made["times"] == [

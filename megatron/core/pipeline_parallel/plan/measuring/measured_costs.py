@@ -18,7 +18,7 @@ from typing import NamedTuple, TypedDict
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
-from megatron.core.pipeline_parallel.plan.measured import Span
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 
@@ -46,7 +46,7 @@ class RankStep(NamedTuple):
     iteration: int
     plan: Plan
     rank: int
-    spans: Sequence[Span]
+    spans: Sequence[OpTimes]
 
 
 def figures_of(

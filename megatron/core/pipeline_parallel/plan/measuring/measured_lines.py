@@ -5,12 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan.again import Replanned
-from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.measured_costs import Figures, peaks_of
-
-_NS_PER_MS = 1e6
-
 
 @dataclasses.dataclass(frozen=True)
 class Bubbles:
@@ -57,40 +51,13 @@ class MeasuredPlan:
     kept: str | None
     path: str | None = None
 
-    @classmethod
-    def of(
-        cls, iteration: int, figures: Sequence[Figures], found: Replanned, path: str | None
-    ) -> MeasuredPlan:
-        """found: of these figures."""
-        costs, spec = found.costs, found.spec
-        f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
-        return cls(
-            iteration=iteration,
-            first_iteration=min(told[0] for one in figures for told in one["steps"]),
-            solved=spec.reads_costs,
-            schedule=found.plan.schedule,
-            hash=plan_hash(found.plan),
-            f_ms=f_ms,
-            b_ms=b_ms,
-            w_ms=w_ms,
-            comm_ms=costs.comm / _NS_PER_MS,
-            activation_bytes=tuple(round(size) for size in costs.activation) if spec.estimated else (),
-            peak_bytes_per_rank=peaks_of(figures, spec.placement.num_ranks),
-            planned_bubble_before=found.bubbles[0],
-            planned_bubble=found.bubbles[1],
-            kept=found.kept,
-            path=path,
-        )
-
     def line(self) -> str:
         """What was measured, and what came of it."""
-        times = ", ".join(
-            f"{name} {_range(values)}"
-            for name, values in (("F", self.f_ms), ("B", self.b_ms), ("W", self.w_ms))
-        )
+        times = (("F", self.f_ms), ("B", self.b_ms), ("W", self.w_ms))
         text = (
             f" > pipeline {'solved again' if self.solved else 'measured'} after iteration {self.iteration} "
-            f"(iterations {self.first_iteration}-{self.iteration}): {times} ms a stage, a transfer "
+            f"(iterations {self.first_iteration}-{self.iteration}): "
+            f"{', '.join(f'{name} {_range(values)}' for name, values in times)} ms a stage, a transfer "
             f"{self.comm_ms:.3f} ms; planned bubble {100 * self.planned_bubble_before:.2f}%"
         )
         if self.kept is not None:
@@ -100,5 +67,5 @@ class MeasuredPlan:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low}-{high}"

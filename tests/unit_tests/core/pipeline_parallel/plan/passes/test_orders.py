@@ -6,8 +6,8 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, F, W, op_text
-from megatron.core.pipeline_parallel.plan.passes.hold_back import hold_back
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.orders import hold_back
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 

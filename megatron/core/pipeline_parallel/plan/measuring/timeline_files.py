@@ -36,18 +36,27 @@ from megatron.core import safe_files
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.measured_lanes import lanes_of_json
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 VERSION = 1
 LONGEST_LINE_BYTES = 1 << 20
 LONGEST_S = 2**40
+_LARGEST = 1 << 60  # of bytes and times of lanes
+_NS_PER_S = 1e9
+# Of a header, by kind.
+_FIELDS = {
+    str: ("plan", "schedule"),
+    int: ("num_microbatches", "num_ops", "rank"),
+    bool: ("bitwise", "forward_only"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OpTimes:
     """One operation as it ran. wait_s: the part at its beginning in which it waited for a message; of an operation of
     data parallelism, for how long computations waited for it. lane_s: what a computation spent on these."""
 
@@ -72,7 +81,7 @@ class MeasuredStep:
     pipeline: tuple[int, ...]
     plan: Plan
     lanes: Lanes | None
-    spans: tuple[dict[str, Span], ...]
+    spans: tuple[dict[str, OpTimes], ...]
     at_rest: tuple[int, ...] | None
 
 
@@ -142,47 +151,48 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
     files = sorted(directory.glob("rank-*.jsonl"))
     if not files:
         raise PlanError(f"{directory}: no timeline, that is no files rank-00000.jsonl, rank-00001.jsonl, ...")
-    parts: dict[tuple[int, tuple[int, ...], str], dict[int, _Part]] = defaultdict(dict)
+    # (iteration, pipeline, hash of the plan) -> by pipeline rank
+    steps: dict[tuple[int, tuple[int, ...], str], dict[int, _RankPart]] = defaultdict(dict)
     pipelines: dict[tuple[int, ...], set[int]] = defaultdict(set)
-    for file in files:
-        for part in _parts(file):
-            pipelines[part.pipeline].add(part.rank)
-            if len(part.ops) == part.header["num_ops"]:
-                parts[part.iteration, part.pipeline, part.header["plan"]][part.rank] = part
+    for part in (part for file in files for part in _parts(file)):
+        header, pipeline = part.header, tuple(part.header["pipeline"])
+        pipelines[pipeline].add(header["rank"])
+        if len(part.ops) == header["num_ops"]:
+            steps[part.iteration, pipeline, header["plan"]][header["rank"]] = part
     for pipeline, ranks in pipelines.items():
-        missing = [file_name(pipeline[rank]) for rank in range(len(pipeline)) if rank not in ranks]
+        missing = [file_name(world) for rank, world in enumerate(pipeline) if rank not in ranks]
         if missing:
             raise PlanError(
                 f"{directory}: {', '.join(missing)} is missing of the pipeline of ranks {pipeline}"
             )
-    whole = [step for step in parts.values() if len(step) == len(next(iter(step.values())).pipeline)]
     plans: dict[str, tuple[Plan, Lanes | None]] = {}
-    steps = [_step(step, plans) for step in whole]
-    return sorted(steps, key=lambda step: (step.iteration, step.pipeline))
+    read = []
+    for (iteration, pipeline, of_plan), parts in steps.items():
+        if len(parts) == len(pipeline):
+            ranks_parts = [parts[rank] for rank in range(len(parts))]
+            if of_plan not in plans:
+                try:
+                    plans[of_plan] = _plan(ranks_parts)
+                except PlanError as error:
+                    raise PlanError(f"iteration {iteration}: {error}") from None
+            read.append(_step(ranks_parts, *plans[of_plan]))
+    return sorted(read, key=lambda step: (step.iteration, step.pipeline))
 
 
 @dataclass
-class _Part:
+class _RankPart:
     """What one rank did in one step."""
 
     iteration: int
     header: dict[str, Any]
     ops: list[RawOp]
-    spans: list[Span]
-
-    @property
-    def rank(self) -> int:
-        return int(self.header["rank"])
-
-    @property
-    def pipeline(self) -> tuple[int, ...]:
-        return tuple(self.header["pipeline"])
+    spans: list[OpTimes]
 
 
-def _parts(file: Path) -> Iterator[_Part]:
+def _parts(file: Path) -> Iterator[_RankPart]:
     """The steps of one file; a last line that is not finished is left out."""
     header: dict[str, Any] | None = None
-    part: _Part | None = None
+    part: _RankPart | None = None
     with safe_files.opened(file) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE_BYTES), b""), 1):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
@@ -199,13 +209,8 @@ def _parts(file: Path) -> Iterator[_Part]:
                 if part is None or new or len(part.ops) == header["num_ops"]:
                     if part is not None:
                         yield part
-                    part = _Part(_of(content, "iteration", int), header, [], [])
-                clock = header["clock_unix_s"]
-                start, end, wait = (_seconds(content, name) for name in ("start_s", "end_s", "wait_s"))
-                lane = _seconds(content, "lane_s") if "lane_s" in content else 0.0
-                span = Span(clock + start, clock + end, wait, lane)
-                op = parse_op(content["op"])
-                op = (*op[:7], _of(content, "pair", int)) if "pair" in content else op
+                    part = _RankPart(_of(content, "iteration", int), header, [], [])
+                op, span = _operation(content, header["clock_unix_s"])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
             part.ops.append(op)
@@ -214,18 +219,23 @@ def _parts(file: Path) -> Iterator[_Part]:
         yield part
 
 
+def _operation(content: dict[str, Any], clock: float) -> tuple[RawOp, OpTimes]:
+    start, end, wait = (_seconds(content, name) for name in ("start_s", "end_s", "wait_s"))
+    lane = _seconds(content, "lane_s") if "lane_s" in content else 0.0
+    op = parse_op(content["op"])
+    op = (*op[:7], _of(content, "pair", int)) if "pair" in content else op
+    return op, OpTimes(clock + start, clock + end, wait, lane)
+
+
 def _header(content: dict[str, Any]) -> dict[str, Any]:
     """Raises PlanError, KeyError or TypeError for what `header_line` does not write."""
     if content["version"] != VERSION:
         raise PlanError(f"version {content['version']!r:.40}; this program reads {VERSION}")
-    for name in ("plan", "schedule"):
-        _of(content, name, str)
-    for name in ("num_microbatches", "num_ops", "rank"):
-        _of(content, name, int)
-    if not 0 <= _of({"at_rest": 0, **content}, "at_rest", int) <= 1 << 60:
+    for kind, names in _FIELDS.items():
+        for name in names:
+            _of(content, name, kind)
+    if not 0 <= _of({"at_rest": 0, **content}, "at_rest", int) <= _LARGEST:
         raise PlanError(f"at rest {content['at_rest']!r:.40} bytes")
-    for name in ("bitwise", "forward_only"):
-        _of(content, name, bool)
     _seconds(content, "clock_unix_s")
     for name in ("ranks", "chunks"):
         _of(_of(content, "placement", dict), name, int)
@@ -249,50 +259,72 @@ def _seconds(content: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _step(parts: dict[int, _Part], plans: dict[str, tuple[Plan, Lanes | None]]) -> MeasuredStep:
-    first = parts[0]
-    header = first.header
-    if header["plan"] not in plans:
-        place = header["placement"]
-        try:
-            placement, residency = Placement(place["kind"], place["ranks"], place["chunks"]), None
-            if "residency" in header:
-                num_ops = sum(len(part.ops) for part in parts.values())
-                residency = PlannedResidency.from_json(header["residency"], num_ops)
-        except (KeyError, ValueError) as error:
-            raise PlanError(
-                f"iteration {first.iteration}: the header's placement or residency is wrong: {error}"
-            ) from None
-        plan = Plan(
-            header["schedule"],
-            placement,
-            header["num_microbatches"],
-            tuple(tuple(parts[rank].ops) for rank in range(len(parts))),
-            header["bitwise"],
-            header["forward_only"],
-            residency,
+def _plan(parts: list[_RankPart]) -> tuple[Plan, Lanes | None]:
+    """What all ranks of a pipeline ran. Raises PlanError for what no run can have written."""
+    header, rows = parts[0].header, tuple(tuple(part.ops) for part in parts)
+    place = header["placement"]
+    try:
+        placement, residency = Placement(place["kind"], place["ranks"], place["chunks"]), None
+        if "residency" in header:
+            residency = PlannedResidency.from_json(header["residency"], sum(map(len, rows)))
+    except (KeyError, ValueError) as error:
+        raise PlanError(f"the header's placement or residency is wrong: {error}") from None
+    flags = header["bitwise"], header["forward_only"]
+    plan = Plan(header["schedule"], placement, header["num_microbatches"], rows, *flags, residency)
+    if plan_hash(plan) != header["plan"]:
+        raise PlanError("the operations do not have the hash that the header says")
+    try:
+        verify(plan)
+    except PlanError as error:
+        raise PlanError(f"no plan that could have run: {error}") from None
+    try:
+        return plan, _lanes(header["lanes"], plan) if "lanes" in header else None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
+        raise PlanError(f"the header's lanes are wrong: {error!r:.200}") from None
+
+
+def _lanes(content: Any, plan: Plan) -> Lanes:
+    """What `dataclasses.asdict` made of lanes in ns, in seconds."""
+    for unit in (unit for stage in content["stages"] for unit in stage["units"]):
+        _record(UnitCosts, unit)
+    stages = tuple(map(StageUnits.of_dict, content["stages"]))
+    asked = dict(content["residency"])
+    limits = {name: asked.pop(name) for name in ("budget", "limit")}
+    limits = {name: one if one is None else tuple(map(_checked, one)) for name, one in limits.items()}
+    residency, wire = _record(Residency, asked, **limits), _record(LaneCosts, content["costs"])
+    if not wire.bandwidth:
+        raise ValueError("no bandwidth")
+    for rank, row in enumerate(plan.rows):
+        walk_row(row, RankUnits(rank, plan.placement, stages), residency, forward_only=plan.forward_only)
+    return Lanes(stages, residency, LaneCosts(wire.latency / _NS_PER_S, wire.bandwidth * _NS_PER_S))
+
+
+def _record(cls: Any, content: dict[str, Any], **more: Any) -> Any:
+    """A dataclass of numbers and words: of the kinds of their defaults, words without one."""
+    for name, value in content.items():
+        if isinstance(value, str) != isinstance(getattr(cls, name, ""), str):
+            raise ValueError(f"{name!r} is {value!r:.40}")
+        _checked(0 if isinstance(value, str) else value)
+    return cls(**content, **more)
+
+
+def _checked(value: Any) -> float:
+    if not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r:.40} is no size")
+    return float(value)
+
+
+def _step(parts: list[_RankPart], plan: Plan, lanes: Lanes | None) -> MeasuredStep:
+    begin = min(part.spans[0].start_s for part in parts if part.spans)
+    spans = []
+    for part in parts:
+        times = (
+            dataclasses.replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin)
+            for span in part.spans
         )
-        if plan_hash(plan) != header["plan"]:
-            raise PlanError(
-                f"iteration {first.iteration}: the operations do not have the hash that the header says"
-            )
-        try:
-            verify(plan)
-        except PlanError as error:
-            raise PlanError(f"iteration {first.iteration}: no plan that could have run: {error}") from None
-        lanes = lanes_of_json(parts[0].header["lanes"], plan) if "lanes" in parts[0].header else None
-        plans[header["plan"]] = (plan, lanes)
-    begin = min(part.spans[0].start_s for part in parts.values() if part.spans)
-    spans = tuple(
-        {
-            span_key(place, op): dataclasses.replace(
-                span, start_s=span.start_s - begin, end_s=span.end_s - begin
-            )
-            for place, (op, span) in enumerate(zip(parts[rank].ops, parts[rank].spans, strict=True))
-        }
-        for rank in range(len(parts))
-    )
-    at_rest = None
-    if plans[header["plan"]][1] is not None:
-        at_rest = tuple(parts[rank].header.get("at_rest", 0) for rank in range(len(parts)))
-    return MeasuredStep(first.iteration, first.pipeline, *plans[header["plan"]], spans, at_rest)
+        spans.append(
+            {span_key(place, op): one for place, (op, one) in enumerate(zip(part.ops, times, strict=True))}
+        )
+    at_rest = None if lanes is None else tuple(part.header.get("at_rest", 0) for part in parts)
+    pipeline = tuple(parts[0].header["pipeline"])
+    return MeasuredStep(parts[0].iteration, pipeline, plan, lanes, tuple(spans), at_rest)

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.drawing.overlay import (
 )
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measured import Span, span_key
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes, span_key
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -31,7 +31,7 @@ def as_run(plan, costs, *, begin=100.0):
         for place, op in enumerate(row):
             start = begin + simulation.timeline.starts[rank][place]
             end = begin + simulation.timeline.ends[rank][place]
-            here[op_text(op)] = Span(free, end, start - free)
+            here[op_text(op)] = OpTimes(free, end, start - free)
             free = end
         spans.append(here)
     return simulation, spans
@@ -69,7 +69,13 @@ def test_a_run_that_keeps_to_its_plan_has_the_plans_figures(name, request_):
 def test_means_are_by_stage_and_kind():
     plan = Plan("split", Placement("linear", 1), 2, (parse_row("0F0 0B0 0F1 0W0 0BW1".split()),))
     spans = [
-        {"0F0": Span(0, 1), "0B0": Span(1, 2, 0.5), "0F1": Span(2, 5), "0W0": Span(5, 6), "0BW1": Span(6, 10)}
+        {
+            "0F0": OpTimes(0, 1),
+            "0B0": OpTimes(1, 2, 0.5),
+            "0F1": OpTimes(2, 5),
+            "0W0": OpTimes(5, 6),
+            "0BW1": OpTimes(6, 10),
+        }
     ]
     means = mean_times(plan, spans)
     assert means == {Kind.F: (2,), Kind.B: (0.5,), Kind.W: (1,), Kind.BW: (4,)}
@@ -83,13 +89,13 @@ def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computat
     row = parse_row("0UNSHARD 0F0 0UNSHARD 0B0 0W0[1:2] 0W0[0:1] 0REDUCE".split())
     plan = Plan("parts", Placement("linear", 1), 1, (row,))
     times = [
-        Span(0, 2, 1),
-        Span(1, 3, 0.25, 0.5),
-        Span(3, 3.5),
-        Span(4, 5),
-        Span(5, 7, 0, 1),
-        Span(7, 8),
-        Span(8, 9),
+        OpTimes(0, 2, 1),
+        OpTimes(1, 3, 0.25, 0.5),
+        OpTimes(3, 3.5),
+        OpTimes(4, 5),
+        OpTimes(5, 7, 0, 1),
+        OpTimes(7, 8),
+        OpTimes(8, 9),
     ]
     spans = [{span_key(place, op): span for place, (op, span) in enumerate(zip(row, times, strict=True))}]
     assert len(spans[0]) == len(row)  # both gathers
@@ -108,7 +114,7 @@ def both():
     late = {"1BW0", "1F1", "1BW1", "0BW0", "0BW1"}
     spans = [
         {
-            text: Span(
+            text: OpTimes(
                 one.start_s + 2 * (text in late and text != "1BW0"),
                 one.end_s + 2 * (text in late),
                 one.wait_s + 2 * (text == "1BW0"),

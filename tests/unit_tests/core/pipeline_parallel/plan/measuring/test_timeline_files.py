@@ -10,8 +10,8 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.measured import (
-    Span,
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
+    OpTimes,
     file_name,
     header_line,
     op_lines,
@@ -56,7 +56,7 @@ def test_clocks_of_ranks_line_up(tmp_path):
     one = next(iter(first.spans[0].values()))
     assert (one.start_s, one.end_s) == pytest.approx((0.25, 0.26), abs=1e-6)
     assert next(iter(second.spans[1].values())).start_s == 0
-    assert Span(1.0, 1.5, 0.2).busy_s == pytest.approx(0.3)
+    assert OpTimes(1.0, 1.5, 0.2).busy_s == pytest.approx(0.3)
 
 
 def test_overlapped_pairs_are_read_back(tmp_path):

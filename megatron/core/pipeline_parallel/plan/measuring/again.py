@@ -5,33 +5,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError
-from megatron.core.pipeline_parallel.plan.measured_costs import Figures, costs_of
+from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, costs_of, peaks_of
+from megatron.core.pipeline_parallel.plan.measuring.measured_lines import MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
 
+_NS_PER_MS = 1e6
 
-@dataclass(frozen=True)
-class Replanned:
+
+class Replanned(NamedTuple):
     """What comes of figures of a run. spec: to run from now on; plan: its, without data parallelism. costs: measured.
-    bubbles: of the plan before and of the one from now on, by these costs. kept: why the plan before stays, None where
-    it does not. reasons: of `auto`."""
+    reasons: of `auto`. told: for log and record."""
 
     spec: ScheduleSpec
     plan: Plan
     costs: CostModel
-    bubbles: tuple[float, float]
-    kept: str | None
     reasons: tuple[str, ...]
+    told: MeasuredPlan
 
 
 def replanned(
+    iteration: int,
     figures: Sequence[Figures],
     spec: ScheduleSpec,
     num_microbatches: tuple[int, int],
@@ -39,12 +40,30 @@ def replanned(
     splits: bool,
     lanes: LaneCosts | None,
 ) -> Replanned:
-    """num_microbatches: of a step now, and the most of a later one. For the rest see `solve_again`."""
+    """iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
+    rest see `solve_again`."""
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
     again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
     before, after = (planned_bubble(one, now, costs, lanes) for one in (spec, again))
     plan = plan_for(again.bare, now, Purpose.TRAIN)
-    return Replanned(again, plan, costs, (before, after), kept, reasons)
+    f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
+    told = MeasuredPlan(
+        iteration=iteration,
+        first_iteration=min(first for one in figures for first, *_ in one["steps"]),
+        solved=again.reads_costs,
+        schedule=plan.schedule,
+        hash=plan_hash(plan),
+        f_ms=f_ms,
+        b_ms=b_ms,
+        w_ms=w_ms,
+        comm_ms=costs.comm / _NS_PER_MS,
+        activation_bytes=tuple(map(round, costs.activation)) if again.estimated else (),
+        peak_bytes_per_rank=peaks_of(figures, again.placement.num_ranks),
+        planned_bubble_before=before,
+        planned_bubble=after,
+        kept=kept,
+    )
+    return Replanned(again, plan, costs, reasons, told)
 
 
 @functools.lru_cache(maxsize=4)
@@ -52,10 +71,8 @@ def planned_bubble(
     spec: ScheduleSpec, num_microbatches: int, costs: CostModel | None, lanes: LaneCosts | None
 ) -> float:
     """Of the plan of so many microbatches. costs, lanes: as measured; without, by the spec's own."""
-    plan, wire = (
-        plan_for(spec, num_microbatches, Purpose.TRAIN),
-        None if costs is None else spec.with_lanes(lanes),
-    )
+    plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+    wire = None if costs is None else spec.with_lanes(lanes)
     return max(0.0, simulate(plan, costs or spec.costs, wire).bubble_rate)  # sums of times are rounded
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, SEND_B, SEND_F, Plan, PlanError, parse_row, row_texts
-from megatron.core.pipeline_parallel.plan.passes.add_comm import add_comm
+from megatron.core.pipeline_parallel.plan.passes.lower import add_comm
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
-from megatron.core.pipeline_parallel.plan.measured_costs import (
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     bubble_rate,
     costs_of,
     divide_backwards,
