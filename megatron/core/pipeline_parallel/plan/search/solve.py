@@ -25,7 +25,7 @@ _GIVES = (0.0, 0.5)
 _ROUNDS = 3
 _FINALISTS = 6
 # Single moves find what no filled gap does on few operations alone: P = 3, M = 6 and below, by the proved optima.
-_MOST_MOVED_OPS = 250
+_MOST_MOVED_OPS = 600
 _EVALUATIONS = 400
 # A steady state may take this many microbatches to come back to itself.
 _LONGEST_CYCLE = 6
