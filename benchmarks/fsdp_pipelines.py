@@ -50,11 +50,11 @@ from benchmarks.pipeline_training import (
     timing,
 )
 from megatron.core.live_peak import LivePeak
+from megatron.core.pipeline_parallel.plan.held.residency_walk import Held as Boundary
+from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Row
-from megatron.core.pipeline_parallel.plan.residency_walk import Held as Boundary
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 from megatron.core.transport.mesh import device_mesh
 from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.ranks import RankContext, run_ranks

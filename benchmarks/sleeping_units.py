@@ -13,12 +13,12 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import BW, W
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.ranks import RankContext

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
-from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv

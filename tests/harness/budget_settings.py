@@ -14,13 +14,13 @@ import sys
 
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, StateBytes, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
-from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts
-from megatron.core.pipeline_parallel.plan.verify_residency import verify_residency
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 

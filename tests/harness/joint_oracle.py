@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
     REDUCE,
@@ -34,7 +35,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 Vector = tuple[float, ...]  # a constant, then what is added to each arrival
 NEVER = -math.inf

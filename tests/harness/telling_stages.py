@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
 
 NAMES = ("embedding", "layers.0", "layers.1", "head")
 

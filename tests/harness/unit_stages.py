@@ -1,7 +1,7 @@
 """Units of made-up stages for plans, and residencies to ask of them."""
 
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
 
 W_BYTES, G_BYTES = 10, 20  # of a layer
 

@@ -50,8 +50,8 @@ from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta, infer_param_meta
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.protocols import GradListener, GradSync
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.transport.traffic import Traffic, traffic_of

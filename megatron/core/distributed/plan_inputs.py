@@ -17,9 +17,9 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.pipeline_parallel.plan.held.residency_lines import StepMoves
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, with_work_of
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
-from megatron.core.pipeline_parallel.plan.residency_lines import StepMoves
-from megatron.core.pipeline_parallel.plan.units import StageUnits, with_work_of
 from megatron.core.transport import collectives, host_data
 
 _REPEATS = 5

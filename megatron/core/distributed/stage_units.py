@@ -25,7 +25,7 @@ from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.distributed.sharding import Cut, Sharding
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelUnit
-from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
 from megatron.core.units import Unit, UnitModule, derive_units, find_units, matched_units
 
 Row = tuple[Access, ...]

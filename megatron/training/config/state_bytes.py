@@ -19,8 +19,8 @@ from megatron.core.distributed.sharding import (
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
+from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
-from megatron.core.pipeline_parallel.plan.units import StateBytes
 
 _MOMENTS = 2
 _Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"]

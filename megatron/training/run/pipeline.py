@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron.core.distributed.plan_inputs import measured_wire, units_of_all_stages
 from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.post_validation.state import Validation
 from megatron.core.pipeline_parallel.post_validation.validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries

@@ -6,14 +6,14 @@ import dataclasses
 
 from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines, planned_residency
-from megatron.core.pipeline_parallel.plan.residency_lines import (
+from megatron.core.pipeline_parallel.plan.held.residency_lines import (
     HeldBytes,
     StepMoves,
     StepResidency,
     moves_line,
     residency_line,
 )
+from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines, planned_residency
 from megatron.core.pipeline_parallel.plan.spec import Purpose
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session

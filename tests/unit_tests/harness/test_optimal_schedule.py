@@ -7,8 +7,8 @@ import random
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
+from megatron.core.pipeline_parallel.plan.generators.linear import one_f_one_b
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, W, compute
-from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.simulate import simulate

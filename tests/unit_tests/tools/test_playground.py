@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from tests.harness.unit_stages import unit
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"

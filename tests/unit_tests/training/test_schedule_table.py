@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.interleaved import interleaved
+from megatron.core.pipeline_parallel.plan.generators.looped import interleaved
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
@@ -16,7 +16,7 @@ NEW = """
 import contextlib, dataclasses, io, json, sys
 from megatron.core.pipeline_parallel.plan import schedules
 from megatron.core.pipeline_parallel.plan.ir import BW, B, W
-from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
+from megatron.core.pipeline_parallel.plan.generators.one_f_one_b_v import one_f_one_b_v
 
 def mine(request):
     plan = one_f_one_b_v(request)

@@ -11,6 +11,7 @@ from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, s
 from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
@@ -23,7 +24,6 @@ from megatron.core.pipeline_parallel.plan.schedules import (
     SCHEDULES,
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
-from megatron.core.pipeline_parallel.plan.units import StageUnits, StateBytes
 
 _CHUNKS = (2, 4, 8)  # a rank, that are tried under one limit
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from megatron.core.models.gpt import parameter_count
 from megatron.core.models.gpt.stage_costs import ModelCosts, Work
 from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, StateBytes, UnitCosts
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.units import Access, StageUnits, StateBytes, UnitCosts
 
 _NOTHING = Work()
 

@@ -14,17 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.plan.collector import without_collector
-from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute
+from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits
+from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute, without_collector
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
-from megatron.core.pipeline_parallel.plan.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import Problem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6

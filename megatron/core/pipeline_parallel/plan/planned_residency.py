@@ -8,13 +8,13 @@ import functools
 from collections.abc import Mapping
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
+from megatron.core.pipeline_parallel.plan.held.residency_lines import HeldBytes, StepMoves
+from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
-from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 _NS_PER_S = 1e9
 

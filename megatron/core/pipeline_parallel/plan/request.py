@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,14 @@ class Request:
             raise PlanError(f"{schedule} has one chunk a stage, not {self.num_chunks}: use interleaved")
         if self.group_size is not None:
             raise PlanError(f"{schedule} has no microbatch groups: use interleaved")
+
+    def on_v(self, schedule: str) -> Placement:
+        """Two chunks a rank on a V. Raises PlanError for a request of more or fewer, or of microbatch groups."""
+        if self.num_chunks not in (None, 2):
+            raise PlanError(
+                f"{schedule} has two chunks a rank, not {self.num_chunks}: leave the number of chunks out, or use"
+                " interleaved"
+            )
+        if self.group_size is not None:
+            raise PlanError(f"{schedule} has no microbatch groups: use interleaved or gis")
+        return Placement(V_SHAPED, self.num_ranks, 2)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transport.traffic import Moved
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
-    from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits, StateBytes, UnitCosts
+    from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, StateBytes, UnitCosts
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 POLICIES = ("memory", "backward", "step", "budget")

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.dualpipe_v import dualpipe_v
-from megatron.core.pipeline_parallel.plan.gis import grouped
-from megatron.core.pipeline_parallel.plan.gpipe import gpipe
-from megatron.core.pipeline_parallel.plan.interleaved import interleaved
+from megatron.core.pipeline_parallel.plan.generators.dualpipe_v import dualpipe_v
+from megatron.core.pipeline_parallel.plan.generators.linear import gpipe, one_f_one_b, zb_h1, zb_h2
+from megatron.core.pipeline_parallel.plan.generators.looped import grouped, interleaved
+from megatron.core.pipeline_parallel.plan.generators.one_f_one_b_v import one_f_one_b_v
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
-from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
-from megatron.core.pipeline_parallel.plan.one_f_one_b_v import one_f_one_b_v
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.saved_orders import saved_or_made
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_min, zb_1p, zb_2p, zbv
-from megatron.core.pipeline_parallel.plan.zb_h import zb_h1, zb_h2
 
 AUTO = "auto"  # instead of a name: the fastest schedule that fits
 

@@ -8,8 +8,9 @@ import functools
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, W
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
@@ -18,7 +19,6 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
 from megatron.core.pipeline_parallel.plan.sizes import mib_text
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 

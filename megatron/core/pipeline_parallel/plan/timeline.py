@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
+from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, Plan, RawOp, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
-from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock, Lanes
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 
 
 @dataclass(frozen=True)

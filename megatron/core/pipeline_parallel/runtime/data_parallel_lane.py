@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
     HSDP_ALL_REDUCE,
@@ -28,7 +29,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync
 from megatron.core.transport.peer_loss import PeerLostError

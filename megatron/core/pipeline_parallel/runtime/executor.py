@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir, kinds
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.send_completion import Key, send_completion
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (

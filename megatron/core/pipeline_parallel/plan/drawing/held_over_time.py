@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
+from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock
+from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
-from megatron.core.pipeline_parallel.plan.lane_clock import LaneClock
-from megatron.core.pipeline_parallel.plan.residency_walk import Held, walk_row
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 

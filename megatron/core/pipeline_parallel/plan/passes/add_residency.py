@@ -14,20 +14,27 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import grouping_of
+from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.plan.ir import (
+    REDUCE,
+    RESHARD,
+    UNSHARD,
+    Plan,
+    PlanError,
+    Row,
+    without_collector,
+)
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes import lane_rows
 from megatron.core.pipeline_parallel.plan.passes.keep import Reserve, bytes_kept, fit_limit, kept_gaps
 from megatron.core.pipeline_parallel.plan.passes.orders import PARTS, split_trailing
 from megatron.core.pipeline_parallel.plan.passes.within_limit import RESERVES, Orders, WithinLimit
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import grouping_of
-from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses
 from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
-from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 Groups = list[list[dict[int, int]]]

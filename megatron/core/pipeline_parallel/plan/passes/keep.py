@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
+from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses, Span, bytes_by_moment
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError
 from megatron.core.pipeline_parallel.plan.passes.lane_rows import gradients_held, reductions
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
-from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span, bytes_by_moment
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 
 

@@ -7,10 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan.held.row_uses import (
+    Gap,
+    RowUses,
+    Span,
+    WholeGradients,
+    bytes_by_moment,
+)
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.row_uses import Gap, RowUses, Span, WholeGradients, bytes_by_moment
 
 
 class Stay(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.collector import without_collector
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import F, Plan, PlanError, RawOp
+from megatron.core.pipeline_parallel.plan.ir import F, Plan, PlanError, RawOp, without_collector
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
 

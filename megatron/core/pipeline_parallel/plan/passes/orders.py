@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, Row, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 
 _SLACK = 1e-9
 PARTS = (1 << 20, 4, 1)  # of trailing W's: all, some, none: whole chunks one after the other

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.passes import orders as other
 from megatron.core.pipeline_parallel.plan.passes.keep import Reserve
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.simulate import Merit
-from megatron.core.pipeline_parallel.plan.units import StageUnits
 from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 RESERVES = (

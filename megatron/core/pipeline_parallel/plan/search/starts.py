@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.generators.linear import one_f_one_b, zb_h1, zb_h2
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
 from megatron.core.pipeline_parallel.plan.search.list_schedule import Patience, list_schedule
 from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, order_of, peaks
-from megatron.core.pipeline_parallel.plan.zb_h import zb_h1, zb_h2
 
 # Shares of a delay that each leg of a microbatch's way gets: F by chunk, B by chunk.
 _LINEAR_LEGS = ((0.0, 1.0), (1.0, 0.0))

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Mapping
 
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
+from megatron.core.pipeline_parallel.plan.generators.linear import one_f_one_b
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import Bound, proven
@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_
 from megatron.core.pipeline_parallel.plan.search.solve import solve
 from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
 # By schedule: by number of ranks, the whole-stage activations that a rank may hold where the request has no limit; and
 # the share of 1F1B's memory up to which B's that grow get room on top, where whole stages are counted as F leaves them
@@ -37,7 +36,7 @@ def problem_of(name: str, request: Request) -> Problem:
         request.one_chunk(name)
         placement = Placement(LINEAR, request.num_ranks)
     else:
-        placement = v_placement(request, name)
+        placement = request.on_v(name)
     costs, (whole_stages, share) = request.costs_on(placement), _LIMITS[name]
     limits = limits_of(request, placement, costs, whole_stages(request.num_ranks), most_of_1f1b=share)
     return Problem(placement, request.num_microbatches, costs, limits)

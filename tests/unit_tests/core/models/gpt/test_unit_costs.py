@@ -14,8 +14,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.units import StateBytes
 from tests.harness.tiny_models import VARIANTS, tiny_config
 
 VOCAB, RANKS = 96, 4

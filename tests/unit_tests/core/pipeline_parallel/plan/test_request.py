@@ -50,3 +50,18 @@ def test_one_chunk():
         Request(2, 4, 2).one_chunk("1f1b")
     with pytest.raises(PlanError, match="1f1b has no microbatch groups: use interleaved"):
         Request(2, 4, 1, 2).one_chunk("1f1b")
+
+
+def test_both_ends_of_the_model_are_on_the_first_rank():
+    for chunks in (None, 2):
+        placement = Request(3, 6, chunks).on_v("zbv")
+        assert placement == Placement("v", 3, 2)
+        assert placement.ranks() == (0, 1, 2, 2, 1, 0)
+
+
+def test_other_numbers_of_chunks_and_groups_are_refused():
+    for chunks in (1, 3):
+        with pytest.raises(PlanError, match=f"zbv has two chunks a rank, not {chunks}: leave the number"):
+            Request(3, 6, chunks).on_v("zbv")
+    with pytest.raises(PlanError, match="zbv has no microbatch groups"):
+        Request(3, 6, 2, 3).on_v("zbv")

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.generators.linear import one_f_one_b
 from megatron.core.pipeline_parallel.plan.ir import BW
-from megatron.core.pipeline_parallel.plan.one_f_one_b import one_f_one_b
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
@@ -15,7 +16,6 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
-from megatron.core.pipeline_parallel.plan.units import StageUnits, UnitCosts
 
 
 def spec_of(name, ranks=2, **facts):

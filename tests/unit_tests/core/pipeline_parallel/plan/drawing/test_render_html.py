@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.drawing import page
 from megatron.core.pipeline_parallel.plan.drawing.compare import Entry
 from megatron.core.pipeline_parallel.plan.drawing.page import to_html
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.ir import Kind
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
     OpTimes,
     file_name,

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import B, F, PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, READS_WEIGHTS
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
-from megatron.core.pipeline_parallel.plan.units import RankUnits
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from tests.harness.unit_stages import G_BYTES, W_BYTES, asked, layers, model

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, LaneCosts, Residency
-from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 
 
 @dataclass(frozen=True)

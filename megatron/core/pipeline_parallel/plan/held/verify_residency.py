@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, RawOp, wrong_op
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, WRITES_GRADS
-from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import (
+from megatron.core.pipeline_parallel.plan.held.residency_walk import (
     RowWalk,
     grouping_of,
     walk_row,
     with_their_computations,
 )
-from megatron.core.pipeline_parallel.plan.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, RawOp, wrong_op
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, WRITES_GRADS
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
 
 
 def verify_residency(

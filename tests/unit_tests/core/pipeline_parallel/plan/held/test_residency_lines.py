@@ -3,9 +3,9 @@
 import dataclasses
 import json
 
-from megatron.core.pipeline_parallel.plan import residency_lines
+from megatron.core.pipeline_parallel.plan.held import residency_lines
+from megatron.core.pipeline_parallel.plan.held.residency_lines import HeldBytes, StepMoves, StepResidency
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.residency_lines import HeldBytes, StepMoves, StepResidency
 from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 MIB = 2**20

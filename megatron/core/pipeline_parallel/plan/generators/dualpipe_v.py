@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, RawOp, W, compute
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
 
 def dualpipe_v(request: Request) -> Plan:
@@ -16,7 +15,7 @@ def dualpipe_v(request: Request) -> Plan:
     backwards stays with it, and its weight gradients wait in one queue.
     Raises PlanError for fewer than two microbatches a rank.
     """
-    placement = v_placement(request, "dualpipe-v")
+    placement = request.on_v("dualpipe-v")
     num_ranks, total = request.num_ranks, request.num_microbatches
     if total < 2 * num_ranks:
         raise PlanError(

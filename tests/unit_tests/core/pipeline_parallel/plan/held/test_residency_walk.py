@@ -3,11 +3,11 @@
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.ir import PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.residency_walk import walk_row
-from megatron.core.pipeline_parallel.plan.units import RankUnits, StageUnits
 from tests.harness.unit_stages import layers, unit
 
 ALONE = Placement("linear", 1)

@@ -6,7 +6,6 @@ import itertools
 
 from megatron.core.pipeline_parallel.plan.ir import BW, F, Plan, RawOp, compute
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.v_placement import v_placement
 
 # What one microbatch takes of a rank, in the time of one chunk's F: twice F, and twice BW of 2.
 _PERIOD = 6
@@ -25,7 +24,7 @@ def one_f_one_b_v(request: Request) -> Plan:
     the same for all microbatches, gives the order (with it alone: a chunk less, and 1F1B's bubble); where ranks would
     wait in the warm-up, forwards come earlier. The order is made with equal times: costs are not read.
     """
-    placement = v_placement(request, "1f1b-v")
+    placement = request.on_v("1f1b-v")
     rows = _Order(request.num_ranks, request.num_microbatches).rows()
     return Plan("1f1b-v", placement, request.num_microbatches, rows)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
+from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import (
     REDUCE,
     RESHARD,
@@ -25,8 +27,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
-from megatron.core.pipeline_parallel.plan.row_uses import WholeGradients
-from megatron.core.pipeline_parallel.plan.units import RankUnits, Use
 from megatron.core.transport.traffic import NOTHING, Moved
 
 
