@@ -54,7 +54,7 @@ from megatron.core.pipeline_parallel.plan.held.residency_walk import Held as Bou
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Row
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.transport.mesh import device_mesh
 from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.ranks import RankContext, run_ranks
@@ -130,7 +130,7 @@ def planned_and_counted(ours: OurPipeline) -> tuple[dict[str, int], dict[str, tu
     spec, rank = ours.runner.spec, ours.ps.pp_rank
     assert spec.stages_units is not None, "one data parallel rank shares nothing"
     assert spec.residency is not None, "units without a residency"
-    plan = plan_for(spec, ours.count, Purpose.TRAIN)
+    plan = plan_for(spec, ours.count, PlanPurpose.TRAIN)
     row, units = plan.rows[rank], RankUnits(rank, plan.placement, spec.stages_units)
     walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
     # Cut gradients have no memory at rest before their unit's first reduction.

@@ -31,7 +31,7 @@ from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport import host_data
@@ -165,8 +165,8 @@ class OurPipeline:
         again, kept, _ = solve_again(before, costs, self.count, self.count, splits=True)
         if kept is None:
             self.runner.plan_by(again)
-        planned_before = simulate(plan_for(before, self.count, Purpose.TRAIN), costs)
-        plan = plan_for(again, self.count, Purpose.TRAIN)
+        planned_before = simulate(plan_for(before, self.count, PlanPurpose.TRAIN), costs)
+        plan = plan_for(again, self.count, PlanPurpose.TRAIN)
         hashes = host_data.all_gather_json(plan_hash(plan), group)
         assert len(set(hashes)) == 1, f"ranks have solved different plans: {hashes}"
         planned = simulate(plan, costs)

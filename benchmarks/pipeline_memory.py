@@ -37,7 +37,7 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import bytes_in_use
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -168,7 +168,7 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
         found.append((heap.peak - before, live.above_baseline, heap.text()))
     costs = config.model_costs
     assert costs is not None, "the configuration is complete"
-    planned = simulate(plan_for(spec, work.num_microbatches, Purpose.TRAIN), costs.of_stages(spec.stages))
+    planned = simulate(plan_for(spec, work.num_microbatches, PlanPurpose.TRAIN), costs.of_stages(spec.stages))
     between, anywhere, where = max(found)
     return {
         "planned": round(planned.peak_activation[ps.pp_rank]),

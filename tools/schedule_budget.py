@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -63,7 +63,7 @@ def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
     spec = config.schedule_spec
     assert spec.stages_units is not None, spec.schedule
     assert spec.residency is not None, spec.schedule
-    plan = plan_for(spec, args.microbatches, Purpose.TRAIN)
+    plan = plan_for(spec, args.microbatches, PlanPurpose.TRAIN)
     unit = costs.layer().f / budget.flops  # seconds
     times = {name: tuple(unit * one for one in getattr(spec.costs, name)) for name in ("f", "b", "w")}
     seconds = dataclasses.replace(spec.costs, **times, comm=unit * spec.costs.comm)

@@ -53,7 +53,7 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from tools import schedule_residency
@@ -182,7 +182,7 @@ def chosen(args: argparse.Namespace) -> tuple[Entry, list[str]]:
         group, limits = request.group_size, request.memory_limit
         candidates.append(ScheduleSpec(name, placement, costs, group_size=group, limits=limits))
     best = fastest(candidates, args.microbatches)
-    simulation = simulate(plan_for(best, args.microbatches, Purpose.TRAIN), best.costs)
+    simulation = simulate(plan_for(best, args.microbatches, PlanPurpose.TRAIN), best.costs)
     return Entry(best.schedule, simulation, remarks=(f"chosen by {AUTO}",)), list(best.reasons)
 
 

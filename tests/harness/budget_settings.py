@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 
@@ -88,7 +88,7 @@ class Setting:
         """The choice under a limit, and its simulation."""
         staged = self.staged
         spec = staged.within(self.budget(limit, strategies), staged.costs)
-        return spec, timed(spec, plan_for(spec, self.num_microbatches, Purpose.TRAIN))
+        return spec, timed(spec, plan_for(spec, self.num_microbatches, PlanPurpose.TRAIN))
 
     def torch_zbv(self):
         """FSDP2 under torch's ZBVZeroBubble, as its passes would have it of our order: at most 3 stages are active, and
@@ -104,7 +104,7 @@ class Setting:
             stages_units=tuple(map(_one_unit, stage_units(costs, spec.stages, spec.placement, sizes))),
             residency=asked,
         )
-        plan = plan_for(spec, self.num_microbatches, Purpose.TRAIN)  # no lanes: nothing is chosen by them
+        plan = plan_for(spec, self.num_microbatches, PlanPurpose.TRAIN)  # no lanes: nothing is chosen by them
         lanes = self.budget(1).lanes(costs.layer().f)
         walks = verify_residency(plan, spec.stages_units, asked, spec.costs)
         rests = (RankUnits(rank, plan.placement, spec.stages_units).shard_bytes for rank in range(self.pp))

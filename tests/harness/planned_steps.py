@@ -12,7 +12,7 @@ from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, DataParallelLane, Placed
 from megatron.core.transport.traffic import Traffic
 from tests.harness.layouts import Run
@@ -20,7 +20,7 @@ from tests.harness.layouts import Run
 
 def plan_of(run: Run) -> Plan:
     """Of a training step."""
-    return plan_for(run.runner.spec, run.num_microbatches, Purpose.TRAIN)
+    return plan_for(run.runner.spec, run.num_microbatches, PlanPurpose.TRAIN)
 
 
 def units_of(run: Run) -> RankUnits:

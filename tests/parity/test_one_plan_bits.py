@@ -25,7 +25,7 @@ import torch
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from tests.harness.layouts import Layout, Run, assembled, train, train_run
 from tests.harness.planned_steps import plan_of
 from tests.harness.ranks import run_ranks
@@ -92,7 +92,7 @@ def with_groups_of_memory(spec: ScheduleSpec) -> ScheduleSpec:
     count = GLOBAL_BATCH // 2
     assert spec.residency is not None, "data parallelism has nothing to do"
     memory = dataclasses.replace(spec.residency, policy="memory", budget=None)
-    planned = plan_for(dataclasses.replace(spec, residency=memory), count, Purpose.TRAIN).residency
+    planned = plan_for(dataclasses.replace(spec, residency=memory), count, PlanPurpose.TRAIN).residency
     return dataclasses.replace(spec, groupings=((count, planned.grouping),))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.plan.ir import BW, B, W
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, Run, assembled, train_run
 from tests.harness.ranks import run_ranks
 from tests.parity.test_one_plan import STEPS, UNTIED, plain_run
@@ -41,7 +41,7 @@ def run_cases(ctx, cases):
         )
         run = Run(ctx, layout, WORDS, global_batch=GLOBAL_BATCH)
         one = train_run(run, STEPS)
-        row = plan_for(run.runner.spec, run.num_microbatches, Purpose.TRAIN).rows[run.ps.pp_rank]
+        row = plan_for(run.runner.spec, run.num_microbatches, PlanPurpose.TRAIN).rows[run.ps.pp_rank]
         kinds = frozenset(op[0] for op in row if op[0] in (B, BW, W))
         in_parts = any(op[0] == W and op[4] >= 0 for op in row)
         found.append((one.losses, one.norms, one.weights, kinds, in_parts))

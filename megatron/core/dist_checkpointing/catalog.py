@@ -39,7 +39,7 @@ _SHOWN = 6  # names of a folder that holds none
 _NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept|damaged)-([0-9a-f]{1,32}))?")
 
 
-class Kind(Enum):
+class CheckpointKind(Enum):
     """What a directory of the folder is; values are the suffixes."""
 
     COMMITTED = None
@@ -56,7 +56,7 @@ class IterationFolder:
 
     path: Path
     iteration: int
-    kind: Kind
+    kind: CheckpointKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,10 @@ class LoadChoice:
     notes: tuple[str, ...]
 
 
-def directory_name(iteration: int, kind: Kind = Kind.COMMITTED, tag: str = "") -> str:
+def directory_name(iteration: int, kind: CheckpointKind = CheckpointKind.COMMITTED, tag: str = "") -> str:
     """`iter_0000123`, or with the suffix of a kind: `iter_0000123.tmp-1f2e3d4c`."""
     name = f"iter_{iteration:07d}"
-    return name if kind is Kind.COMMITTED else f"{name}.{kind.value}-{tag}"
+    return name if kind is CheckpointKind.COMMITTED else f"{name}.{kind.value}-{tag}"
 
 
 def list_entries(root: Path) -> list[IterationFolder]:
@@ -92,7 +92,7 @@ def list_entries(root: Path) -> list[IterationFolder]:
     with named_errors(root):
         names = os.listdir(root) if _is_folder(root) else []
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
-    folders = [IterationFolder(root / match[0], int(match[1]), Kind(match[2])) for match in matches]
+    folders = [IterationFolder(root / match[0], int(match[1]), CheckpointKind(match[2])) for match in matches]
     return sorted(folders, key=lambda folder: (folder.iteration, folder.path.name))
 
 
@@ -114,8 +114,8 @@ def _is_folder(path: Path) -> bool:
 
 def candidates(entries: Sequence[IterationFolder]) -> dict[int, Path]:
     """Directory to load for each iteration. A replaced one counts only while nothing has taken its place."""
-    out = {entry.iteration: entry.path for entry in entries if entry.kind is Kind.REPLACED}
-    return out | {entry.iteration: entry.path for entry in entries if entry.kind is Kind.COMMITTED}
+    out = {entry.iteration: entry.path for entry in entries if entry.kind is CheckpointKind.REPLACED}
+    return out | {entry.iteration: entry.path for entry in entries if entry.kind is CheckpointKind.COMMITTED}
 
 
 def read_tracker(root: Path) -> int | str | None:

@@ -24,7 +24,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import catalog
-from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Kind, directory_name, open_directory
+from megatron.core.dist_checkpointing.catalog import (
+    TRACKER_NAME,
+    CheckpointKind,
+    directory_name,
+    open_directory,
+)
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
@@ -36,7 +41,7 @@ KEEP_NEWEST = 2  # committed checkpoints that retention never touches
 def new_temporary(root: Path, iteration: int) -> Path:
     """An empty `iter_N.tmp-<tag>/` to write in."""
     root.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    path = root / directory_name(iteration, Kind.TEMPORARY, secrets.token_hex(4))
+    path = root / directory_name(iteration, CheckpointKind.TEMPORARY, secrets.token_hex(4))
     path.mkdir(mode=DIRECTORY_MODE)
     return path
 
@@ -48,16 +53,16 @@ def clean(root: Path) -> list[str]:
     sees to it). Returns log lines.
     """
     entries = catalog.list_entries(root)
-    committed = {entry.iteration for entry in entries if entry.kind is Kind.COMMITTED}
+    committed = {entry.iteration for entry in entries if entry.kind is CheckpointKind.COMMITTED}
     notes = []
     for entry in entries:
-        if entry.kind is Kind.REPLACED and entry.iteration not in committed:
+        if entry.kind is CheckpointKind.REPLACED and entry.iteration not in committed:
             back = root / directory_name(entry.iteration)
             os.rename(entry.path, back)
             sync_directory(root)
             committed.add(entry.iteration)
             notes.append(f"put {back} back: the save replacing it was not finished")
-        elif entry.kind in (Kind.TEMPORARY, Kind.REPLACED, Kind.TRASH):
+        elif entry.kind in (CheckpointKind.TEMPORARY, CheckpointKind.REPLACED, CheckpointKind.TRASH):
             shutil.rmtree(entry.path)
             notes.append(f"removed {entry.path}, left by a save that was not finished")
     remove_leftovers(root / TRACKER_NAME)
@@ -77,29 +82,32 @@ def commit(temporary: Path, root: Path, iteration: int, *, may_replace: bool = T
         kind, why = _fate(final, temporary, iteration, may_replace)
         aside = root / directory_name(iteration, kind, temporary.name.rpartition("-")[2])
         os.rename(final, aside)
-        if kind is not Kind.REPLACED:
+        if kind is not CheckpointKind.REPLACED:
             notes.append(f"{final} {why}: put aside as {aside}")
     os.rename(temporary, final)
     sync_directory(root)
     publish_text(root / TRACKER_NAME, str(iteration))  # no newline: as Megatron
     sync_directory(root)
-    if kind is Kind.REPLACED:
+    if kind is CheckpointKind.REPLACED:
         notes += _remove(aside)
     return notes
 
 
-def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tuple[Kind, str]:
+def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tuple[CheckpointKind, str]:
     """What becomes of a directory that is in the way of a new one, and why it is kept."""
     if final.is_symlink() or not (final / MANIFEST_NAME).exists():
-        return Kind.KEPT, "was not written by this project"
+        return CheckpointKind.KEPT, "was not written by this project"
     try:
         there = open_directory(final, iteration)
     except CheckpointError as error:
-        return Kind.DAMAGED, f"is damaged ({error})"
+        return CheckpointKind.DAMAGED, f"is damaged ({error})"
     same = hashlib.sha256((temporary / MANIFEST_NAME).read_bytes()).hexdigest() == there.manifest_sha256
     if may_replace or same:
-        return Kind.REPLACED, ""
-    return Kind.KEPT, "is a whole checkpoint that this run neither goes on from nor was told to replace"
+        return CheckpointKind.REPLACED, ""
+    return (
+        CheckpointKind.KEPT,
+        "is a whole checkpoint that this run neither goes on from nor was told to replace",
+    )
 
 
 def abandon(temporary: Path) -> None:
@@ -127,7 +135,7 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
     ours = {
         entry.iteration: entry.path
         for entry in catalog.list_entries(root)
-        if entry.kind is Kind.COMMITTED
+        if entry.kind is CheckpointKind.COMMITTED
         and (entry.path / MANIFEST_NAME).exists()
         and (owned is None or entry.iteration in owned)
     }
@@ -142,7 +150,7 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
         return [f"nothing removed (--save-retain-interval {retain_interval}): {error}"]
     notes = []
     for iteration in given_up:
-        trash = root / directory_name(iteration, Kind.TRASH, secrets.token_hex(4))
+        trash = root / directory_name(iteration, CheckpointKind.TRASH, secrets.token_hex(4))
         os.rename(ours[iteration], trash)
         notes += [f"removed {ours[iteration]} (--save-retain-interval {retain_interval})", *_remove(trash)]
     return notes

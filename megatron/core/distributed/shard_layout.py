@@ -75,7 +75,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class BufferSpan:
     """Consecutive parameters of one group in one bucket, or what a rank holds of them: elements [start, end)."""
 
     group: str
@@ -117,15 +117,15 @@ class FlatLayout:
         return MappingProxyType({slot.name: slot for slot in self.slots})
 
     @functools.cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[BufferSpan, ...]:
         """The buffer without its padding, cut where the group changes, from start to end."""
-        spans: list[Span] = []
+        spans: list[BufferSpan] = []
         for slot in self.slots:
             last = spans[-1] if spans else None
             if last and (last.group, last.bucket, last.end) == (slot.group, slot.bucket, slot.start):
                 spans[-1] = dataclasses.replace(last, end=slot.end)
             else:
-                spans.append(Span(slot.group, slot.bucket, slot.start, slot.end))
+                spans.append(BufferSpan(slot.group, slot.bucket, slot.start, slot.end))
         return tuple(spans)
 
     def numel_at_rest(self, place: ShardPlace, cut: Cut) -> int:
@@ -159,15 +159,15 @@ class FlatLayout:
         )  # nowhere: before or behind this rank's part
         return start, start + high - low
 
-    def spans_at_rest(self, place: ShardPlace, cut: Cut) -> tuple[Span, ...]:
+    def spans_at_rest(self, place: ShardPlace, cut: Cut) -> tuple[BufferSpan, ...]:
         """What this rank holds of `spans`, as elements of the buffer at rest. Without padding."""
-        spans: list[Span] = []
+        spans: list[BufferSpan] = []
         for span in self.spans:
             start, end = self.shard(span.bucket, place, cut)
             shift = self.rest_start(span.bucket, place, cut) - start
             low, high = max(span.start, start), min(span.end, end)
             if low < high:
-                spans.append(Span(span.group, span.bucket, low + shift, high + shift))
+                spans.append(BufferSpan(span.group, span.bucket, low + shift, high + shift))
         return tuple(spans)
 
     def _ways(self, place: ShardPlace, cut: Cut) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.shard_layout import Span
+from megatron.core.distributed.shard_layout import BufferSpan
 from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, build_param_groups
@@ -231,7 +231,7 @@ class FlatUpdate:
         return {name: num_bytes(flats) for name, flats in self.moments.items()}
 
 
-def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, Span, int]]:
+def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, BufferSpan, int]]:
     """What this rank updates, without padding, in the buffer's order: the bucket, elements of the arena's flat buffer
     at rest, and where the bucket's part begins in that. Nothing where it has no part of any parameter."""
     memory_of = {(memory.arena, memory.bucket.index): memory for memory in buffer.buckets}

@@ -24,7 +24,7 @@ class ScheduleError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class RateSchedule:
     """All that the rates depend on, but for the clock. Lengths in samples; wsd_samples is the tail of WSD.
 
     warmup_samples: a share of the schedule (--lr-warmup-fraction) need not be whole samples.
@@ -68,7 +68,7 @@ def _style(flag: str) -> Schema:
 SCHEDULER_SCHEMA: Schema = {
     "samples": integer(),
     "schedule": fields_of(
-        Schedule,
+        RateSchedule,
         decay_style=_style("lr_decay_style"),
         wsd_style=_style("lr_wsd_decay_style"),
         weight_decay_style=_style("weight_decay_incr_style"),
@@ -76,7 +76,7 @@ SCHEDULER_SCHEMA: Schema = {
 }
 
 
-def learning_rate(schedule: Schedule, samples: int, max_lr: float, min_lr: float) -> float:
+def learning_rate(schedule: RateSchedule, samples: int, max_lr: float, min_lr: float) -> float:
     """The rate after `samples` samples for a group with this peak and floor."""
     warmup, decay, tail = schedule.warmup_samples, schedule.decay_samples, schedule.wsd_samples
     if warmup > 0 and samples <= warmup:
@@ -109,7 +109,7 @@ def _height(style: str, done: float) -> float:
     raise ScheduleError(f"unknown decay style {style!r}")
 
 
-def weight_decay(schedule: Schedule, samples: int) -> float:
+def weight_decay(schedule: RateSchedule, samples: int) -> float:
     """The weight decay after `samples` samples."""
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
@@ -127,7 +127,7 @@ class OptimizerParamScheduler:
     def __init__(
         self,
         param_groups: Sequence[ParamGroup],
-        schedule: Schedule,
+        schedule: RateSchedule,
         *,
         override: bool = False,
         use_checkpoint: bool = False,
@@ -176,7 +176,7 @@ class OptimizerParamScheduler:
         """What has to be told of it, if anything. Raises ScheduleError if schedules differ and no flag says which to
         take; it names all that do. CheckpointError for one that no flags make."""
         try:
-            saved, told = Schedule(**state["schedule"]), None
+            saved, told = RateSchedule(**state["schedule"]), None
         except ScheduleError as error:
             raise CheckpointError(f"no schedule: {error}") from None
         mine = self.schedule
@@ -203,7 +203,7 @@ class OptimizerParamScheduler:
         self.step(0)
         return told
 
-    def _take(self, schedule: Schedule) -> None:
+    def _take(self, schedule: RateSchedule) -> None:
         self.schedule = schedule
         for group in self.param_groups:
             peak, floor = schedule.max_lr, schedule.min_lr
@@ -215,7 +215,7 @@ class OptimizerParamScheduler:
 
 def build_schedule(
     config: OptimizerConfig, *, train_iters: int | None, train_samples: int | None, global_batch_size: int
-) -> Schedule:
+) -> RateSchedule:
     """The schedule of the flags; lengths in iterations become samples at the full batch size.
 
     Exactly one of train_iters and train_samples is set. Raises ScheduleError.
@@ -225,7 +225,7 @@ def build_schedule(
     )
     decoupled_min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
     start, end = config.start_weight_decay, config.end_weight_decay
-    return Schedule(
+    return RateSchedule(
         max_lr=config.lr,
         min_lr=config.min_lr,
         init_lr=config.lr_warmup_init,

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.asked_schedules import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.guard.console import say
@@ -58,7 +58,7 @@ def _plan_facts(
     """Of the plan, and of what each rank of the world holds; docs/logging.md has the keys."""
     parallel, optimizer = session.config.parallel, engine.optimizer
     validated = parallel.enable_optimizer_post_validation
-    purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
+    purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
     try:
         lowered = plan_for(spec, num_microbatches, purpose)
     except PlanError as error:  # of a file that was made for other units

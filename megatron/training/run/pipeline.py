@@ -20,7 +20,7 @@ from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.post_validation.state import Validation
 from megatron.core.pipeline_parallel.post_validation.validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
@@ -99,7 +99,7 @@ class PipelineRunner:
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
-        self._executors: dict[tuple[int, Purpose], Executor] = {}  # (microbatches, what for)
+        self._executors: dict[tuple[int, PlanPurpose], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
         self.step_s = 0.0  # of the last training step, until its gradients were summed
         self._began_s = 0.0
@@ -114,7 +114,7 @@ class PipelineRunner:
         """
         self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
         step = self._begin(batches, iteration)
-        self._execute(num_microbatches, iteration, Purpose.TRAIN)
+        self._execute(num_microbatches, iteration, PlanPurpose.TRAIN)
         numbers = self.finish_gradients() if reduce_gradients else self._named(step.numbers, True)
         self._step = None
         return numbers
@@ -129,7 +129,7 @@ class PipelineRunner:
         self._begin(batches, iteration)
         keep = self._validator is not None and self._validator.pending
         self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
-        done = self._execute(num_microbatches, iteration, Purpose.TRAIN_AND_STEP)
+        done = self._execute(num_microbatches, iteration, PlanPurpose.TRAIN_AND_STEP)
         self._step = None
         return done
 
@@ -154,7 +154,7 @@ class PipelineRunner:
         for module in modules:
             module.eval()
         with torch.no_grad():
-            self._execute(num_microbatches, iteration, Purpose.EVALUATE)
+            self._execute(num_microbatches, iteration, PlanPurpose.EVALUATE)
         self._step = None
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
@@ -171,7 +171,7 @@ class PipelineRunner:
     @property
     def residencies(self) -> dict[int, PlannedResidency]:
         """Of the training plans that were run, by their number of microbatches: how gradients are grouped."""
-        trains = (one for one in self._executors.items() if one[0][1] is not Purpose.EVALUATE)
+        trains = (one for one in self._executors.items() if one[0][1] is not PlanPurpose.EVALUATE)
         planned = {size: executor.plan.residency for (size, _), executor in trains}
         return self._residencies | {size: one for size, one in planned.items() if one is not None}
 
@@ -202,18 +202,18 @@ class PipelineRunner:
             numbers.agree(self._loss_names[training])
         return numbers
 
-    def _execute(self, num_microbatches: int, iteration: int, purpose: Purpose) -> bool:
+    def _execute(self, num_microbatches: int, iteration: int, purpose: PlanPurpose) -> bool:
         key = (num_microbatches, purpose)
         if key not in self._executors:
             self._executors[key] = self._executor(num_microbatches, purpose)
         self._began_s = time.monotonic()
         return self._executors[key].run(iteration)
 
-    def _executor(self, num_microbatches: int, purpose: Purpose) -> Executor:
-        training = purpose is not Purpose.EVALUATE
+    def _executor(self, num_microbatches: int, purpose: PlanPurpose) -> Executor:
+        training = purpose is not PlanPurpose.EVALUATE
         handlers: Mapping[Kind, Handler] | None = None
         validation: Validation | None = None
-        if purpose is Purpose.TRAIN_AND_STEP:
+        if purpose is PlanPurpose.TRAIN_AND_STEP:
             assert self._validator is not None, "train_and_step() before validate_by()"
             handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
             step = handlers[Kind.STEP]

@@ -7,7 +7,7 @@ import dataclasses
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session
@@ -56,7 +56,7 @@ def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, tot
     config, spec = session.config, dataclasses.replace(spec, limits=limits)
     spec = config.staged_model.with_gathered_inputs(spec)
     try:
-        plan_for(spec, config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
+        plan_for(spec, config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
     except PlanError as error:
         fix = "use fewer layers a rank, smaller microbatches or recomputation, or a higher percentile"
         message = f"{percentile} % of the device's memory leaves too little for activations: {error}"
@@ -74,7 +74,7 @@ def check_validated(session: Session, spec: ScheduleSpec, engine: Engine) -> Non
     copies, grads = engine.optimizer.snapshot_bytes(), engine.model.resting_grad_bytes()
     needed = copies + grads
     if needed and spec.estimated:
-        plan = plan_for(spec, session.config.batch_schedule().num_microbatches(0), Purpose.TRAIN)
+        plan = plan_for(spec, session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
         pp_rank = session.ps.pp_rank
         needed += round(peak_activation(pp_rank, plan.rows[pp_rank], spec.costs))
     told = session.gather([needed * ranks_here, copies, grads, session.device.free_bytes()])

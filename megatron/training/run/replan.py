@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import measured_bubbles
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training.engine import Engine
@@ -101,7 +101,7 @@ class Replanner:
             session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
         if told.kept is None:
             runner.plan_by(found.spec)
-            plan = plan_for(found.spec, num_microbatches, Purpose.TRAIN)
+            plan = plan_for(found.spec, num_microbatches, PlanPurpose.TRAIN)
             check_same_plan(session.gather(plan_hash(plan)))
             told = dataclasses.replace(told, path=self._save(found.plan))
         self._reporter.planned_again(told)

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.held.residency_lines import (
     residency_line,
 )
 from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines, planned_residency
-from megatron.core.pipeline_parallel.plan.spec import Purpose
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session
 from megatron.training.run.pipeline import PipelineRunner
@@ -27,7 +27,7 @@ class ResidencyReport:
     def __init__(self, session: Session, runner: PipelineRunner, engine: Engine) -> None:
         self._session, self._runner, self._engine = session, runner, engine
         validated = session.config.parallel.enable_optimizer_post_validation
-        self._purpose = Purpose.TRAIN_AND_STEP if validated else Purpose.TRAIN
+        self._purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
         told = session.gather([session.ps.pp_rank, engine.persistent_bytes()])
         ranks = range(session.ps.pp_size)
         self._at_rest = tuple(max(size for rank, size in told if rank == pp_rank) for pp_rank in ranks)

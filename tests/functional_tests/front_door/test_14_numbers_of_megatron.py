@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
-    Schedule,
+    RateSchedule,
     build_schedule,
 )
 from megatron.training.run.arguments import ConfigurationError, parse_config
@@ -107,7 +107,7 @@ def test_iterations_times_the_batch_are_not_cut_either():
     assert (found.warmup_samples, found.decay_samples) == (2.5, 200)
 
 
-def resumed(saved: Schedule, **flags):
+def resumed(saved: RateSchedule, **flags):
     own = schedule(lr_warmup_fraction=0.025, **flags)
     scheduler = OptimizerParamScheduler([], own)
     state = json.loads(json.dumps({"samples": 1, "schedule": dataclasses.asdict(saved)}))

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
@@ -62,7 +62,7 @@ class World:
 
     @property
     def plan(self):
-        return plan_for(self.spec, MICROBATCHES, Purpose.TRAIN)
+        return plan_for(self.spec, MICROBATCHES, PlanPurpose.TRAIN)
 
     def keep_groupings(self, residencies):
         assert residencies == {}

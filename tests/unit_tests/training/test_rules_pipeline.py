@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.training.config.config import FIELDS
 from megatron.training.config.launch_env import LaunchEnv
@@ -111,7 +111,7 @@ def test_every_way_to_ask_for_a_schedule(words, schedule, stages):
     assert config.parallel.pipeline_schedule == spec.schedule == schedule
     assert len(spec.stages) == spec.placement.num_stages == stages
     assert spec.placement.kind == SCHEDULES[schedule].placement
-    assert plan_for(spec, 8, Purpose.TRAIN).schedule == schedule
+    assert plan_for(spec, 8, PlanPurpose.TRAIN).schedule == schedule
 
 
 # (ranks, words, the rules broken, a word of the message)
@@ -234,10 +234,10 @@ def test_a_saved_plan_is_what_runs(tmp_path, lowered):
     assert (spec.schedule, spec.placement) == (plan.schedule, plan.placement)
     assert spec.splits_backward is not lowered
     rows = [[op for op in row if op[0] <= 3] for row in plan.rows]
-    train = plan_for(spec, 8, Purpose.TRAIN)
+    train = plan_for(spec, 8, PlanPurpose.TRAIN)
     assert [[op for op in row if op[0] <= 3] for row in train.rows] == rows
     assert (train == plan) is lowered
-    assert plan_for(spec, 3, Purpose.EVALUATE).num_microbatches == 3
+    assert plan_for(spec, 3, PlanPurpose.EVALUATE).num_microbatches == 3
 
 
 def test_a_file_that_is_no_plan_for_this_run_is_refused(tmp_path):

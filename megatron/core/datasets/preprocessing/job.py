@@ -29,7 +29,7 @@ from megatron.core.datasets.checksums import check_corpus, checksums_path, requi
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.preprocessing.sources import Chunk, Source, plan_chunks, read_documents
+from megatron.core.datasets.preprocessing.sources import Source, TextChunk, plan_chunks, read_documents
 from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 
@@ -157,7 +157,9 @@ def _tidy(job: Job, description: str) -> None:
         safe_files.publish_text(path, description)
 
 
-def _make_parts(job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, Chunk]]) -> Iterator[Statistics]:
+def _make_parts(
+    job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, TextChunk]]
+) -> Iterator[Statistics]:
     """Statistics of each part, as it is finished, in any order."""
     if job.workers == 1 or len(todo) <= 1:
         for index, chunk in todo:
@@ -176,11 +178,11 @@ def _start_worker(job: Job) -> None:
     _worker["job"], _worker["tokenizer"] = job, job.build_tokenizer()
 
 
-def _work(item: tuple[int, Chunk]) -> Statistics:
+def _work(item: tuple[int, TextChunk]) -> Statistics:
     return _make_part(_worker["job"], _worker["tokenizer"], *item)
 
 
-def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Statistics:
+def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: TextChunk) -> Statistics:
     """Tokenize one chunk into a small corpus for each key."""
     dtype, statistics, writers = token_dtype(tokenizer.vocab_size), Statistics(bytes=chunk.size), {}
     with contextlib.ExitStack() as stack:
@@ -200,7 +202,7 @@ def _make_part(job: Job, tokenizer: Tokenizer, index: int, chunk: Chunk) -> Stat
     return statistics
 
 
-def _batches(chunk: Chunk, keys: Sequence[str]) -> Iterator[list[dict[str, list[bytes]]]]:
+def _batches(chunk: TextChunk, keys: Sequence[str]) -> Iterator[list[dict[str, list[bytes]]]]:
     """Documents in groups large enough for a tokenizer's batch call, and small enough for memory."""
     batch, size = [], 0
     for document in read_documents(chunk, keys):

@@ -25,7 +25,7 @@ Document = dict[str, list[bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """One piece of work.
 
     format: "jsonl" and "lines": the lines of `files[0]` that start in bytes [start, stop); "text": whole files.
@@ -92,26 +92,26 @@ def _source(path: str, kind: str) -> Source:
     return source
 
 
-def plan_chunks(sources: Sequence[Source]) -> list[Chunk]:
+def plan_chunks(sources: Sequence[Source]) -> list[TextChunk]:
     """Cut sources into chunks of about CHUNK_BYTES; small text files share one."""
-    chunks: list[Chunk] = []
+    chunks: list[TextChunk] = []
     group: list[Source] = []
     for source, following in zip(sources, [*sources[1:], None], strict=True):
         if source.format != "text":
             for start in range(0, source.size, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, source.size)
-                chunks.append(Chunk(source.format, (source.path,), start, stop, stop - start))
+                chunks.append(TextChunk(source.format, (source.path,), start, stop, stop - start))
             continue
         group.append(source)
         size = sum(member.size for member in group)
         is_last = following is None or following.format != "text"
         if is_last or size >= CHUNK_BYTES or len(group) >= CHUNK_FILES:
-            chunks.append(Chunk("text", tuple(member.path for member in group), 0, 0, size))
+            chunks.append(TextChunk("text", tuple(member.path for member in group), 0, 0, size))
             group = []
     return chunks
 
 
-def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document]:
+def read_documents(chunk: TextChunk, keys: Sequence[str]) -> Iterator[Document]:
     """The documents of a chunk. Raises DataError naming file and line for what cannot be read."""
     if chunk.format == "text":
         for path in chunk.files:
@@ -152,7 +152,7 @@ def _format_of(path: str, kind: str) -> str:
     return _FORMAT_OF_SUFFIX[suffix]
 
 
-def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
+def _lines(chunk: TextChunk) -> Iterator[tuple[int, bytes]]:
     """(offset, line) of the lines that start inside the chunk."""
     path = chunk.files[0]
     try:

@@ -26,7 +26,7 @@ _FLOPS_OF_SENT_BYTE = {True: 15_000, False: 50}
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StageWork:
     """One microbatch of a part of the model, on one tensor parallel rank.
 
     f, b, w: FLOPs. saved: bytes from F to B. held: bytes from B to W.
@@ -38,13 +38,13 @@ class Work:
     saved: float = 0.0
     held: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: StageWork) -> StageWork:
         return self.plus(other, 1)
 
-    def plus(self, other: Work, factor: int) -> Work:
+    def plus(self, other: StageWork, factor: int) -> StageWork:
         """With so many times another one."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Work(*(a + factor * b for a, b in zip(mine, theirs, strict=True)))
+        return StageWork(*(a + factor * b for a, b in zip(mine, theirs, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +77,19 @@ class ModelCosts:
             self._hidden(self._residual) * _FLOPS_OF_SENT_BYTE[self.has_gpu] / unit,
         )
 
-    def stage(self, spec: StageSpec) -> Work:
+    def stage(self, spec: StageSpec) -> StageWork:
         """All that a stage holds; of one without anything, handing on."""
         inputs = (bool(spec.layers) or not spec.embedding) + (bool(spec.layers) and spec.loss)
-        total = Work(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._residual))
+        total = StageWork(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._residual))
         if spec.embedding:
             total = total + self.embedding()
         total = sum(self.of_layers(len(spec.layers)), total)
         return total + self.head() if spec.loss else total
 
-    def of_layers(self, count: int) -> list[Work]:
+    def of_layers(self, count: int) -> list[StageWork]:
         """Each of a stage's layers, without the input of the first, which the stage has."""
         one, hidden = self.layer(), self._hidden(self._residual)
-        works: list[Work] = []
+        works: list[StageWork] = []
         for first, end, recomputed in self.recomputed(count):
             if recomputed:  # only the chunk's input is kept
                 again = dataclasses.replace(one, b=one.b + one.f, saved=0.0)
@@ -112,7 +112,7 @@ class ModelCosts:
             return [(at, at + 1, True) for at in range(dropped)] + [(dropped, count, False)]
         return [(at, min(at + step, count), True) for at in range(0, count, step)]
 
-    def layer(self) -> Work:
+    def layer(self) -> StageWork:
         """One decoder layer."""
         c, e, tokens, query, key = self.config, self._element, self._tokens, self._query, self._key
         width, hidden = c.ffn_hidden_size / self.tp, c.hidden_size
@@ -138,16 +138,16 @@ class ModelCosts:
             + 2 * tokens * hidden * e
         )
         f, b = products + scores + self._moved, products + 2 * scores + again + self._moved
-        return Work(f, b, products + 2 * self._gathered_again, saved, held)
+        return StageWork(f, b, products + 2 * self._gathered_again, saved, held)
 
-    def embedding(self) -> Work:
+    def embedding(self) -> StageWork:
         """Lookup and dropout; W adds rows."""
         ids = self._tokens * 8 * (2 if self.config.position_embedding_type == "learned_absolute" else 1)
         masks = self._hidden(1) if self.config.hidden_dropout else 0.0
         # Hidden states enter here: the stage takes none from another.
-        return Work(self._moved, 0.0, self._moved, ids + masks, ids + self._hidden(self._residual))
+        return StageWork(self._moved, 0.0, self._moved, ids + masks, ids + self._hidden(self._residual))
 
-    def head(self) -> Work:
+    def head(self) -> StageWork:
         """Final norm, output layer, loss."""
         columns = self.padded_vocab_size / self.tp
         product = 2 * self._tokens * self.config.hidden_size * columns
@@ -155,7 +155,7 @@ class ModelCosts:
         saved = self._column_input + self._norms(1) + logits * max(4, self._element) + self._tokens * 8
         held = self._column_input + logits * self._element
         w = product + self._gathered_again
-        return Work(product + 5 * logits, product + 3 * logits, w, saved, held)
+        return StageWork(product + 5 * logits, product + 3 * logits, w, saved, held)
 
     def _attention(self) -> float:
         """Bytes that attention keeps, up to the input of its output projection."""

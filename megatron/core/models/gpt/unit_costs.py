@@ -10,22 +10,22 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.models.gpt import parameter_count
-from megatron.core.models.gpt.stage_costs import ModelCosts, Work
+from megatron.core.models.gpt.stage_costs import ModelCosts, StageWork
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, StateBytes, UnitCosts
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
-_NOTHING = Work()
+_NOTHING = StageWork()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
+class _UnitCost:
     """numels: parameters by bucket: the unit's own, and one that another pipeline stage has too. extra: of the further
     use of a tied matrix."""
 
     name: str
     numels: tuple[int, ...]
-    work: Work = _NOTHING
+    work: StageWork = _NOTHING
     extra: int = 0
     backward_reads: bool = True
     begins_with_lookup: bool = False
@@ -33,7 +33,7 @@ class _Unit:
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    units: tuple[_Unit, ...]
+    units: tuple[_UnitCost, ...]
     forward: tuple[Access, ...]
     backward: tuple[Access, ...]
 
@@ -63,29 +63,29 @@ def _stage(costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bo
     positions = parameter_count.position_embedding_parameters(config)
     norm = parameter_count.norm_parameters(config, config.hidden_size)
     both_ends = spec.embedding and spec.loss and tied
-    units: list[_Unit] = []
+    units: list[_UnitCost] = []
     if both_ends:
         work = costs.embedding() + costs.head()
         numels: tuple[int, ...] = (words + positions + norm,)
-        units.append(_Unit("embedding_and_head", numels, work, extra=words, begins_with_lookup=True))
+        units.append(_UnitCost("embedding_and_head", numels, work, extra=words, begins_with_lookup=True))
     elif spec.embedding:
         apart = tied and not both_ends_here  # another stage has a copy of the words
         numels = (positions, words) if apart else (words + positions,)
         extra = words if tied and not apart else 0
-        units.append(_Unit("embedding", numels, costs.embedding(), extra, backward_reads=False))
+        units.append(_UnitCost("embedding", numels, costs.embedding(), extra, backward_reads=False))
     first = [(len(units) - 1,)] if units else []
     count, start = len(spec.layers), len(units)
     for number, work in zip(spec.layers, costs.of_layers(count), strict=True):
         units.append(
-            _Unit(f"decoder.layers.{number}", (parameter_count.layer_parameters(config, costs.tp),), work)
+            _UnitCost(f"decoder.layers.{number}", (parameter_count.layer_parameters(config, costs.tp),), work)
         )
     last: list[Access] = [(0,)] if both_ends else []
     if spec.loss and not both_ends:
         elsewhere = tied and both_ends_here
         last = [(len(units), len(units) + 1)] if elsewhere else [(len(units),)]
         numels = (norm,) if elsewhere else (norm, words) if tied else (norm + words,)
-        units.append(_Unit("head", numels, costs.head()))
-        units += [_Unit("embedding", (words + positions,))] if elsewhere else []
+        units.append(_UnitCost("head", numels, costs.head()))
+        units += [_UnitCost("embedding", (words + positions,))] if elsewhere else []
     layers = [(unit,) for unit in range(start, start + count)]
     backward: list[Access] = []
     for begin, end, recomputed in reversed(costs.recomputed(count)):
@@ -124,10 +124,10 @@ def _merged(stage: _Stage, limit: int, shared: set[str]) -> _Stage:
     return _Stage(units, renumbered(stage.forward), renumbered(stage.backward))
 
 
-def _joined(units: Sequence[_Unit]) -> _Unit:
+def _joined(units: Sequence[_UnitCost]) -> _UnitCost:
     own = sum(unit.numels[0] for unit in units)
     others = sum(sum(unit.numels[1:]) for unit in units)
-    return _Unit(
+    return _UnitCost(
         units[0].name if len(units) == 1 else f"{units[0].name}..{units[-1].name}",
         (own, others) if others else (own,),
         sum((unit.work for unit in units), _NOTHING),
@@ -137,7 +137,7 @@ def _joined(units: Sequence[_Unit]) -> _Unit:
     )
 
 
-def _sized(unit: _Unit, sizes: StateBytes, unit_of_time: float) -> UnitCosts:
+def _sized(unit: _UnitCost, sizes: StateBytes, unit_of_time: float) -> UnitCosts:
     numel = sum(-(-numel // sizes.align) * sizes.align for numel in unit.numels)
     return UnitCosts(
         unit.name,

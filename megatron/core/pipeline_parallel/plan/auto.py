@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def fastest(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> Schedu
 
 def _judge(spec: ScheduleSpec, num_microbatches: int) -> _Judged:
     try:
-        plan = lower(plan_for(spec, num_microbatches, Purpose.ORDER), spec.costs)
+        plan = lower(plan_for(spec, num_microbatches, PlanPurpose.ORDER), spec.costs)
         simulation = simulate(plan, spec.costs)
     except PlanError as error:
         return _Judged(spec, None, None, str(error).removeprefix(f"{spec.schedule}: "))

@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, co
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
-from megatron.core.pipeline_parallel.plan.search.problem import Problem
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
 
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6
@@ -132,7 +132,7 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
         if share not in found:
             try:
                 one = dataclasses.replace(spec, limits=tuple(share * size for size in most))
-                bare = simulate(plan_for(one.bare, num_microbatches, Purpose.TRAIN), spec.costs).cost
+                bare = simulate(plan_for(one.bare, num_microbatches, PlanPurpose.TRAIN), spec.costs).cost
                 if bare >= below:
                     raise _NoFasterError(bare)
                 found[share] = _judged(one, num_microbatches, share)
@@ -163,7 +163,7 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
 
 
 def _judged(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
-    plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+    plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
     return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share)
 
 
@@ -174,7 +174,7 @@ def _judged(spec: ScheduleSpec, num_microbatches: int, share: float | None = Non
 def _order(bare: ScheduleSpec, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
     """Time and activations by rank of a fixed order without gathers and reductions: alike for all rows of the sharding
     table."""
-    found = simulate(plan_for(bare, num_microbatches, Purpose.ORDER), bare.costs)
+    found = simulate(plan_for(bare, num_microbatches, PlanPurpose.ORDER), bare.costs)
     return found.cost, found.peak_activation
 
 
@@ -188,7 +188,7 @@ def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
             costs = dataclasses.replace(
                 costs, held_after_b=tuple(map(min, costs.held_after_b, costs.activation))
             )
-        return lower_bound(Problem(spec.placement, num_microbatches, costs, _room(spec)))
+        return lower_bound(OrderProblem(spec.placement, num_microbatches, costs, _room(spec)))
     except PlanError:
         return 0.0
 

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 
 _NS_PER_S = 1e9
 
@@ -34,7 +34,7 @@ def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
     return tuple(peaks)
 
 
-def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> list[str]:
+def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: PlanPurpose) -> list[str]:
     """What the log says of a limit: how much of it the fullest rank needs."""
     if spec.residency is None or spec.residency.limit is None:
         return []
@@ -48,7 +48,7 @@ def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -
 def planned_residency(
     spec: ScheduleSpec,
     num_microbatches: int,
-    purpose: Purpose,
+    purpose: PlanPurpose,
     at_rest: tuple[int, ...],
     costs: CostModel | None = None,
     lanes: LaneCosts | None = None,
@@ -90,7 +90,7 @@ def kept_groupings(
     lines = []
     for size in (one for one in saved if one not in alike):
         try:
-            planned = plan_for(spec, size, Purpose.TRAIN).residency
+            planned = plan_for(spec, size, PlanPurpose.TRAIN).residency
         except PlanError:
             continue  # steps of this size are not run any more
         if planned is not None and planned.grouping != saved[size].grouping:

@@ -28,7 +28,7 @@ TOLERANCE = 1e-9
 _KEPT = 32
 
 
-class Purpose(enum.Enum):
+class PlanPurpose(enum.Enum):
     """What a plan is run for. ORDER: nothing, it has the computations alone, whatever they hold."""
 
     ORDER = "order"
@@ -154,13 +154,13 @@ class ScheduleSpec:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Plan:
+def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: PlanPurpose) -> Plan:
     """The verified plan of a step. An evaluation may have fewer microbatches than the schedule can be planned for.
 
     Raises PlanError for what the schedule or the file cannot do, and where ranks would hold more than they may.
     """
     file = spec.file
-    if purpose is Purpose.ORDER:
+    if purpose is PlanPurpose.ORDER:
         request = spec.request(num_microbatches)
         return build_plan(spec.schedule, request) if file is None else file.order(num_microbatches)
     if spec.stages_units is not None and spec.residency is not None:  # the last pass of all
@@ -168,13 +168,13 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
         if plan.residency is not None:  # a file's own
             verify(plan, spec.costs, stages=spec.stages_units, residency=spec.residency)
             return plan
-        known = {} if purpose is Purpose.EVALUATE else dict(spec.groupings)
+        known = {} if purpose is PlanPurpose.EVALUATE else dict(spec.groupings)
         asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
         return add_residency(plan, *asked, grouping=known.get(num_microbatches))
-    if purpose is Purpose.EVALUATE:
+    if purpose is PlanPurpose.EVALUATE:
         return lower(_forwards(spec, num_microbatches), spec.costs)
-    if purpose is Purpose.TRAIN_AND_STEP:
-        plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+    if purpose is PlanPurpose.TRAIN_AND_STEP:
+        plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
         return file.plan if file is not None and file.steps else post_validation(plan, spec.costs)
     plan = order_within_limits(spec, num_microbatches)
     if file is not None and file.plan.has_transfers and not file.steps:
@@ -184,7 +184,7 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: Purpose) -> Pla
 
 def order_within_limits(spec: ScheduleSpec, num_microbatches: int) -> Plan:
     """The computations alone. Raises PlanError where there are none, or where a rank would hold more than it may."""
-    plan = plan_for(spec, num_microbatches, Purpose.ORDER)
+    plan = plan_for(spec, num_microbatches, PlanPurpose.ORDER)
     if spec.limits is None or (spec.file is None and spec.row.searched):
         return plan  # searches keep to limits, fixed orders hold what they hold
     for rank, limit in enumerate(spec.limits):

@@ -54,7 +54,7 @@ def execute(
     States of post-validation are messages as others are: one goes from a rank once what it adds to has arrived, and
     takes `costs.comm`; VALIDATE and STEP wait for theirs and take no time.
     """
-    walk = _Walk(plan, costs, lanes, blocking_sends, begin or [0.0] * len(plan.rows))
+    walk = _EventWalk(plan, costs, lanes, blocking_sends, begin or [0.0] * len(plan.rows))
     ready = list(range(plan.placement.num_ranks))[::-1]
     while ready:
         walk.advance(ready.pop(), ready)
@@ -69,7 +69,7 @@ def execute(
     return Timeline(walk.starts, walk.ends, walk.done, stopped, walk.lanes)
 
 
-class _Walk:
+class _EventWalk:
     """Inputs are numbered: direction (0 forward, 1 backward) x stage that needs it x microbatch; behind them states by
     the rank that needs them, those from the rank before and then those from the rank behind."""
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.dist_checkpointing.catalog import (
     TRACKER_NAME,
-    Kind,
+    CheckpointKind,
     checkpoint_config,
     choose,
     directory_name,
@@ -42,7 +42,7 @@ def truncate(root, iteration):
 def test_names_are_megatrons():
     assert directory_name(123) == "iter_0000123"
     assert directory_name(12345678) == "iter_12345678"
-    assert directory_name(5, Kind.TEMPORARY, "ab") == "iter_0000005.tmp-ab"
+    assert directory_name(5, CheckpointKind.TEMPORARY, "ab") == "iter_0000005.tmp-ab"
 
 
 def test_the_tracker_decides(root):
@@ -161,8 +161,8 @@ def test_kinds(root):
     for suffix in ("tmp", "trash", "kept"):
         (root / f"iter_0000040.{suffix}-0a").mkdir()
     kinds = {entry.path.name: entry.kind for entry in list_entries(root)}
-    assert kinds["iter_0000040.trash-0a"] is Kind.TRASH
-    assert kinds["iter_0000030"] is Kind.COMMITTED
+    assert kinds["iter_0000040.trash-0a"] is CheckpointKind.TRASH
+    assert kinds["iter_0000030"] is CheckpointKind.COMMITTED
     assert chosen(root) == 30
 
 

@@ -96,7 +96,7 @@ def walk_row(
     where sums over instances do not follow each unit's last reduction, once (V11).
     """
     held = activations(row, costs, forward_only=forward_only) if costs is not None else iter(())
-    walk = _Walk(row, units, residency, forward_only=forward_only, boundaries=boundaries)
+    walk = _ResidencyWalk(row, units, residency, forward_only=forward_only, boundaries=boundaries)
     for place, op, inside in with_their_computations(units.rank, row):
         if IS_COMPUTE[op[0]]:
             _, during, after = next(held, (place, 0.0, 0.0))
@@ -144,7 +144,7 @@ def grouping_of(
     )
 
 
-class _Walk:
+class _ResidencyWalk:
     """The state of a walk, and what is noted of it."""
 
     def __init__(

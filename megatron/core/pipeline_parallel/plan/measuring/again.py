@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Measur
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
 
 _NS_PER_MS = 1e6
 
@@ -45,7 +45,7 @@ def replanned(
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
     again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
     before, after = (planned_bubble(one, now, costs, lanes) for one in (spec, again))
-    plan = plan_for(again.bare, now, Purpose.TRAIN)
+    plan = plan_for(again.bare, now, PlanPurpose.TRAIN)
     f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
     told = MeasuredPlan(
         iteration=iteration,
@@ -71,7 +71,7 @@ def planned_bubble(
     spec: ScheduleSpec, num_microbatches: int, costs: CostModel | None, lanes: LaneCosts | None
 ) -> float:
     """Of the plan of so many microbatches. costs, lanes: as measured; without, by the spec's own."""
-    plan = plan_for(spec, num_microbatches, Purpose.TRAIN)
+    plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
     wire = None if costs is None else spec.with_lanes(lanes)
     return max(0.0, simulate(plan, costs or spec.costs, wire).bubble_rate)  # sums of times are rounded
 
@@ -122,7 +122,7 @@ def solve_again(
     again = dataclasses.replace(spec.under(costs, lanes), reasons=())
 
     def timed(one: ScheduleSpec, count: int) -> Simulation:
-        return simulate(plan_for(one, count, Purpose.TRAIN), costs, again.with_lanes(lanes))
+        return simulate(plan_for(one, count, PlanPurpose.TRAIN), costs, again.with_lanes(lanes))
 
     before = timed(spec, num_microbatches)
     try:

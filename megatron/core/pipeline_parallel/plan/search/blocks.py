@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.search.problem import TOLERANCE, Order, Problem, slack
+from megatron.core.pipeline_parallel.plan.search.problem import TOLERANCE, Order, OrderProblem, slack
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Block:
     offsets: list[float]
     period: float
 
-    def order(self, problem: Problem) -> Order:
+    def order(self, problem: OrderProblem) -> Order:
         """The operations of all microbatches in the order of their starts."""
         num_stages, total = problem.num_stages, problem.num_microbatches
         rows = []
@@ -37,7 +37,7 @@ class Block:
             rows.append([one[3] for one in sorted(starts)])
         return rows
 
-    def peaks(self, problem: Problem) -> list[float]:
+    def peaks(self, problem: OrderProblem) -> list[float]:
         """By rank: what it holds at most once the block repeats, in program order."""
         num_stages, costs, period = problem.num_stages, problem.costs, self.period
         found = []
@@ -63,7 +63,7 @@ class Block:
             found.append(highest)
         return found
 
-    def fits(self, problem: Problem) -> bool:
+    def fits(self, problem: OrderProblem) -> bool:
         """Whether the block can repeat for ever within the limits of all ranks."""
         return all(
             peak <= limit + slack(limit)
@@ -72,7 +72,7 @@ class Block:
 
 
 def repeat(
-    problem: Problem,
+    problem: OrderProblem,
     period: float,
     delays: Sequence[float],
     turns: Sequence[float] = (),
@@ -90,7 +90,7 @@ def repeat(
 class _Layout:
     """rooms: by rank, the free intervals of the period, as (start, end) within 0 to period."""
 
-    def __init__(self, problem: Problem, period: float, grid: float) -> None:
+    def __init__(self, problem: OrderProblem, period: float, grid: float) -> None:
         self.problem, self.period, self.grid = problem, period, grid
         self.tolerance = slack(period)
         num_stages, costs = problem.num_stages, problem.costs

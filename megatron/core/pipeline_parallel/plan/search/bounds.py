@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, slack
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, slack
 
 INFINITY = float("inf")
 
@@ -29,12 +29,12 @@ class Bound(NamedTuple):
         return work / self.cost - work / cost if self.cost and cost else 0.0
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: OrderProblem) -> float:
     """A cost that every order within the limits takes at least."""
     return proven(problem).cost
 
 
-def proven(problem: Problem) -> Bound:
+def proven(problem: OrderProblem) -> Bound:
     """The highest of all bounds."""
     costs, latencies = problem.costs, problem.latencies()
     found = [
@@ -50,7 +50,7 @@ def proven(problem: Problem) -> Bound:
     return max(found, key=lambda one: one.cost)
 
 
-def least_period(problem: Problem) -> float:
+def least_period(problem: OrderProblem) -> float:
     """What each microbatch takes at least because of memory: what it holds times how long, by the limit."""
     costs, latencies = problem.costs, problem.latencies()
     best = 0.0
@@ -69,7 +69,7 @@ def least_period(problem: Problem) -> float:
 class _Rank:
     """What one rank has to wait for; `first` and `last` are its stages that come first and last in the pipeline."""
 
-    def __init__(self, problem: Problem, rank: int, latencies: Sequence[float]) -> None:
+    def __init__(self, problem: OrderProblem, rank: int, latencies: Sequence[float]) -> None:
         costs, mine = problem.costs, problem.stages()[rank]
         self.costs, self.mine, self.total = costs, mine, problem.num_microbatches
         self.limit = problem.limits[rank] + slack(problem.limits[rank])

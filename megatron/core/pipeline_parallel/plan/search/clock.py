@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem
+from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Clock:
     that is taken is given back.
     """
 
-    def __init__(self, problem: Problem, *, reverse: bool = False) -> None:
+    def __init__(self, problem: OrderProblem, *, reverse: bool = False) -> None:
         costs, num_stages = problem.costs, problem.num_stages
         self.problem, self.reverse = problem, reverse
         self.num_codes = 3 * num_stages

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 
 from megatron.core.pipeline_parallel.plan.search.clock import Clock, Times
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, slack
+from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, slack
 
 INFINITY = float("inf")
 
@@ -18,7 +18,7 @@ INFINITY = float("inf")
 class Compactor:
     """Improves orders of one problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem
         self.forwards, self.backwards = Clock(problem), Clock(problem, reverse=True)
         self.limits = [limit + slack(limit) for limit in problem.limits]
@@ -54,10 +54,10 @@ def fill(
     clock: Clock, limits: list[float], order: Order, times: Times, available: list[float], give: float = 0.0
 ) -> Order:
     """One walk over the order by time, moving operations into the gaps before it. times: of the order."""
-    return _Walk(clock, limits, order, times, available).order(give)
+    return _Compaction(clock, limits, order, times, available).order(give)
 
 
-class _Walk:
+class _Compaction:
     """One walk over an order; ranks run on by themselves and meet in a queue of events only where they stall."""
 
     def __init__(

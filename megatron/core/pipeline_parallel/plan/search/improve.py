@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.pipeline_parallel.plan.search.clock import Clock, Times
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, slack
+from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, slack
 
 # Steps to orders of the same cost in a row; a plateau may have an exit.
 _PLATEAU = 12
@@ -21,7 +21,7 @@ _LONGEST_MOVE = 8
 class Improver:
     """Improves orders of one problem by single moves."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem
         self.clock = Clock(problem)
         self.limits = [limit + slack(limit) for limit in problem.limits]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import B, F
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, slack
+from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, slack
 
 INFINITY = float("inf")
 
@@ -78,15 +78,15 @@ class Growth:
         return True
 
 
-def list_schedule(problem: Problem, patience: Patience) -> Order:
+def list_schedule(problem: OrderProblem, patience: Patience) -> Order:
     """The order that comes out. Never stuck: every rank keeps room for its oldest microbatch."""
-    return _Run(problem, patience).order()
+    return _ListRun(problem, patience).order()
 
 
-class _Run:
+class _ListRun:
     """State: how many of each code are done, when inputs arrive, what ranks hold, when they are free."""
 
-    def __init__(self, problem: Problem, patience: Patience) -> None:
+    def __init__(self, problem: OrderProblem, patience: Patience) -> None:
         costs, num_stages, total = problem.costs, problem.num_stages, problem.num_microbatches
         self.patience, self.num_stages, self.total, self.left = patience, num_stages, total, problem.num_ops
         self.stages, self.ranks, self.latencies = (

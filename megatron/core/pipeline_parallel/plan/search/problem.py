@@ -22,7 +22,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderProblem:
     """limits: by rank, the activation that it may hold, in the costs' unit."""
 
     placement: Placement
@@ -52,7 +52,7 @@ class Problem:
         ranks = self.placement.ranks()
         return [self.costs.comm if a != b else 0.0 for a, b in itertools.pairwise(ranks)] + [0.0]
 
-    def of_length(self, num_microbatches: int) -> Problem:
+    def of_length(self, num_microbatches: int) -> OrderProblem:
         """The same with another number of microbatches."""
         return replace(self, num_microbatches=num_microbatches)
 
@@ -62,7 +62,7 @@ class Problem:
         return self.num_microbatches * max(self.costs.rank_times(self.placement))
 
 
-def check_limits(name: str, problem: Problem) -> None:
+def check_limits(name: str, problem: OrderProblem) -> None:
     """Raises PlanError where a rank may hold less than one microbatch of its stages: no order can do with that.
 
     A rank's forwards of one microbatch all come before the first of its gradients, on any placement where each of the
@@ -102,7 +102,7 @@ def limits_of(
     return (whole_stages * costs.whole_stage(placement),) * placement.num_ranks
 
 
-def peaks(problem: Problem, order: Order) -> list[float]:
+def peaks(problem: OrderProblem, order: Order) -> list[float]:
     """By rank: the most that it holds, in program order."""
     num_stages, activation, held_after_b = (
         problem.num_stages,
@@ -118,7 +118,7 @@ def peaks(problem: Problem, order: Order) -> list[float]:
     return [max(itertools.accumulate((change[code] for code in row), initial=0.0)) for row in order]
 
 
-def fits(problem: Problem, order: Order) -> bool:
+def fits(problem: OrderProblem, order: Order) -> bool:
     """Whether an order keeps to the limits of all ranks."""
     return all(
         peak <= limit + slack(limit)
@@ -135,7 +135,7 @@ def order_of(plan: Plan) -> Order:
     ]
 
 
-def plan_of(name: str, problem: Problem, order: Sequence[Sequence[int]]) -> Plan:
+def plan_of(name: str, problem: OrderProblem, order: Sequence[Sequence[int]]) -> Plan:
     """The plan, without transfers."""
     num_stages = problem.num_stages
     rows = []

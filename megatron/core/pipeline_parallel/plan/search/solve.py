@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan.search.compaction import Compactor
 from megatron.core.pipeline_parallel.plan.search.improve import Improver
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
-    Problem,
+    OrderProblem,
     check_limits,
     fits,
     peaks,
@@ -32,7 +32,7 @@ _LONGEST_CYCLE = 6
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """An order, its start, and its merit: cost, peak, makespan (rounded, so that ties are ties), least first."""
 
     merit: tuple[float, float, float]
@@ -48,12 +48,12 @@ class Found:
 class Search:
     """Searches one problem within a budget."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderProblem) -> None:
         self.problem, self.compactor = problem, Compactor(problem)
         self.bound = lower_bound(problem)
-        self.found: list[Found] = []
+        self.found: list[Solution] = []
 
-    def add(self, start: Start, order: Order | None) -> Found | None:
+    def add(self, start: Start, order: Order | None) -> Solution | None:
         """Judge an order; None where it stops or is over a limit."""
         if order is None or not fits(self.problem, order):
             return None
@@ -62,12 +62,12 @@ class Search:
             return None
         unit = slack(times.cost)
         cost, makespan = (round(one / unit) * unit for one in (times.cost, times.makespan))
-        found = Found((cost, round(max(peaks(self.problem, order)), 9), makespan), start, order)
+        found = Solution((cost, round(max(peaks(self.problem, order)), 9), makespan), start, order)
         self.found.append(found)
         return found
 
     @property
-    def ranking(self) -> list[Found]:
+    def ranking(self) -> list[Solution]:
         """All that was found, the best first; ties in the order in which they were found."""
         return sorted(self.found, key=lambda one: one.merit)
 
@@ -109,7 +109,7 @@ class Search:
                 self.add(found.start, self.compactor.improve(moved.order, 2, 0.0)[0])
 
 
-def solve(name: str, problem: Problem) -> Found:
+def solve(name: str, problem: OrderProblem) -> Solution:
     """The best order found. Raises PlanError where a limit is lower than any order needs."""
     check_limits(name, problem)
     total, short = problem.num_microbatches, short_length(problem)
@@ -135,7 +135,7 @@ def solve(name: str, problem: Problem) -> Found:
     return whole.ranking[0]
 
 
-def short_length(problem: Problem) -> int:
+def short_length(problem: OrderProblem) -> int:
     """How many microbatches are solved in place of all: enough for a start, a steady state and an end."""
     per_rank = 4 if problem.placement.num_chunks == 1 else 2
     short = per_rank * problem.placement.num_ranks + 16

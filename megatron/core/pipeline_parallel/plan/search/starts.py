@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
 from megatron.core.pipeline_parallel.plan.search.list_schedule import Patience, list_schedule
-from megatron.core.pipeline_parallel.plan.search.problem import Order, Problem, order_of, peaks
+from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, order_of, peaks
 
 # Shares of a delay that each leg of a microbatch's way gets: F by chunk, B by chunk.
 _LINEAR_LEGS = ((0.0, 1.0), (1.0, 0.0))
@@ -42,10 +42,10 @@ class Start(NamedTuple):
     """make: the order of a problem with any number of microbatches; None where there is none within the limits."""
 
     label: str
-    make: Callable[[Problem], Order | None]
+    make: Callable[[OrderProblem], Order | None]
 
 
-def starts(problem: Problem) -> Iterator[Start]:
+def starts(problem: OrderProblem) -> Iterator[Start]:
     """The promising ones first."""
     num_ranks = problem.placement.num_ranks
     if problem.placement.num_chunks == 1:
@@ -63,11 +63,11 @@ def starts(problem: Problem) -> Iterator[Start]:
         yield from _blocks(problem, _LINEAR_LEGS)
 
 
-def _fixed(problem: Problem, generate: Callable[[Request], Plan]) -> Order:
+def _fixed(problem: OrderProblem, generate: Callable[[Request], Plan]) -> Order:
     return order_of(generate(Request(problem.placement.num_ranks, problem.num_microbatches)))
 
 
-def _blocks(problem: Problem, legs: tuple[tuple[float, ...], ...]) -> Iterator[Start]:
+def _blocks(problem: OrderProblem, legs: tuple[tuple[float, ...], ...]) -> Iterator[Start]:
     """A block without delay, and delayed on each leg by three quarters of what memory lets; where the shortest period
     does not fit, the shortest ones that do."""
     work = problem.work / problem.num_microbatches
@@ -95,7 +95,7 @@ def _blocks(problem: Problem, legs: tuple[tuple[float, ...], ...]) -> Iterator[S
             yield Start(f"block, {0.75 * low:g} of delay on {leg}", block.order)
 
 
-def _fitting(problem: Problem, period: float, delays: tuple[float, ...]) -> Block | None:
+def _fitting(problem: OrderProblem, period: float, delays: tuple[float, ...]) -> Block | None:
     block = repeat(problem, period, delays)
     return block if block is not None and block.fits(problem) else None
 
@@ -103,7 +103,7 @@ def _fitting(problem: Problem, period: float, delays: tuple[float, ...]) -> Bloc
 # The V at equal times ------------------------------------------------------------------------------------
 
 
-def unit_zbv(problem: Problem) -> Order:
+def unit_zbv(problem: OrderProblem) -> Order:
     """ZB-V at F = B = W (torch's ZBV, 2.x): counted steps by rank, made for 2p - 1 microbatches at least, then cut."""
     num_ranks, num_stages, total = problem.placement.num_ranks, problem.num_stages, problem.num_microbatches
     made = max(2 * num_ranks - 1, total)
@@ -153,5 +153,5 @@ def v_block_peak(num_ranks: int, half: bool) -> float:
     """What a rank holds at most when the block repeats, in whole-stage activations."""
     placement = Placement(V_SHAPED, num_ranks, 2)
     endless = (float("inf"),) * num_ranks
-    problem = Problem(placement, 2 * num_ranks + 2, CostModel.of_ranks(placement), endless)
+    problem = OrderProblem(placement, 2 * num_ranks + 2, CostModel.of_ranks(placement), endless)
     return max(peaks(problem, v_block(num_ranks, half).order(problem)))

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import Bound, proven
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, limits_of, plan_of, slack
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, limits_of, plan_of, slack
 from megatron.core.pipeline_parallel.plan.search.solve import solve
 from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.simulate import simulate
@@ -30,7 +30,7 @@ _LIMITS: Mapping[str, tuple[Callable[[int], float], float | None]] = {
 _LINEAR_ONES = ("zb-1p", "zb-2p")
 
 
-def problem_of(name: str, request: Request) -> Problem:
+def problem_of(name: str, request: Request) -> OrderProblem:
     """What the schedule is searched for: the request's limits, or its own. Raises PlanError for another placement."""
     if name in _LINEAR_ONES:
         request.one_chunk(name)
@@ -39,7 +39,7 @@ def problem_of(name: str, request: Request) -> Problem:
         placement = request.on_v(name)
     costs, (whole_stages, share) = request.costs_on(placement), _LIMITS[name]
     limits = limits_of(request, placement, costs, whole_stages(request.num_ranks), most_of_1f1b=share)
-    return Problem(placement, request.num_microbatches, costs, limits)
+    return OrderProblem(placement, request.num_microbatches, costs, limits)
 
 
 def bound_of(name: str, request: Request) -> Bound:
@@ -66,7 +66,7 @@ v_half = functools.partial(searched, "v-half")
 v_min = functools.partial(searched, "v-min")
 
 
-def _or_fused(plan: Plan, problem: Problem) -> Plan:
+def _or_fused(plan: Plan, problem: OrderProblem) -> Plan:
     """The plan, or 1F1B's fused backwards where these take less: a BW does not grow, and may do with a limit under
     which hardly any B can run ahead of its W."""
     costs = problem.costs

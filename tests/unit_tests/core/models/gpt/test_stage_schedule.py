@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.plan.ir import F, PlanError
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
@@ -41,7 +41,7 @@ def configure(flags, ranks=2):
 def test_an_evaluation_of_any_number_of_microbatches(flags, num_microbatches):
     """Each forward once, also of fewer than interleaving takes in turn."""
     made = spec_of(flags)
-    plan = plan_for(made, num_microbatches, Purpose.EVALUATE)
+    plan = plan_for(made, num_microbatches, PlanPurpose.EVALUATE)
     verify(plan)
     stages = made.placement.num_stages
     forwards = sorted((op[1], op[2]) for row in plan.rows for op in row if op[0] == F)
@@ -57,8 +57,8 @@ def test_what_is_planned_is_what_is_told_before(flags, group):
     assert (facts["schedule"], facts["chunks"]) == (spec.schedule, spec.placement.num_chunks)
     assert stages == [list(held.layers) for held in spec.stages]
     assert facts["microbatch_group_size"] == spec.group_size == group
-    order = plan_for(spec, MICROBATCHES, Purpose.ORDER)
-    train = plan_for(spec, MICROBATCHES, Purpose.TRAIN)
+    order = plan_for(spec, MICROBATCHES, PlanPurpose.ORDER)
+    train = plan_for(spec, MICROBATCHES, PlanPurpose.TRAIN)
     assert order.rows == tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in train.rows)
     assert facts["bubble_rate"] == simulate(order, spec.costs).bubble_rate
 
@@ -66,7 +66,7 @@ def test_what_is_planned_is_what_is_told_before(flags, group):
 def test_evaluation_keeps_the_order_of_training():
     made = spec_of(CHUNKS)
     for trained, evaluated in zip(
-        *(plan_for(made, 4, one).rows for one in (Purpose.TRAIN, Purpose.EVALUATE)), strict=True
+        *(plan_for(made, 4, one).rows for one in (PlanPurpose.TRAIN, PlanPurpose.EVALUATE)), strict=True
     ):
         assert [op[:3] for op in trained if op[0] == F] == [op[:3] for op in evaluated if op[0] == F]
 
@@ -95,7 +95,7 @@ def test_on_a_v_the_first_rank_begins_and_ends():
 def test_an_evaluation_under_every_schedule(name, num_microbatches):
     chunks = CHUNKS if SCHEDULES[name].placement == "looped" else ""
     made = spec_of(f"--pipeline-schedule {name} --global-batch-size 16 {chunks}")
-    plan = plan_for(made, num_microbatches, Purpose.EVALUATE)
+    plan = plan_for(made, num_microbatches, PlanPurpose.EVALUATE)
     verify(plan)
     stages = made.placement.num_stages
     forwards = sorted((op[1], op[2]) for row in plan.rows for op in row if op[0] == F)
@@ -105,10 +105,10 @@ def test_an_evaluation_under_every_schedule(name, num_microbatches):
 def test_a_configuration_has_one_spec_and_equal_specs_have_one_plan():
     config = configure("--enable-zero-bubble")
     assert config.schedule_spec is config.schedule_spec
-    plan = plan_for(config.schedule_spec, 8, Purpose.TRAIN)
+    plan = plan_for(config.schedule_spec, 8, PlanPurpose.TRAIN)
     same = configure("--enable-zero-bubble").schedule_spec
     assert same is not config.schedule_spec
-    assert plan_for(same, 8, Purpose.TRAIN) is plan
+    assert plan_for(same, 8, PlanPurpose.TRAIN) is plan
     assert config.replace(seed=7).schedule_spec == same
 
 
@@ -117,17 +117,17 @@ def test_costs_and_limits_can_be_changed_in_a_run():
     spec = spec_of("--enable-zero-bubble")
     slow_w = CostModel.of_ranks(spec.placement, time_w=(9.0,))
     changed = dataclasses.replace(spec, costs=slow_w, limits=(2.0, 1.0))
-    after = plan_for(changed, 8, Purpose.TRAIN)
-    assert after.rows != plan_for(spec, 8, Purpose.TRAIN).rows
+    after = plan_for(changed, 8, PlanPurpose.TRAIN)
+    assert after.rows != plan_for(spec, 8, PlanPurpose.TRAIN).rows
     assert simulate(after, slow_w).peak_activation <= (2.0, 1.0)
-    less = plan_for(dataclasses.replace(changed, limits=(1.0, 1.0)), 8, Purpose.TRAIN)
+    less = plan_for(dataclasses.replace(changed, limits=(1.0, 1.0)), 8, PlanPurpose.TRAIN)
     assert simulate(less, slow_w).peak_activation <= (1.0, 1.0)
 
 
 def test_a_limit_that_nothing_fits_names_the_rank():
     spec = dataclasses.replace(spec_of("--enable-zero-bubble"), limits=(0.5, 0.5))
     with pytest.raises(PlanError, match=r"rank 0 may hold 0.5"):
-        plan_for(spec, 8, Purpose.TRAIN)
+        plan_for(spec, 8, PlanPurpose.TRAIN)
 
 
 SEQUENCE_PARALLEL = (
@@ -144,7 +144,7 @@ def test_gathered_inputs_are_kept_where_the_limit_has_room():
     tight = made(int(spec_of_tp(SEQUENCE_PARALLEL).whole_stage) + 1)
     assert not tight.keeps_gathered
     for one in (roomy, tight):
-        peaks = simulate(plan_for(one, 16, Purpose.TRAIN), one.costs).peak_activation
+        peaks = simulate(plan_for(one, 16, PlanPurpose.TRAIN), one.costs).peak_activation
         assert all(peak <= limit for peak, limit in zip(peaks, one.limits, strict=True))
     for stage in range(2):
         assert roomy.costs.activation[stage] > tight.costs.activation[stage]

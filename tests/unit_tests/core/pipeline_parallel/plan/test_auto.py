@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 
 ALL = ("gpipe", "1f1b", "zb-1p", "zb-2p", "zbv", "v-half", "v-min")
 
@@ -31,7 +31,7 @@ def line_of(best, name):
 def test_of_equally_fast_ones_the_smaller_is_chosen():
     best = fastest(specs(*ALL), 12)
     assert best.schedule == "zbv"  # zb-2p has no bubble either, and holds 7 where zbv holds 4
-    assert plan_for(best, 12, Purpose.TRAIN).schedule == "zbv"
+    assert plan_for(best, 12, PlanPurpose.TRAIN).schedule == "zbv"
     line = line_of(best, "zb-2p")
     assert line.startswith("zb-2p: cost 36")
     assert line.endswith("as fast as zbv, and holds no less")
@@ -45,7 +45,7 @@ def test_searches_use_the_limit_and_fixed_orders_are_held_to_it():
     assert best.schedule in ("zbv", "v-half", "v-min")
     over = {line.partition(":")[0] for line in best.reasons if "too much memory" in line}
     assert over == {"gpipe", "1f1b"}
-    simulation = simulate(plan_for(best, 12, Purpose.TRAIN), best.costs)
+    simulation = simulate(plan_for(best, 12, PlanPurpose.TRAIN), best.costs)
     assert all(peak <= 3 for peak in simulation.peak_activation)
     assert "too much memory: rank 0 would hold 12 of 3" in line_of(best, "gpipe")
     assert "peak 3 of 3 (rank" in line_of(best, best.schedule)

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from tests.harness import unit_stages
 from tests.harness.joint_oracle import fastest
 
@@ -152,7 +152,7 @@ def simple_costs(asked, total):
                 spec, residency=dataclasses.replace(spec.residency, policy=policy, limit=None)
             )
             try:
-                plan = plan_for(plain, total, Purpose.TRAIN)
+                plan = plan_for(plain, total, PlanPurpose.TRAIN)
             except PlanError:
                 continue
             if max(most_held(plan, plain)) <= spec.residency.limit[0]:

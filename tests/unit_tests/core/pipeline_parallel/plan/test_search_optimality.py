@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.plan.ir import BW
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
-from megatron.core.pipeline_parallel.plan.search.problem import Problem
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_min, zb_1p, zbv
 from megatron.core.pipeline_parallel.plan.simulate import simulate
@@ -82,7 +82,7 @@ def compare(placement, m, costs, limits):
     cost = simulate(plan, costs).cost
     fused = any(op[0] == BW for row in plan.rows for op in row)
     best = optimum(placement, m, costs, limits, start=None if fused else plan).cost
-    assert lower_bound(Problem(placement, m, costs, limits)) <= best * (1 + EXACT)
+    assert lower_bound(OrderProblem(placement, m, costs, limits)) <= best * (1 + EXACT)
     if fused:  # where a B leaves more than its F, a BW may do with less memory than any order of B and W
         assert cost < best
         best = min(best, optimum(placement, m, costs, limits, fused=True, start=plan).cost)
@@ -130,7 +130,7 @@ def test_the_bound_says_where_v_min_cannot_be_as_fast_as_1f1b():
     for p, m, share in ((7, 56, 1.12), (16, 128, 1.2), (33, 264, 1.24)):
         placement = Placement(V_SHAPED, p, 2)
         costs = CostModel.of_ranks(placement, time_w=(0.0,))
-        problem = Problem(placement, m, costs, (v_block_peak(p, half=False),) * p)
+        problem = OrderProblem(placement, m, costs, (v_block_peak(p, half=False),) * p)
         assert lower_bound(problem) > share * (m + p - 1) * 2
 
 
@@ -153,7 +153,7 @@ def random_problem(rng, shares=(0, 0.3, 1)):
     activation = draw(0.5)
     held = tuple(size * rng.choice(shares) for size in activation)
     costs = CostModel(draw(0.2), draw(0.2), draw(0), activation, held, rng.choice((0, 0.3, 0.8)))
-    stages = Problem(placement, 1, costs, ()).stages()
+    stages = OrderProblem(placement, 1, costs, ()).stages()
     limits = tuple(costs.least_activation(mine) * rng.uniform(1, 3) for mine in stages)
     return placement, rng.choice(lengths), costs, limits
 

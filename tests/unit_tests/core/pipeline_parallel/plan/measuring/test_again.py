@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs,
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.config.launch_env import LaunchEnv
@@ -47,7 +47,7 @@ def again(spec, costs, splits=True):
 
 
 def trained(spec, costs=None):
-    plan = plan_for(spec, MICROBATCHES, Purpose.TRAIN)
+    plan = plan_for(spec, MICROBATCHES, PlanPurpose.TRAIN)
     return plan if costs is None else simulate(plan, costs)
 
 

@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.blocks import repeat
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, peaks
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, peaks
 
 FIGURES = (
     {},
@@ -24,7 +24,7 @@ def problems():
     for kind, figures in itertools.product((LINEAR, V_SHAPED), FIGURES):
         placement = Placement(kind, 4, 2 if kind == V_SHAPED else 1)
         costs = CostModel.of_ranks(placement, **figures)
-        yield Problem(placement, 30, costs, (1e9,) * 4)
+        yield OrderProblem(placement, 30, costs, (1e9,) * 4)
 
 
 def test_blocks_repeat_without_waiting():
@@ -59,7 +59,7 @@ def test_peaks_of_the_steady_state_cover_the_unrolled_order():
 def test_equal_times_fit_at_the_work_of_a_rank_with_the_memory_of_v_min():
     for p, whole in ((4, 2.0), (8, 4.0), (16, 6.0)):
         placement = Placement(V_SHAPED, p, 2)
-        problem = Problem(placement, 4, CostModel.of_ranks(placement), (1e9,) * p)
+        problem = OrderProblem(placement, 4, CostModel.of_ranks(placement), (1e9,) * p)
         assert max(repeat(problem, 3.0, (0.0,) * 4).peaks(problem)) == whole
 
 

@@ -5,7 +5,7 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, plan_of
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, plan_of
 from megatron.core.pipeline_parallel.plan.search.starts import unit_zbv
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.known_orders import zb_h
@@ -15,7 +15,7 @@ def examples():
     for kind, make in ((LINEAR, lambda problem: zb_h(problem, 1)), (V_SHAPED, unit_zbv)):
         for figures in ({}, {"time_f": (3, 1, 2), "time_b": (1.5,), "time_w": (0,), "comm": 0.7}):
             placement = Placement(kind, 3, 2 if kind == V_SHAPED else 1)
-            problem = Problem(placement, 7, CostModel.of_ranks(placement, **figures), (1e9,) * 3)
+            problem = OrderProblem(placement, 7, CostModel.of_ranks(placement, **figures), (1e9,) * 3)
             yield problem, make(problem)
 
 

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.blocks import repeat
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
 from megatron.core.pipeline_parallel.plan.search.compaction import Compactor, fill
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.search.starts import v_block
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.known_orders import one_f_one_b, zb_h
@@ -17,7 +17,7 @@ from tests.harness.known_orders import one_f_one_b, zb_h
 
 def v_problem(p, m, limit, **figures):
     placement = Placement(V_SHAPED, p, 2)
-    return Problem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
+    return OrderProblem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
 
 
 @pytest.mark.parametrize(("limit", "bubble"), [(4.0, 23 / 6), (5.0, 17 / 6), (6.0, 11 / 6)])
@@ -66,7 +66,7 @@ def test_squeezed_orders_are_right_and_no_worse(p, m, times, comm, held, give):
         comm=comm,
         memory_after_b=held,
     )
-    problem = Problem(placement, m, costs, (2.0 * p,) * p)
+    problem = OrderProblem(placement, m, costs, (2.0 * p,) * p)
     for order in (zb_h(problem, 2), one_f_one_b(problem)):
         before = Clock(problem).times(order)
         squeezed, after = Compactor(problem).improve(order, 3, give)

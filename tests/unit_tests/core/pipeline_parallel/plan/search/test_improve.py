@@ -4,14 +4,14 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
 from megatron.core.pipeline_parallel.plan.search.improve import Improver
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.known_orders import one_f_one_b
 
 
 def problem_of(limit):
     placement = Placement(LINEAR, 3)
-    return Problem(placement, 6, CostModel.of_ranks(placement), (limit,) * 3)
+    return OrderProblem(placement, 6, CostModel.of_ranks(placement), (limit,) * 3)
 
 
 def test_moves_shorten_1f1b_within_its_memory():

@@ -5,13 +5,13 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.list_schedule import Patience, list_schedule
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 
 def problem_of(kind, p, m, limit, **figures):
     placement = Placement(kind, p, 2 if kind == V_SHAPED else 1)
-    return Problem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
+    return OrderProblem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
 
 
 def test_backwards_first_gives_1f1b_on_the_last_rank():
@@ -39,9 +39,9 @@ def test_room_is_kept_for_backwards_that_grow(held, patience, room):
         placement = Placement(kind, p, num_chunks)
         activation = tuple(1.0 + 0.5 * rank for rank in range(p))
         costs = CostModel.of_ranks(placement, comm=0.3, activation=activation, memory_after_b=held)
-        problem = Problem(placement, 7, costs, (0.0,) * p)
+        problem = OrderProblem(placement, 7, costs, (0.0,) * p)
         limits = tuple(room * costs.least_activation(mine) for mine in problem.stages())
-        problem = Problem(placement, 7, costs, limits)
+        problem = OrderProblem(placement, 7, costs, limits)
         order = list_schedule(problem, Patience(*patience))
         assert fits(problem, order)
         verify(plan_of("greedy", problem, order), costs)

@@ -7,7 +7,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.problem import (
-    Problem,
+    OrderProblem,
     check_limits,
     fits,
     limits_of,
@@ -21,7 +21,7 @@ from tests.harness.schedules import verified_peaks
 
 def problem_of(kind, p, m, limit, **figures):
     placement = Placement(kind, p, 2 if kind == V_SHAPED else 1)
-    return Problem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
+    return OrderProblem(placement, m, CostModel.of_ranks(placement, **figures), (limit,) * p)
 
 
 @pytest.mark.parametrize("held", [1.0, 0.3, 0.0, 1.4, 5.0])
@@ -41,7 +41,7 @@ def test_fits_compares_each_rank_with_its_own_limit():
     problem = problem_of(LINEAR, 3, 6, 0.0)
     order = one_f_one_b(problem)
     for limits, good in (((3, 2, 1), True), ((3, 2, 0.9), False), ((2.5, 9, 9), False)):
-        assert fits(Problem(problem.placement, 6, problem.costs, limits), order) is good
+        assert fits(OrderProblem(problem.placement, 6, problem.costs, limits), order) is good
 
 
 def test_default_limits_are_of_the_rank_that_holds_most():

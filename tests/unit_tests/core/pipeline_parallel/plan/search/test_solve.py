@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.plan.search.problem import Problem
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.search.solve import extend
 from tests.harness.known_orders import one_f_one_b, zb_h
 
@@ -14,7 +14,7 @@ from tests.harness.known_orders import one_f_one_b, zb_h
 )
 def test_extended_orders_are_those_made_for_the_length(make):
     placement = Placement(LINEAR, 4)
-    short, long = (Problem(placement, m, CostModel.of_ranks(placement), (99.0,) * 4) for m in (20, 57))
+    short, long = (OrderProblem(placement, m, CostModel.of_ranks(placement), (99.0,) * 4) for m in (20, 57))
     assert extend(make(short), 1, 37) == make(long)
 
 

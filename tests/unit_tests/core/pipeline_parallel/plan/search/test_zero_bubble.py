@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
 from megatron.core.pipeline_parallel.plan.search import starts, zero_bubble
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
-from megatron.core.pipeline_parallel.plan.search.problem import Problem, fits, plan_of
+from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import Purpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from tests.harness import known_orders
 
 SCHEDULES = {
@@ -82,7 +82,7 @@ def check(name, p, m, costs, limits=None):
             limits = costs.left_by_forwards(placement, default_limit(name, p), most)
     for peak, limit in zip(simulation.peak_activation, limits, strict=True):
         assert peak <= limit * (1 + 1e-9) + 1e-9, where
-    problem = Problem(placement, m, costs, limits)
+    problem = OrderProblem(placement, m, costs, limits)
     assert simulation.cost >= lower_bound(problem) * (1 - 1e-9), where
     for known in known_costs(problem):
         assert simulation.cost <= known * (1 + 1e-9), where
@@ -136,7 +136,7 @@ def test_zb_1p_reproduces_the_papers_rate(m, rate):
 def test_zb_2p_reaches_its_bound_on_profiled_times():
     costs = costs_of("zb-2p", 8, PROFILE)
     simulation = check("zb-2p", 8, 24, costs)
-    problem = Problem(Placement(LINEAR, 8), 24, costs, (16.0,) * 8)
+    problem = OrderProblem(Placement(LINEAR, 8), 24, costs, (16.0,) * 8)
     assert simulation.cost == pytest.approx(lower_bound(problem))
     assert simulation.bubble_time == pytest.approx(
         125.1
@@ -263,7 +263,7 @@ def test_the_least_memory_does_where_backwards_grow(data):
     m = data.draw(st.sampled_from((1, p, 2 * p + 1, 8 * p)))
     held = data.draw(st.sampled_from((0.0, 0.4, 1.0, 1.3, 3.0)))
     costs = costs_of(name, p, data.draw(st.sampled_from(RATIOS)), held=held, head=1.7)
-    problem = Problem(placement_of(name, p), m, costs, (0.0,) * p)
+    problem = OrderProblem(placement_of(name, p), m, costs, (0.0,) * p)
     least = [costs.least_activation(mine) for mine in problem.stages()]
     limits = tuple(one * data.draw(st.sampled_from((1.0, 1.1, 1.7, 2.0, 3.5))) for one in least)
     check(name, p, m, costs, limits)
@@ -367,7 +367,7 @@ def check_shared(p, m, times, shape, share):
         spec = ScheduleSpec(name, TABLE[name].placed(p), costs_of(name, p, times, **words), limits=limits)
         specs.append(spec)
         try:
-            plan = plan_for(spec, m, Purpose.ORDER)
+            plan = plan_for(spec, m, PlanPurpose.ORDER)
             simulation = simulate(lower(plan, spec.costs), spec.costs)
         except PlanError:
             if name in (*SCHEDULES, "gpipe", "1f1b", "zb-h1", "zb-h2"):
