@@ -1,6 +1,7 @@
 """Who may do what, read from the source (docs/architecture.md): import-linter holds the rest."""
 
 import ast
+import collections
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,35 @@ def opens_a_file(node):
 def test_only_safe_files_opens_files():
     """[Note: planted files] in safe_files says why; who is left out reads what only this machine or program writes."""
     assert files_where(opens_a_file) == set(OPENERS)
+
+
+MOST_FILES_A_FOLDER, MOST_LINES_A_FUNCTION, MOST_LINES_A_FILE = 20, 60, 360
+PACKAGE = {name: tree for name, tree in SOURCES.items() if name.startswith("megatron/")}
+
+
+def length(name):
+    return (ROOT / name).read_text().count("\n")
+
+
+def test_rooms_stay_small():
+    """Files of more than five lines, by folder; functions; files."""
+    folders = collections.Counter(Path(name).parent for name in PACKAGE if length(name) > 5)
+    crowded = {str(folder): number for folder, number in folders.items() if number > MOST_FILES_A_FOLDER}
+    functions = [
+        (name, node.name, node.end_lineno - node.lineno + 1)
+        for name, tree in PACKAGE.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert not crowded
+    assert not [one for one in functions if one[2] > MOST_LINES_A_FUNCTION]
+    assert not [name for name in PACKAGE if length(name) > MOST_LINES_A_FILE]
+
+
+def test_no_two_classes_have_one_name():
+    homes = collections.defaultdict(list)
+    for name, tree in PACKAGE.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(name)
+    assert not {name: files for name, files in homes.items() if len(files) > 1}

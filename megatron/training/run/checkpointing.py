@@ -191,14 +191,9 @@ class Checkpointer:
         prefixes = (MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,)
         load_pieces(found, pieces, self._ps, prefixes=prefixes, convert=not with_optimizer)
         _refuse_nonfinite(found, pieces, self._ps)
-        manifest, here = found.manifest, self._ps.world_size
+        manifest = found.manifest
         if with_rng:
-            if (there := len(manifest.per_rank)) != here:
-                self._say(
-                    f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without "
-                    "one keep fresh seeds"
-                )
-            self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
+            self._restore_rng(found)
         if manifest.torch_version != torch_version:
             self._say(
                 f"the checkpoint was written with torch {manifest.torch_version}, this is {torch_version}: numbers "
@@ -208,6 +203,15 @@ class Checkpointer:
         place = self._place
         self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=place))
         return Restored(found.directory, iteration, manifest.common, not flags.finetune, with_optimizer)
+
+    def _restore_rng(self, found: Found) -> None:
+        there, here = len(found.manifest.per_rank), self._ps.world_size
+        if there != here:
+            self._say(
+                f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without "
+                "one keep fresh seeds"
+            )
+        self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
