@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces, pieces_of
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer.grad_scaler import GradScaler
@@ -79,7 +79,7 @@ def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> lis
     """This rank's part of the model's weights, frozen ones too, under `model.<name>`: regions of the parameter where
     weights are not sharded, else rectangles of this rank's shard. Loading writes into them; weights of other ranks are
     gathered afterwards. names: all by default, in this order."""
-    whole = buffer.sharding.weights is Cut.WHOLE
+    whole = buffer.sharding.weights is ShardOver.NONE
     pieces: list[LocalPiece] = []
     for name in buffer.param_meta if names is None else names:
         meta = buffer.param_meta[name]

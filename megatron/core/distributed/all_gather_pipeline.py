@@ -17,7 +17,7 @@ from enum import Enum
 from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.distributed.transient_memory import AllocatedMemory
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
@@ -40,7 +40,7 @@ class AllGatherPipeline:
         self, units: Sequence[str], buffer: FlatBuffer, memory: AllocatedMemory, overlap: bool
     ) -> None:
         self._memory, self._overlap = memory, overlap
-        self._is_sharded = buffer.sharding.weights is not Cut.WHOLE
+        self._is_sharded = buffer.sharding.weights is not ShardOver.NONE
         self._units = [_Unit(name, buffer, is_sharded=self._is_sharded) for name in units]
 
     def state(self, unit: int) -> UnitState:

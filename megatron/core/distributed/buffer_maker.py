@@ -26,7 +26,7 @@ from megatron.core.distributed.bucket_memory import (
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
+from megatron.core.distributed.sharding import Sharding, ShardOver, ShardPlace
 from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.param_meta import ParamMeta
 
@@ -78,7 +78,7 @@ class BufferMaker:
         dtypes = {str(p.dtype): p.dtype for p in self.parameters.values()}
         numel: dict[torch.dtype, int] = {}
         for layout in layouts:
-            if layout.trained and self.sharding.main_grads is Cut.WHOLE:
+            if layout.trained and self.sharding.main_grads is ShardOver.NONE:
                 dtype = main_grad_dtype(dtypes[layout.dtype], self.config)
                 numel[dtype] = numel.get(dtype, 0) + layout.numel
         self.flat_grads = {dtype: self._zeros(size, dtype) for dtype, size in numel.items()}
@@ -112,7 +112,7 @@ class BufferMaker:
             at - bucket.start for at in arena.layout.shard(bucket.index, self.place, sharding.weights)
         )
         full = None
-        if sharding.weights is not Cut.WHOLE:
+        if sharding.weights is not ShardOver.NONE:
             full = self.new_full("weights", name, bucket.numel, dtype, self.device)
         if arena.gathers_from_main:
             assert full is not None, "nothing is gathered"
@@ -133,7 +133,7 @@ class BufferMaker:
         if arena.trained:
             own, main_grads = arena.own_main_weights, self._main_grads(arena, bucket)
             full_grads = main_grads
-            if sharding.main_grads is not Cut.WHOLE:
+            if sharding.main_grads is not ShardOver.NONE:
                 wire = grad_comm_dtype(dtype, self.config)
                 full_grads = self.new_full("grads", name, bucket.numel, wire, self.device)
             memory = dataclasses.replace(
@@ -172,18 +172,18 @@ class BufferMaker:
     def _main_grads(self, arena: Arena, bucket: Bucket) -> Tensor:
         """A bucket's gradients at rest."""
         dtype = main_grad_dtype(arena.weights.dtype, self.config)
-        if self.sharding.main_grads is not Cut.WHOLE:
+        if self.sharding.main_grads is not ShardOver.NONE:
             return self._zeros(bucket.numel // self.place.ways(self.sharding.main_grads), dtype)
         left = self._grads_left[dtype]
         self._grads_left[dtype] = left[bucket.numel :]
         return left[: bucket.numel]
 
-    def _at_rest(self, arena: Arena, bucket: Bucket, flat: Tensor, cut: Cut) -> Tensor:
+    def _at_rest(self, arena: Arena, bucket: Bucket, flat: Tensor, cut: ShardOver) -> Tensor:
         """A bucket's part of a flat buffer at rest."""
         start = arena.layout.rest_start(bucket.index, self.place, cut)
         return flat.narrow(0, start, bucket.numel // self.place.ways(cut))
 
-    def _narrowed(self, arena: Arena, bucket: Bucket, part: Tensor, cut: Cut) -> Tensor:
+    def _narrowed(self, arena: Arena, bucket: Bucket, part: Tensor, cut: ShardOver) -> Tensor:
         """The optimizer's part of a bucket's part."""
         outside, _ = arena.layout.shard(bucket.index, self.place, cut)
         start, end = arena.layout.shard(bucket.index, self.place, self.sharding.optimizer)
@@ -192,7 +192,7 @@ class BufferMaker:
     def _add_extra(self, key: str, param: str, bucket: str, dtype: torch.dtype) -> None:
         """The accumulator of a further use."""
         numel = math.prod(self.shapes[param])
-        if self.sharding.main_grads is Cut.WHOLE:
+        if self.sharding.main_grads is ShardOver.NONE:
             extra = self._zeros(numel, dtype)
         else:
             extra = self.new_full("extra", bucket, numel, dtype, self.device)

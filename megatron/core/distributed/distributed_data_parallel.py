@@ -32,8 +32,8 @@ from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
 from megatron.core.distributed.sharding import (
-    Cut,
     Sharding,
+    ShardOver,
     ShardPlace,
     debug_in_slots,
     outer_cut_of_nothing,
@@ -218,7 +218,7 @@ class DistributedDataParallel(GradSync):
 
     def resting_grad_bytes(self) -> int:
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
-        return num_bytes(self.buffer.grads_at_rest()) if self.sharding.main_grads is not Cut.WHOLE else 0
+        return num_bytes(self.buffer.grads_at_rest()) if self.sharding.main_grads is not ShardOver.NONE else 0
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
@@ -248,7 +248,7 @@ class DistributedDataParallel(GradSync):
     @property
     def waits_for_units(self) -> bool:
         """Whether something is gathered or reduced unit by unit, for a computation to wait for."""
-        cut = self.sharding.optimizer is not Cut.WHOLE
+        cut = self.sharding.optimizer is not ShardOver.NONE
         return self.config.use_custom_fsdp or (self.config.overlap_param_gather and cut)
 
     @property
@@ -275,7 +275,7 @@ class DistributedDataParallel(GradSync):
 
     def _new_memory(self) -> AllocatedMemory:
         config = self.config
-        if not config.fsdp_double_buffer or self.sharding.main_grads is Cut.WHOLE:
+        if not config.fsdp_double_buffer or self.sharding.main_grads is ShardOver.NONE:
             return AllocatedMemory(self.memory_tracker)
         if debug_in_slots(config):
             raise ModelError(

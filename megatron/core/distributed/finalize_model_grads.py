@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import region_parts
 from megatron.core.transport import collectives, host_data
@@ -118,7 +118,7 @@ class SharedSums:
         assert group.size > 1 or not names, (
             f"{names} are shared with another stage, and group {group.purpose!r} has one rank"
         )
-        whole = buffer.sharding.main_grads is Cut.WHOLE
+        whole = buffer.sharding.main_grads is ShardOver.NONE
         grads = [bucket.full_grads if whole else bucket.optimizer_grads for bucket in buckets]
         self._grads = [grad for grad in grads if grad is not None]
         _assert_agreed([names, [grad.numel() for grad in self._grads]], group, "shared parameters")

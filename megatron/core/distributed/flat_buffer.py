@@ -30,7 +30,7 @@ from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMe
 from megatron.core.distributed.buffer_maker import BufferMaker, NewFull, Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
-from megatron.core.distributed.sharding import Cut, Sharding, ShardPlace
+from megatron.core.distributed.sharding import Sharding, ShardOver, ShardPlace
 from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
@@ -81,7 +81,7 @@ class FlatBuffer:
             [
                 _spec(name, p, param_meta[name], "" if units is None else units[name])
                 for name, p in parameters.items()
-                if p.requires_grad or sharding.weights is not Cut.WHOLE
+                if p.requires_grad or sharding.weights is not ShardOver.NONE
             ],
             place.dp_size,
             bucket_size=config.ddp_bucket_size if units is None else None,
@@ -138,7 +138,7 @@ class FlatBuffer:
         )
         return self.main_weight_part(name).view(self._shapes[name])
 
-    def part(self, name: str, cut: Cut) -> tuple[int, int]:
+    def part(self, name: str, cut: ShardOver) -> tuple[int, int]:
         """Elements [start, end) of a parameter that this rank holds of a buffer that is cut so; may be empty."""
         arena = self.arena_of(name)
         if arena is None:  # a frozen parameter with a storage of its own
@@ -156,7 +156,7 @@ class FlatBuffer:
                 return self.main_weight_part(name).to(arena.weights.dtype)
         return self._part(arena, arena.weights, self.sharding.weights, name, self.sharding.weights)
 
-    def main_weight_part(self, name: str, cut: Cut | None = None) -> Tensor:
+    def main_weight_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: what of a main weight this rank's optimizer updates. cut: a part of that."""
         arena = self._trained_arena_of(name)
         cut = cut or self.sharding.optimizer
@@ -164,7 +164,7 @@ class FlatBuffer:
             return self._part(arena, arena.weights, self.sharding.weights, name, cut)
         return self._part(arena, arena.own_main_weights, self.sharding.optimizer, name, cut)
 
-    def main_grad_part(self, name: str, cut: Cut | None = None) -> Tensor:
+    def main_grad_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
         arena, memory, held = self._trained_arena_of(name), self._bucket_of[name], self.sharding.main_grads
         start = arena.layout.rest_start(memory.bucket.index, self.place, held)
@@ -174,7 +174,7 @@ class FlatBuffer:
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
         """All gradients at rest, one allocation each: one a dtype where they are unsharded, one a bucket where cut."""
-        if self.sharding.main_grads is Cut.WHOLE:
+        if self.sharding.main_grads is ShardOver.NONE:
             return tuple(self._flat_grads.values())
         return tuple(memory.main_grads for memory in self.buckets if memory.main_grads is not None)
 
@@ -244,7 +244,7 @@ class FlatBuffer:
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by what they are for (the optimizer's moments come on top)."""
         alone = [self._weights[name] for name in self.frozen if name not in self._bucket_of]
-        extra = self.extra_grads.values() if self.sharding.main_grads is Cut.WHOLE else ()
+        extra = self.extra_grads.values() if self.sharding.main_grads is ShardOver.NONE else ()
         weights = [arena.weights for arena in self.arenas if not arena.gathers_from_main]
         return {
             "weights": num_bytes(weights + alone),
@@ -267,7 +267,7 @@ class FlatBuffer:
                     yield trained(memory.optimizer_weights), trained(memory.main_weights)
 
     def _part(
-        self, arena: Arena, flat: Tensor, flat_cut: Cut, name: str, wanted: Cut, start: int = 0
+        self, arena: Arena, flat: Tensor, flat_cut: ShardOver, name: str, wanted: ShardOver, start: int = 0
     ) -> Tensor:
         """What of a parameter belongs to `wanted` in a flat buffer at rest that is sharded by the coarser `flat_cut`.
         start: of the buffer's elements, where `flat` begins."""

@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, trained
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
@@ -56,7 +56,7 @@ class GradState:
 
     def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:
         self.name = name
-        is_sharded, optimizer = buffer.sharding.main_grads is not Cut.WHOLE, buffer.sharding.optimizer
+        is_sharded, optimizer = buffer.sharding.main_grads is not ShardOver.NONE, buffer.sharding.optimizer
         buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
         waiting = [one for one in buckets if not is_sharded and buffer.arenas[one.arena].layout.shared]
         calls = buffer.by_groups(one for one in buckets if one not in waiting)
@@ -98,7 +98,7 @@ class GradReducePipeline:
         ps: ParallelState,
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
-        self._is_sharded = buffer.sharding.main_grads is not Cut.WHOLE
+        self._is_sharded = buffer.sharding.main_grads is not ShardOver.NONE
         self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
         self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
@@ -289,13 +289,13 @@ class GradReducePipeline:
         self._drop(unit)
 
 
-def _inner(calls: Calls, optimizer: Cut, is_sharded: bool) -> list[Sum]:
+def _inner(calls: Calls, optimizer: ShardOver, is_sharded: bool) -> list[Sum]:
     """Over the ranks that share shards."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.reduce.size == 1:
             continue
-        if optimizer is Cut.WHOLE:
+        if optimizer is ShardOver.NONE:
             sums += [(groups.reduce, trained(one.full_grads)) for one in buckets]
             continue
         shards = [trained(one.main_grads if is_sharded else one.optimizer_grads) for one in buckets]
@@ -304,14 +304,14 @@ def _inner(calls: Calls, optimizer: Cut, is_sharded: bool) -> list[Sum]:
     return sums
 
 
-def _outer(calls: Calls, optimizer: Cut) -> list[Sum]:
+def _outer(calls: Calls, optimizer: ShardOver) -> list[Sum]:
     """Over instances. Once a step: views would keep the memory of gradients at rest (`RestingGrads`)."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.outer.size == 1:
             continue
         parts = [(trained(one.optimizer_grads), trained(one.main_grads)) for one in buckets]
-        if optimizer is Cut.FULL:
+        if optimizer is ShardOver.FULL:
             sums.append((groups.outer, parts))
         else:
             sums += [(groups.outer, part) for part, _ in parts]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
 from megatron.core.distributed.flat_buffer import BucketMemory, FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 from megatron.core.units import Unit
 
@@ -65,9 +65,9 @@ def _released(buffer: FlatBuffer, units: Sequence[Unit]) -> Iterator[tuple[Tenso
     """All that an engine takes memory away from."""
     unit_of = {name: unit.name for unit in units for name in unit.names}
     for bucket in buffer.buckets:
-        if buffer.sharding.weights is not Cut.WHOLE:
+        if buffer.sharding.weights is not ShardOver.NONE:
             yield bucket.full_weights, _in_full(buffer, bucket, bucket.full_weights, "weight")
-        if buffer.sharding.main_grads is Cut.WHOLE or bucket.full_grads is None:
+        if buffer.sharding.main_grads is ShardOver.NONE or bucket.full_grads is None:
             continue
         assert bucket.main_grads is not None, bucket.name
         yield bucket.full_grads, _in_full(buffer, bucket, bucket.full_grads, "gradient")

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from megatron.core.distributed.sharding import Cut, ShardPlace
+from megatron.core.distributed.sharding import ShardOver, ShardPlace
 
 ALIGNMENT = 128  # elements; 256 bytes of bf16
 MAX_PARAM_ALIGNMENT = 64  # elements; a cache line of 16-bit values
@@ -128,28 +128,28 @@ class FlatLayout:
                 spans.append(BufferSpan(slot.group, slot.bucket, slot.start, slot.end))
         return tuple(spans)
 
-    def numel_at_rest(self, place: ShardPlace, cut: Cut) -> int:
+    def numel_at_rest(self, place: ShardPlace, cut: ShardOver) -> int:
         """Elements of the buffer at rest on one rank."""
         return self.numel // self._ways(place, cut)
 
-    def shard(self, bucket: int, place: ShardPlace, cut: Cut) -> tuple[int, int]:
+    def shard(self, bucket: int, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
         """Elements [start, end) of the whole flat buffer that are this rank's part of a bucket."""
         size = self.buckets[bucket].numel // self._ways(place, cut)
         start = self.buckets[bucket].start + place.index(cut) * size
         return start, start + size
 
-    def rest_start(self, bucket: int, place: ShardPlace, cut: Cut) -> int:
+    def rest_start(self, bucket: int, place: ShardPlace, cut: ShardOver) -> int:
         """Where that part begins in the buffer at rest."""
         return self.buckets[bucket].start // self._ways(place, cut)
 
-    def part_of(self, name: str, place: ShardPlace, cut: Cut) -> tuple[int, int]:
+    def part_of(self, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
         """Elements [start, end) *of the parameter* that lie in this rank's part; may be empty."""
         slot = self.by_name[name]
         start, end = self.shard(slot.bucket, place, cut)
         low = min(max(start - slot.start, 0), slot.numel)
         return low, max(low, min(end - slot.start, slot.numel))
 
-    def part_at_rest(self, name: str, place: ShardPlace, cut: Cut) -> tuple[int, int]:
+    def part_at_rest(self, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
         """Elements [start, end) of the buffer at rest where these are."""
         slot = self.by_name[name]
         low, high = self.part_of(name, place, cut)
@@ -159,7 +159,7 @@ class FlatLayout:
         )  # nowhere: before or behind this rank's part
         return start, start + high - low
 
-    def spans_at_rest(self, place: ShardPlace, cut: Cut) -> tuple[BufferSpan, ...]:
+    def spans_at_rest(self, place: ShardPlace, cut: ShardOver) -> tuple[BufferSpan, ...]:
         """What this rank holds of `spans`, as elements of the buffer at rest. Without padding."""
         spans: list[BufferSpan] = []
         for span in self.spans:
@@ -170,7 +170,7 @@ class FlatLayout:
                 spans.append(BufferSpan(span.group, span.bucket, low + shift, high + shift))
         return tuple(spans)
 
-    def _ways(self, place: ShardPlace, cut: Cut) -> int:
+    def _ways(self, place: ShardPlace, cut: ShardOver) -> int:
         assert place.dp_size == self.dp_size, f"{place} of a layout over {self.dp_size} ranks"
         return place.ways(cut)
 

@@ -16,10 +16,10 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.pipeline_parallel.plan.residency import Residency
 
 
-class Cut(Enum):
+class ShardOver(Enum):
     """Over which ranks a buffer is sharded."""
 
-    WHOLE = "whole"  # each rank has all of it
+    NONE = "none"  # each rank has all of it
     INNER = "inner"  # over the inner ranks; the same on all outer ones
     FULL = "full"  # over inner x outer ranks
 
@@ -28,14 +28,14 @@ class Cut(Enum):
 class Sharding:
     """One row of the table. optimizer: main weights and moments."""
 
-    weights: Cut
-    main_grads: Cut
-    optimizer: Cut
+    weights: ShardOver
+    main_grads: ShardOver
+    optimizer: ShardOver
 
     def at(self, place: ShardPlace) -> Sharding:
         """The same row where cuts into a single part are called what they are: whole."""
         cuts = (self.weights, self.main_grads, self.optimizer)
-        return Sharding(*(Cut.WHOLE if place.ways(cut) == 1 else cut for cut in cuts))
+        return Sharding(*(ShardOver.NONE if place.ways(cut) == 1 else cut for cut in cuts))
 
     def gathers_from_main(self, place: ShardPlace) -> bool:
         """Whether gathers round main weights, where these have another dtype, so that nothing else rests: weights and
@@ -45,10 +45,10 @@ class Sharding:
 
 STRATEGIES: Mapping[str, Sharding] = MappingProxyType(
     {
-        "no_shard": Sharding(Cut.WHOLE, Cut.WHOLE, Cut.WHOLE),
-        "optim": Sharding(Cut.WHOLE, Cut.WHOLE, Cut.INNER),  # ZeRO-1
-        "optim_grads": Sharding(Cut.WHOLE, Cut.INNER, Cut.INNER),  # ZeRO-2
-        "optim_grads_params": Sharding(Cut.INNER, Cut.INNER, Cut.INNER),  # ZeRO-3
+        "no_shard": Sharding(ShardOver.NONE, ShardOver.NONE, ShardOver.NONE),
+        "optim": Sharding(ShardOver.NONE, ShardOver.NONE, ShardOver.INNER),  # ZeRO-1
+        "optim_grads": Sharding(ShardOver.NONE, ShardOver.INNER, ShardOver.INNER),  # ZeRO-2
+        "optim_grads_params": Sharding(ShardOver.INNER, ShardOver.INNER, ShardOver.INNER),  # ZeRO-3
     }
 )
 
@@ -67,17 +67,17 @@ def sharding_of(strategy: str, outer: str = "no_shard") -> Sharding:
             f"--outer-dp-sharding-strategy {outer} with --data-parallel-sharding-strategy {strategy}: the optimizer is "
             "cut over instances only with optim_grads_params; use that, or leave the outer strategy out"
         )
-    return dataclasses.replace(row, optimizer=Cut.FULL)
+    return dataclasses.replace(row, optimizer=ShardOver.FULL)
 
 
 def weights_are_sharded(strategy: str) -> bool:
     """Whether weights are sharded at rest: ZeRO-3."""
-    return sharding_of(strategy).weights is not Cut.WHOLE
+    return sharding_of(strategy).weights is not ShardOver.NONE
 
 
 def grads_are_sharded(strategy: str) -> bool:
     """Whether main gradients are sharded at rest: ZeRO-2 and ZeRO-3."""
-    return sharding_of(strategy).main_grads is not Cut.WHOLE
+    return sharding_of(strategy).main_grads is not ShardOver.NONE
 
 
 # What must not be. Rules of the command line, the engine and `fully_shard` with a config of its own all ask these, and
@@ -151,17 +151,17 @@ class ShardPlace:
     def dp_size(self) -> int:
         return self.inner_size * self.outer_size
 
-    def ways(self, cut: Cut) -> int:
+    def ways(self, cut: ShardOver) -> int:
         """Into how many equal parts a buffer is sharded."""
-        if cut is Cut.WHOLE:
+        if cut is ShardOver.NONE:
             return 1
-        return self.inner_size if cut is Cut.INNER else self.dp_size
+        return self.inner_size if cut is ShardOver.INNER else self.dp_size
 
-    def index(self, cut: Cut) -> int:
+    def index(self, cut: ShardOver) -> int:
         """Which of these parts this rank holds: outer parts lie inside the inner ones."""
-        if cut is Cut.WHOLE:
+        if cut is ShardOver.NONE:
             return 0
-        if cut is Cut.INNER:
+        if cut is ShardOver.INNER:
             return self.inner_rank
         return self.inner_rank * self.outer_size + self.outer_rank
 
@@ -175,17 +175,17 @@ def residency_of(
     element_bytes: int,
 ) -> Residency:
     """sharding: the effective row of the table. element_bytes: of a weight."""
-    cut = sharding.main_grads is not Cut.WHOLE
-    strategy = "optim_grads_params" if sharding.weights is not Cut.WHOLE else "optim_grads"
+    cut = sharding.main_grads is not ShardOver.NONE
+    strategy = "optim_grads_params" if sharding.weights is not ShardOver.NONE else "optim_grads"
     if not cut:
-        strategy = "no_shard" if sharding.optimizer is Cut.WHOLE else "optim"
+        strategy = "no_shard" if sharding.optimizer is ShardOver.NONE else "optim"
     policy = config.fsdp_reshard_policy if cut else "memory"
     budget, unit_size = config.fsdp_memory_budget, config.suggested_communication_unit_size
     return Residency(
         strategy=strategy,
         ways=place.inner_size,
         outer=place.outer_size,
-        outer_optimizer=sharding.optimizer is Cut.FULL and place.outer_size > 1,
+        outer_optimizer=sharding.optimizer is ShardOver.FULL and place.outer_size > 1,
         policy=policy,
         budget=(budget or 0,) * pipeline_ranks if policy == "budget" else None,
         ahead=0 if unit_size is None else max(1, unit_size * element_bytes),

@@ -22,7 +22,7 @@ from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
-from megatron.core.distributed.sharding import Cut, Sharding
+from megatron.core.distributed.sharding import Sharding, ShardOver
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelUnit
 from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
@@ -97,10 +97,10 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
         for one, arena in zip(trained, arenas, strict=True)
         if arena.own_main_weights is not None
     ]
-    scattered = buffer.sharding.optimizer is Cut.FULL
+    scattered = buffer.sharding.optimizer is ShardOver.FULL
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
     shared = [arena.layout.shared for arena in arenas]
-    later = buffer.sharding.main_grads is Cut.WHOLE and any(shared) and not all(shared)
+    later = buffer.sharding.main_grads is ShardOver.NONE and any(shared) and not all(shared)
     return UnitCosts(
         unit.name,
         weight_bytes=num_bytes(bucket.full_weights for bucket in buckets),
@@ -112,7 +112,7 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
         + num_bytes([*own, *(one.main_grads for one in trained)]),
         outer_grad_bytes=num_bytes(one.main_grads if scattered else one.optimizer_grads for one in trained),
         outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
-        reduce_calls=len(trained) if buffer.sharding.optimizer is Cut.WHOLE else 1 + later,
+        reduce_calls=len(trained) if buffer.sharding.optimizer is ShardOver.NONE else 1 + later,
         outer_calls=1 + later if scattered else len(trained),
         backward_reads=unit.backward_reads,
         begins_with_lookup=unit.begins_with_lookup,
@@ -133,9 +133,9 @@ def find_engine_units(
     """
     parameters = chunks.parameters
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    without = frozen if sharding.weights is Cut.WHOLE else []
+    without = frozen if sharding.weights is ShardOver.NONE else []
     found = find_units_of(chunks, declared, config.fsdp_unit_modules or (), without=without)
-    if sharding.main_grads is not Cut.WHOLE:
+    if sharding.main_grads is not ShardOver.NONE:
         return found
     numel = [
         sum(parameters[name].numel() for name in unit.names if name not in frozen) for unit in found.units

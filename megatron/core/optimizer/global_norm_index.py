@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 from megatron.core.param_meta import Region
 from megatron.core.transport import collectives, host_data
@@ -55,7 +55,7 @@ class GlobalNormIndex:
 
     def __init__(self, buffer: FlatBuffer, ps: ParallelState) -> None:
         self._mp_group, self._device = ps.mp_group, ps.device.torch_device
-        self.over_world = buffer.sharding.optimizer is not Cut.WHOLE
+        self.over_world = buffer.sharding.optimizer is not ShardOver.NONE
         self._group = ps.world_group if self.over_world else ps.mp_group
         self._num_parts = buffer.place.dp_size if self.over_world else 1
         regions = [

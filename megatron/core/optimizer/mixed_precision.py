@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
@@ -272,10 +272,10 @@ class MixedPrecisionOptimizer(Stepper):
             total += one
         return total
 
-    def _owned(self, part_of: Callable[[str, Cut], Tensor]) -> list[list[Tensor]]:
+    def _owned(self, part_of: Callable[[str, ShardOver], Tensor]) -> list[list[Tensor]]:
         """What this rank answers for of the regions that it owns, of every parameter's gradient or weight: all of them
         where the optimizer is unsharded, else a part as small as all data parallel ranks together can make it."""
-        cut = Cut.FULL if self._index.over_world else Cut.WHOLE
+        cut = ShardOver.FULL if self._index.over_world else ShardOver.NONE
         found = []
         for name, region in self._index.owned:
             start, end = self.buffer.part(name, cut)

@@ -9,8 +9,8 @@ from typing import Literal
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ALIGNMENT, bucket_size_of
 from megatron.core.distributed.sharding import (
-    Cut,
     Sharding,
+    ShardOver,
     ShardPlace,
     main_grads_dtype,
     main_params_dtype,
@@ -44,8 +44,8 @@ def state_bytes(
     weight, grad = DTYPE_BYTES[dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
     main = DTYPE_BYTES[main_dtype]
     own = main if main_dtype != dtype else 0
-    whole = sharding.main_grads is Cut.WHOLE
-    scattered = sharding.optimizer is Cut.FULL and place.outer_size > 1
+    whole = sharding.main_grads is ShardOver.NONE
+    scattered = sharding.optimizer is ShardOver.FULL and place.outer_size > 1
     return StateBytes(
         align=ALIGNMENT * place.dp_size,
         weight=weight,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.squared_sums import all_finite
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
@@ -189,7 +189,7 @@ def first_difference(everyone: list[list[Any]], digests: list[dict[str, str]]) -
 def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Unsharded weights by parameter; where they are sharded, this rank's part of each bucket by its units."""
     buffer = engine.model.buffer
-    if buffer.sharding.weights is Cut.WHOLE:
+    if buffer.sharding.weights is ShardOver.NONE:
         yield from ((name, buffer.weight(name)) for name in (*buffer.names, *buffer.frozen))
     else:
         yield from ((f"the shard of unit {memory.name}", memory.weights_at_rest) for memory in buffer.buckets)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron.core.distributed.custom_fsdp.reshard_policy import POLICIES, ReshardPlanError, check_policy
-from megatron.core.distributed.sharding import STRATEGIES, Cut, sharding_of
+from megatron.core.distributed.sharding import STRATEGIES, ShardOver, sharding_of
 from megatron.training.config.flag_table import FlagState, spellings
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import ConfigurationError, parse_config
@@ -210,7 +210,10 @@ def test_cut_gradients_imply_overlap():
 def test_policies_are_refused_where_the_planner_refuses_them(policy, strategy):
     budget = " --fsdp-memory-budget 8" * (policy == "budget")
     row = sharding_of(strategy)
-    cut = {"weights_sharded": row.weights is not Cut.WHOLE, "grads_sharded": row.main_grads is not Cut.WHOLE}
+    cut = {
+        "weights_sharded": row.weights is not ShardOver.NONE,
+        "grads_sharded": row.main_grads is not ShardOver.NONE,
+    }
     budget_bytes = 8 if policy == "budget" else None
     try:
         check_policy(policy, budget_bytes, **cut)

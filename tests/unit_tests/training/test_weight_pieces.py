@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.param_meta import ParamMeta
 from megatron.core.rectangles import Rectangle, fill_error
 from megatron.training.engine import weight_pieces
@@ -76,6 +76,6 @@ def test_pieces_of_all_ranks_are_the_model_and_write_it(row, tp):
 
 def test_names_are_in_the_order_asked_for():
     buffer = buffer_of(ROWS["optim_grads_params"], PLACES[0], 1, 0)
-    assert buffer.sharding.weights is Cut.INNER
+    assert buffer.sharding.weights is ShardOver.INNER
     names = [piece.name for piece in weight_pieces(buffer, ["l1.norm", "embedding"])]
     assert list(dict.fromkeys(names)) == ["model.l1.norm", "model.embedding"]

@@ -24,7 +24,7 @@ from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
 from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 from megatron.core.squared_sums import squared_sums
 from megatron.core.transport import collectives
@@ -127,7 +127,7 @@ class FullyShardedModule(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """The same from here on, until it is called again: whether backwards reduce. Raises ModelError likewise."""
         driver, engine = driver_of(self), driver_of(self).engine
-        in_slots = engine.config.fsdp_double_buffer and engine.sharding.main_grads is not Cut.WHOLE
+        in_slots = engine.config.fsdp_double_buffer and engine.sharding.main_grads is not ShardOver.NONE
         if in_slots and not requires_gradient_sync:
             raise ModelError(
                 "--fsdp-double-buffer: no_sync() keeps the gradients of all units, and two slots hold those of two; "
@@ -157,9 +157,9 @@ class FullyShardedModule(nn.Module):
         driver, engine = driver_of(self), driver_of(self).engine
         grads = [shard.grad for shard in driver.shards.current() if shard.grad is not None]
         total = squared_sums(grads).sum()
-        if engine.sharding.optimizer is not Cut.WHOLE:
+        if engine.sharding.optimizer is not ShardOver.NONE:
             collectives.all_reduce(total, engine.ps.dp_reduce_group)
-            if engine.sharding.optimizer is Cut.FULL:
+            if engine.sharding.optimizer is ShardOver.FULL:
                 collectives.all_reduce(total, engine.ps.dp_outer_group)
         norm = float(total.sqrt())  # sync: the host decides on the factor
         if max_norm < norm:

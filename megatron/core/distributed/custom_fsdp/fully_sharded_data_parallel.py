@@ -29,7 +29,7 @@ from megatron.core.distributed.distributed_data_parallel import (
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.gradient_sources import Sinks
-from megatron.core.distributed.sharding import Cut, sharding_of
+from megatron.core.distributed.sharding import ShardOver, sharding_of
 from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits, unit_costs
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import ModelError, ModelUnit
@@ -71,7 +71,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
         ps = ranks_of(ps_or_mesh)
-        sharded = effective_sharding(config, place_of(ps)).main_grads is not Cut.WHOLE
+        sharded = effective_sharding(config, place_of(ps)).main_grads is not ShardOver.NONE
         if sharded and len(modules) > 1:
             raise ModelError(
                 f"--data-parallel-sharding-strategy {config.data_parallel_sharding_strategy}: a rank with "
@@ -81,8 +81,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
         check_policy(
             config.fsdp_reshard_policy,
             config.fsdp_memory_budget,
-            weights_sharded=row.weights is not Cut.WHOLE,
-            grads_sharded=row.main_grads is not Cut.WHOLE,
+            weights_sharded=row.weights is not ShardOver.NONE,
+            grads_sharded=row.main_grads is not ShardOver.NONE,
         )
         found = find_units(
             modules,
@@ -104,7 +104,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         return self.chunks[0](*args, **kwargs)
 
     def _new_driver(self) -> UnitDriver:
-        frees, order, config = self.sharding.weights is not Cut.WHOLE, self._forward_order, self.config
+        frees, order, config = self.sharding.weights is not ShardOver.NONE, self._forward_order, self.config
         buckets = [self.buffer.buckets_of_unit(unit.name) for unit in self.units]
         numel = [sum(bucket.full_weights.numel() for bucket in one) for one in buckets]
         bound = config.suggested_communication_unit_size
@@ -114,7 +114,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self._reports,
             # Where weights are gathered no rank can skip a unit, and slots taken in turns need the order of the run.
             None if frees or config.fsdp_double_buffer else order,
-            overlap=overlap or self.sharding.main_grads is not Cut.WHOLE,
+            overlap=overlap or self.sharding.main_grads is not ShardOver.NONE,
         )
         # Frozen weights report no gradient, and a unit around others comes back behind them: hooks or the end of the
         # microbatch tell that backward is through these.
@@ -184,8 +184,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
             self._facts,
             self.config.fsdp_reshard_policy,
             num_microbatches=num_microbatches,
-            weights_sharded=several and self.sharding.weights is not Cut.WHOLE,
-            grads_sharded=several and self.sharding.main_grads is not Cut.WHOLE,
+            weights_sharded=several and self.sharding.weights is not ShardOver.NONE,
+            grads_sharded=several and self.sharding.main_grads is not ShardOver.NONE,
             budget_bytes=self.config.fsdp_memory_budget,
         )
 

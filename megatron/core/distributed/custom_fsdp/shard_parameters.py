@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 
 BUILD_IT_AFTERWARDS = (
@@ -48,7 +48,7 @@ class ShardParameters:
         self.names, sharding = buffer.names, buffer.sharding
         self.in_forward = self.may_have_changed = False
         self._whole = self._readable = (
-            sharding.weights is Cut.WHOLE
+            sharding.weights is ShardOver.NONE
         )  # attributes give the module's own parameters
         self._parts = {name: buffer.main_weight_part(name) for name in buffer.names}
         self._parts |= {name: buffer.weight_part(name) for name in buffer.frozen}

@@ -12,7 +12,7 @@ from megatron.core.distributed.bucket_memory import trained
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 from megatron.core.units import UnitModule
 
@@ -125,7 +125,7 @@ class StepDriver:
     def _begin_step(self) -> None:
         engine = self.engine
         grads = [p.grad for p in self.shards.current() if p.grad is not None] if self._holds_sum else []
-        if engine.sharding.main_grads is Cut.WHOLE and engine.place.dp_size > 1:
+        if engine.sharding.main_grads is ShardOver.NONE and engine.place.dp_size > 1:
             # sync, on this path only: zero_grad(set_to_none=False) leaves zeros, which may be overwritten
             if any(bool(grad.any()) for grad in grads):
                 raise ModelError(
@@ -148,7 +148,7 @@ class StepDriver:
                 grad.zero_()
             elif parameter.grad.data_ptr() != grad.data_ptr():
                 grad.copy_(parameter.grad)
-        scattered, place = self.engine.sharding.optimizer is Cut.FULL, self.engine.place
+        scattered, place = self.engine.sharding.optimizer is ShardOver.FULL, self.engine.place
         for bucket in (one for one in self.engine.buffer.buckets if one.trained and place.outer_size > 1):
             own = trained(bucket.optimizer_grads).clone() if scattered else None
             if scattered or place.outer_rank > 0:

@@ -11,7 +11,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from megatron.core.transport import collectives
@@ -375,7 +375,7 @@ def test_every_strategy_adds_what_its_ranks_hold_of_partial_regions(tp, copies, 
                     for name in SHAPES
                 }
                 found[row, limit] = held
-            calls[row] = (ps.tp_rank, place.index(Cut.FULL))
+            calls[row] = (ps.tp_rank, place.index(ShardOver.FULL))
         return found, calls
 
     by_rank = run_ranks(body, tp * dp)

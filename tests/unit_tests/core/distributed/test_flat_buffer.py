@@ -10,7 +10,7 @@ from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import ALIGNMENT
-from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.distributed.transient_memory import own_storage
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
 
@@ -177,7 +177,7 @@ def all_ranks(row, dtype=torch.float32, *, by_unit=True, frozen=(), meta=None, c
     return made, before
 
 
-def gathered(made, name_of_field: str, cut: Cut, bucket: int) -> torch.Tensor:
+def gathered(made, name_of_field: str, cut: ShardOver, bucket: int) -> torch.Tensor:
     """The whole bucket from every rank's part, in the order of parts."""
     part_of = {b.place.index(cut): getattr(b.buckets[bucket], name_of_field) for b, _ in reversed(made)}
     return torch.cat([part_of[index] for index in sorted(part_of)])
@@ -203,13 +203,15 @@ def test_what_all_ranks_hold_makes_up_the_model(row, dtype, by_unit):
             assert buffer.main_weight_part(name).dtype == torch.float32
             assert torch.equal(buffer.main_weight_part(name), value_part(before[name], start, end))
             assert buffer.main_grad_part(name).numel() == end - start
-            low, high = buffer.part(name, Cut.FULL)
-            assert torch.equal(buffer.main_weight_part(name, Cut.FULL), value_part(before[name], low, high))
-            assert buffer.main_grad_part(name, Cut.FULL).numel() == high - low
+            low, high = buffer.part(name, ShardOver.FULL)
+            assert torch.equal(
+                buffer.main_weight_part(name, ShardOver.FULL), value_part(before[name], low, high)
+            )
+            assert buffer.main_grad_part(name, ShardOver.FULL).numel() == high - low
         for number, memory in enumerate(buffer.buckets):
             check_bucket(buffer, memory)
             whole = gathered(made, "weights_at_rest", sharding.weights, number)
-            if sharding.weights is not Cut.WHOLE:
+            if sharding.weights is not ShardOver.NONE:
                 assert memory.full_weights.untyped_storage().nbytes() == 0
                 give_memory(memory.full_weights).copy_(whole)
         for name, p in module.named_parameters():  # views of what was gathered
@@ -228,7 +230,7 @@ def check_bucket(buffer: FlatBuffer, memory: BucketMemory) -> None:
     place, sharding, numel = buffer.place, buffer.sharding, memory.bucket.numel
     assert memory.weights.numel() == numel // place.ways(sharding.weights)
     assert memory.full_weights.numel() == numel
-    assert (memory.full_weights is memory.weights) == (sharding.weights is Cut.WHOLE)
+    assert (memory.full_weights is memory.weights) == (sharding.weights is ShardOver.NONE)
     if not memory.trained:
         assert (memory.main_weights, memory.main_grads, memory.full_grads) == (None, None, None)
         assert (memory.optimizer_grads, memory.optimizer_weights) == (None, None)
@@ -237,7 +239,7 @@ def check_bucket(buffer: FlatBuffer, memory: BucketMemory) -> None:
     assert memory.main_weights.numel() == memory.optimizer_grads.numel() == part
     assert memory.main_grads.numel() == numel // place.ways(sharding.main_grads)
     assert memory.full_grads.numel() == numel
-    assert (memory.full_grads is memory.main_grads) == (sharding.main_grads is Cut.WHOLE)
+    assert (memory.full_grads is memory.main_grads) == (sharding.main_grads is ShardOver.NONE)
     own = memory.weights.dtype != torch.float32
     assert (memory.main_weights.data_ptr() == memory.optimizer_weights.data_ptr()) != own
     for narrow, wide in (("optimizer_grads", "main_grads"), ("optimizer_weights", "weights")):
@@ -255,7 +257,7 @@ def test_gradients_of_a_bucket_reach_the_parts_of_its_parameters(row):
     made, before = all_ranks(row)
     expected = {name: torch.randn(value.shape) for name, value in before.items()}
     for buffer, _ in made:
-        cut = buffer.sharding.main_grads is not Cut.WHOLE
+        cut = buffer.sharding.main_grads is not ShardOver.NONE
         for memory in buffer.buckets:
             if cut:
                 assert memory.full_grads.untyped_storage().nbytes() == 0
@@ -349,7 +351,7 @@ def test_lasting_slots_serve_as_full_tensors():
     )
     for buffer, module in made:
         for index, memory in enumerate(buffer.buckets):
-            memory.full_weights.copy_(gathered(made, "weights", Cut.INNER, index))
+            memory.full_weights.copy_(gathered(made, "weights", ShardOver.INNER, index))
             for name in memory.bucket.names:
                 assert torch.equal(module.get_parameter(name), before[name])
     assert slots["weights"].untyped_storage().nbytes() == 4 * 4096
@@ -405,7 +407,7 @@ def test_accumulators_of_further_uses(row):
     meta = {"weight": ParamMeta("weight", (40, 20), uses=("weight", "weight" + LOOKUP))}
     for place in places_of(row):
         buffer = buffer_of(nn.Embedding(40, 20), None, meta, ROWS[row], place)
-        cut = buffer.sharding.main_grads is not Cut.WHOLE
+        cut = buffer.sharding.main_grads is not ShardOver.NONE
         extra = buffer.extra_grads["weight" + LOOKUP]
         assert buffer.persistent_bytes()["extra_grads"] == (0 if cut else 4 * 800)
         if cut:
@@ -446,7 +448,7 @@ def test_whole_gradients_are_one_allocation_a_dtype_and_cut_ones_one_a_bucket():
 def test_parameters_that_are_not_split_between_ranks():
     made, before = all_ranks("optim_grads_params", torch.bfloat16, placement="tensor_atomic")
     for name, value in before.items():
-        parts = [buffer.part(name, Cut.INNER) for buffer, _ in made]
+        parts = [buffer.part(name, ShardOver.INNER) for buffer, _ in made]
         assert sorted(end - start for start, end in parts) == [0, 0, value.numel()]
         held = torch.cat([buffer.main_weight_part(name) for buffer, _ in made])
         assert torch.equal(held, value.float().view(-1))

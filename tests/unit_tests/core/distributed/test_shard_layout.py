@@ -17,7 +17,7 @@ from megatron.core.distributed.shard_layout import (
     bucket_size_of,
     plan_layouts,
 )
-from megatron.core.distributed.sharding import Cut, ShardPlace
+from megatron.core.distributed.sharding import ShardOver, ShardPlace
 
 specs_lists = st.lists(
     st.tuples(
@@ -67,7 +67,7 @@ def places(inner: int, outer: int) -> list[ShardPlace]:
     return [ShardPlace(i, inner, o, outer) for i in range(inner) for o in range(outer)]
 
 
-def holders(cut: Cut, inner: int, outer: int) -> list[ShardPlace]:
+def holders(cut: ShardOver, inner: int, outer: int) -> list[ShardPlace]:
     """One rank for each part, in order."""
     of_index = {place.index(cut): place for place in reversed(places(inner, outer))}
     return [of_index[index] for index in sorted(of_index)]
@@ -79,7 +79,7 @@ def holders(cut: Cut, inner: int, outer: int) -> list[ShardPlace]:
     st.sampled_from([(1, 1), (2, 1), (3, 1), (8, 1), (2, 2), (4, 3), (1, 2)]),
     sizes,
     st.sampled_from(["flat", "tensor_atomic"]),
-    st.sampled_from(list(Cut)),
+    st.sampled_from(list(ShardOver)),
 )
 def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, bucket_size, placement, cut):
     inner, outer = ranks
@@ -119,7 +119,7 @@ def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, bucket_s
     st.sampled_from([(1, 1), (4, 1), (2, 2), (2, 3)]),
     sizes,
     st.sampled_from(["flat", "tensor_atomic"]),
-    st.sampled_from(list(Cut)),
+    st.sampled_from(list(ShardOver)),
 )
 def test_spans_at_rest_are_the_parts_of_parameters_group_by_group(specs, ranks, bucket_size, placement, cut):
     """Every element of the buffer at rest has the group of the parameter it belongs to, or none."""
@@ -142,17 +142,17 @@ def test_spans_at_rest_are_the_parts_of_parameters_group_by_group(specs, ranks, 
 def test_outer_parts_lie_inside_inner_ones_and_a_whole_buffer_is_at_rest_as_it_is():
     (layout,) = plan_layouts([ParamSpec("a", 5000, "float32"), ParamSpec("b", 100, "float32")], 6)
     for place in places(2, 3):
-        inner = layout.shard(0, place, Cut.INNER)
-        full = layout.shard(0, place, Cut.FULL)
+        inner = layout.shard(0, place, ShardOver.INNER)
+        full = layout.shard(0, place, ShardOver.FULL)
         assert inner[0] <= full[0]
         assert full[1] <= inner[1]
-        assert layout.spans_at_rest(place, Cut.WHOLE) == layout.spans
-        assert layout.part_at_rest("a", place, Cut.WHOLE) == (
+        assert layout.spans_at_rest(place, ShardOver.NONE) == layout.spans
+        assert layout.part_at_rest("a", place, ShardOver.NONE) == (
             layout.by_name["a"].start,
             layout.by_name["a"].end,
         )
     with pytest.raises(AssertionError, match="of a layout over 6 ranks"):
-        layout.shard(0, ShardPlace(0, 2), Cut.INNER)
+        layout.shard(0, ShardPlace(0, 2), ShardOver.INNER)
 
 
 unit_specs = st.lists(
@@ -205,9 +205,9 @@ def test_tensor_atomic_placement_keeps_every_parameter_on_one_rank(specs, dp_siz
             loads = [0] * dp_size
             for slot in slots:
                 held = [
-                    place.index(Cut.INNER)
+                    place.index(ShardOver.INNER)
                     for place in places(dp_size, 1)
-                    if layout.part_of(slot.name, place, Cut.INNER) == (0, slot.numel)
+                    if layout.part_of(slot.name, place, ShardOver.INNER) == (0, slot.numel)
                 ]
                 assert slot.numel == 0 or len(held) == 1
                 loads[held[0]] += slot.numel
@@ -225,7 +225,7 @@ def test_tensor_atomic_parts_are_balanced():
     specs = [ParamSpec(f"p{i}", numel, "float32") for i, numel in enumerate([700, 500, 400, 300, 128])]
     (layout,) = plan_layouts(specs, 2, placement="tensor_atomic")
     (bucket,) = layout.buckets
-    held = [layout.part_of(f"p{i}", ShardPlace(0, 2), Cut.INNER)[1] > 0 for i in range(5)]
+    held = [layout.part_of(f"p{i}", ShardPlace(0, 2), ShardOver.INNER)[1] > 0 for i in range(5)]
     assert held == [True, False, False, True, False]  # 700 + 300 here, 500 + 400 + 128 there
     assert bucket.numel == 2 * 1152  # 1028 of the fuller rank, rounded up
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from megatron.core.distributed.sharding import STRATEGIES, Cut, Sharding, ShardPlace, sharding_of
+from megatron.core.distributed.sharding import STRATEGIES, Sharding, ShardOver, ShardPlace, sharding_of
 
-W, I, F = Cut.WHOLE, Cut.INNER, Cut.FULL  # noqa: E741
+W, I, F = ShardOver.NONE, ShardOver.INNER, ShardOver.FULL  # noqa: E741
 
 
 def test_the_table():

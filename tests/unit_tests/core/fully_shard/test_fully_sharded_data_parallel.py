@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.distributed.all_gather_pipeline import UnitState
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import Cut
+from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import STRATEGIES, Block, Net, moved_by, seeded, token_loss, unit_sizes
@@ -234,7 +234,7 @@ def a_world_of_one(ctx) -> None:
     """Everything is whole: nothing moves, nothing is transient."""
     for strategy in STRATEGIES:
         ddp = engine(ctx, data_parallel_sharding_strategy=strategy)
-        assert set(vars(ddp.sharding).values()) == {Cut.WHOLE}
+        assert set(vars(ddp.sharding).values()) == {ShardOver.NONE}
         ddp.begin_step(2)
         microbatches(ddp, ctx, 2)
         ddp.finish()

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, Cut, ShardPlace, sharding_of
+from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
@@ -432,7 +432,7 @@ def load(ranks, whole: dict[str, torch.Tensor], state) -> None:
 def gather(ranks) -> None:
     """What the engine does after a step: whole weights take what each rank has updated."""
     for buffer, _ in ranks:
-        if buffer.sharding.weights is Cut.INNER and buffer.sharding.optimizer is Cut.INNER:
+        if buffer.sharding.weights is ShardOver.INNER and buffer.sharding.optimizer is ShardOver.INNER:
             continue
         for other, _ in ranks:
             for name in buffer.names:
