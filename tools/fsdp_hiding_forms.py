@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.core.distributed.sharding import STRATEGIES, ShardPlace
+from megatron.core.sharding_table import STRATEGIES, ShardPlace
 from tools.schedule_residency import moves_of_one_stage
 
 Row = dict[str, Any]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces, pieces_of
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer.grad_scaler import GradScaler
@@ -20,6 +19,7 @@ from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.plan.spec import StageSpec
+from megatron.core.sharding_table import ShardOver
 from megatron.core.units import declared_units
 from megatron.core.weight_grad import WeightGradAccumulator
 

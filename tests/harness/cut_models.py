@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, Sharding, ShardPlace
 from megatron.core.param_meta import ParamMeta, Region
+from megatron.core.sharding_table import STRATEGIES, Sharding, ShardPlace
 from megatron.core.transport.parallel_state import ParallelState
 
 # In the model's order; dims that ranks share are multiples of 4.

@@ -26,9 +26,9 @@ from megatron.core.distributed.bucket_memory import (
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.sharding import Sharding, ShardOver, ShardPlace
 from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.param_meta import ParamMeta
+from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace
 
 # (role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many
 # elements, whose storage may be empty.

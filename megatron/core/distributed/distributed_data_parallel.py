@@ -31,15 +31,7 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
-from megatron.core.distributed.sharding import (
-    Sharding,
-    ShardOver,
-    ShardPlace,
-    debug_in_slots,
-    outer_cut_of_nothing,
-    residency_of,
-    sharding_of,
-)
+from megatron.core.distributed.sharding import debug_in_slots, residency_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.transient_memory import (
     AllocatedMemory,
@@ -53,6 +45,7 @@ from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.protocols import GradListener, GradSync
+from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, outer_cut_of_nothing, sharding_of
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.transport.traffic import Traffic, traffic_of
 

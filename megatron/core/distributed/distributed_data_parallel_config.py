@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from megatron.core.config_base import BYTES, RANKS, Bounds, arg
+from megatron.core.sharding_table import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +14,9 @@ class DistributedDataParallelConfig:
     use_custom_fsdp: bool = arg(
         False, "shard by units of the model", flags=("--use-custom-fsdp", "--use-megatron-fsdp")
     )
-    data_parallel_sharding_strategy: Literal[
-        "no_shard", "optim", "optim_grads", "optim_grads_params", "auto"
-    ] = arg("no_shard", "what each data parallel rank holds a shard of; auto: as --rank-memory-limit has it")
+    data_parallel_sharding_strategy: Literal[(*STRATEGIES, "auto")] = arg(  # type: ignore[valid-type]
+        "no_shard", "what each data parallel rank holds a shard of; auto: as --rank-memory-limit has it"
+    )
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = arg(
         "no_shard", "what is sharded over distributed optimizer instances besides"
     )

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import region_parts
+from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import Group
 

@@ -30,11 +30,11 @@ from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMe
 from megatron.core.distributed.buffer_maker import BufferMaker, NewFull, Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
-from megatron.core.distributed.sharding import Sharding, ShardOver, ShardPlace
 from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
+from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

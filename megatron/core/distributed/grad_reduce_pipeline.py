@@ -33,11 +33,11 @@ from torch import Tensor
 from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, trained
 from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
+from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError

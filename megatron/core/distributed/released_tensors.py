@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
 from megatron.core.distributed.flat_buffer import BucketMemory, FlatBuffer
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardOver
 from megatron.core.units import Unit
 
 # They take a tensor's shape and type, and read no element.

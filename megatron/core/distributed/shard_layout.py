@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from megatron.core.distributed.sharding import ShardOver, ShardPlace
+from megatron.core.sharding_table import ShardOver, ShardPlace
 
 ALIGNMENT = 128  # elements; 256 bytes of bf16
 MAX_PARAM_ALIGNMENT = 64  # elements; a cache line of 16-bit values

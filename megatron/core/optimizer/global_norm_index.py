@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
 from megatron.core.param_meta import Region
+from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 

@@ -11,13 +11,14 @@ import os.path
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.asked_schedules import asked_schedules
-from megatron.core.distributed.sharding import grads_are_sharded, main_grads_dtype, weights_are_sharded
+from megatron.core.distributed.sharding import main_grads_dtype
+from megatron.core.model_parallel_config import asked_schedules
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
+from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
 from megatron.core.transport.rank_grid import RankGridError
 from megatron.core.transport.rank_groups import check_instances
 from megatron.training.config import no_effect

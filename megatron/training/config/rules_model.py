@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core import sharding_table
 from megatron.core.distributed import sharding
 from megatron.core.distributed.custom_fsdp.reshard_policy import budget_misfits, keeps_nothing
 from megatron.core.optional import available
@@ -91,7 +92,7 @@ def _sequence_tensor_parallel(c: RuleContext) -> str | None:
 def _shards(c: RuleContext) -> tuple[bool, bool]:
     """Whether the strategy shards weights (ZeRO-3) and gradients (ZeRO-2 and 3)."""
     strategy = c.data_parallel_sharding_strategy
-    return sharding.weights_are_sharded(strategy), sharding.grads_are_sharded(strategy)
+    return sharding_table.weights_are_sharded(strategy), sharding_table.grads_are_sharded(strategy)
 
 
 def _instances(c: RuleContext) -> str | None:
@@ -118,7 +119,7 @@ def _outer_sharding(c: RuleContext) -> str | None:
     full, outer = c.enable_full_sharding_in_hsdp, c.outer_dp_sharding_strategy
     if full and c.given("outer_dp_sharding_strategy") and outer == "no_shard":
         return "--outer-dp-sharding-strategy no_shard contradicts --enable-full-sharding-in-hsdp"
-    if sharding.goes_with_outer(c.data_parallel_sharding_strategy, outer):
+    if sharding_table.goes_with_outer(c.data_parallel_sharding_strategy, outer):
         return None
     flag = "--enable-full-sharding-in-hsdp" if full else c.told("outer_dp_sharding_strategy")
     inner = c.told("data_parallel_sharding_strategy")
@@ -127,7 +128,7 @@ def _outer_sharding(c: RuleContext) -> str | None:
 
 def _outer_instances(c: RuleContext) -> str | None:
     place = c.config.shard_place
-    if place is None or not sharding.outer_cut_of_nothing(c.outer_dp_sharding_strategy, place):
+    if place is None or not sharding_table.outer_cut_of_nothing(c.outer_dp_sharding_strategy, place):
         return None
     told = c.told("num_distributed_optimizer_instances")
     return f"{told} of one rank each: --outer-dp-sharding-strategy optim needs shards inside of them"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from megatron.core.asked_schedules import V_BY_MEMORY, asked_schedules, describe_schedule
+from megatron.core.model_parallel_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of

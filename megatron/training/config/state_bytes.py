@@ -4,27 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ALIGNMENT, bucket_size_of
-from megatron.core.distributed.sharding import (
-    Sharding,
-    ShardOver,
-    ShardPlace,
-    main_grads_dtype,
-    main_params_dtype,
-    residency_of,
-    sharding_of,
-)
+from megatron.core.distributed.sharding import main_grads_dtype, main_params_dtype, residency_of
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
+from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, sharding_of
 
 _MOMENTS = 2
-_Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"]
-_TO_CHOOSE: tuple[_Strategy, ...] = ("optim", "optim_grads", "optim_grads_params")
+_TO_CHOOSE = ("optim", "optim_grads", "optim_grads_params")
 # By backend, where no flag says so: TFLOP/s of a rank, and GB/s to its data parallel peers. An H100 computing in bf16
 # and a 400 Gb/s port of its own; one core, and ranks of one host.
 SPEEDS = {"nccl": (450.0, 45.0), "gloo": (0.05, 1.0)}

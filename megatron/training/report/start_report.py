@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.asked_schedules import describe_schedule
+from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for

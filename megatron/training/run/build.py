@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron.core.asked_schedules import describe_schedule
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import build_grad_scaler

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.pipeline_parallel.plan.joint import judge
+from megatron.core.sharding_table import ShardPlace, sharding_of
 from megatron.training.config.state_bytes import state_bytes
 from tests.unit_tests.training.test_rules_sharding import FSDP, PP, STRATEGY, configure, problems_of
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron.core.distributed.custom_fsdp.reshard_policy import POLICIES, ReshardPlanError, check_policy
-from megatron.core.distributed.sharding import STRATEGIES, ShardOver, sharding_of
+from megatron.core.sharding_table import STRATEGIES, ShardOver, sharding_of
 from megatron.training.config.flag_table import FlagState, spellings
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import ConfigurationError, parse_config

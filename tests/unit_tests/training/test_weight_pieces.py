@@ -8,9 +8,9 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.param_meta import ParamMeta
 from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.training.engine import weight_pieces
 from tests.harness.cut_models import MODEL, global_part, region_list
 

@@ -24,8 +24,8 @@ from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
 from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardOver
 from megatron.core.squared_sums import squared_sums
 from megatron.core.transport import collectives
 from megatron.core.transport.collectives import broadcast_weights

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardOver
 
 BUILD_IT_AFTERWARDS = (
     "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"

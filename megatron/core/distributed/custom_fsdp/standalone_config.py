@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import STRATEGIES, goes_with_outer, grads_are_sharded, is_contradicted
+from megatron.core.distributed.sharding import is_contradicted
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import STRATEGIES, goes_with_outer, grads_are_sharded
 
 # Fields that act only where gradients are sharded -> their value where nobody has set them.
 OF_SHARDED_GRADIENTS: dict[str, object] = {

@@ -12,8 +12,8 @@ from megatron.core.distributed.bucket_memory import trained
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardOver
 from megatron.core.units import UnitModule
 
 DRIVER = "_fully_sharded"  # a module's only attribute of ours

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.sharding_table import STRATEGIES, Sharding, ShardOver
 from megatron.core.transport.traffic import Moved
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
     from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, StateBytes, UnitCosts
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 POLICIES = ("memory", "backward", "step", "budget")
 
 # Reductions and sums over instances that a rank has under way: before a third one begins it waits for the first.
@@ -27,7 +27,7 @@ Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 class Residency:
     """The same on all ranks.
 
-    strategy: a row of `distributed.sharding.STRATEGIES`. ways, outer: ranks that share the states, and instances of
+    strategy: a row of `sharding_table.STRATEGIES`. ways, outer: ranks that share the states, and instances of
     them. outer_optimizer: the optimizer is cut over instances too. policy: --fsdp-reshard-policy. budget: by pipeline
     rank, bytes of gathered weights and whole gradients that it may hold beyond what policy `memory` does. limit: by
     pipeline rank, bytes that it may hold in all (states at rest, gathered weights, gradients, activations, whose costs
@@ -60,6 +60,10 @@ class Residency:
         return dataclasses.replace(self, policy="budget", budget=None, limit=limit)
 
     @property
+    def row(self) -> Sharding:
+        return STRATEGIES[self.strategy]
+
+    @property
     def moves(self) -> bool:
         """Whether ranks share anything; without, a plan has no operations of data parallelism."""
         return self.ways > 1 or self.outer > 1
@@ -67,18 +71,18 @@ class Residency:
     @property
     def weights_cut(self) -> bool:
         """Whether whole weights come and go."""
-        return self.strategy == "optim_grads_params" and self.ways > 1
+        return self.ways > 1 and self.row.weights is not ShardOver.NONE
 
     @property
     def grads_cut(self) -> bool:
         """Whether whole gradients come and go."""
-        return self.strategy in ("optim_grads", "optim_grads_params") and self.ways > 1
+        return self.ways > 1 and self.row.main_grads is not ShardOver.NONE
 
     @property
     def gathers_once(self) -> bool:
         """Whether weights are whole at rest, and gathered once behind each step of the optimizer."""
-        inner = self.strategy in ("optim", "optim_grads") and self.ways > 1
-        return inner or (self.outer_optimizer and self.outer > 1 and not self.weights_cut)
+        inner = self.ways > 1 and self.row.optimizer is not ShardOver.NONE
+        return not self.weights_cut and (inner or (self.outer_optimizer and self.outer > 1))
 
     def ahead_of(self, units: RankUnits) -> int:
         """The bound of gathers ahead on a rank, in bytes."""
@@ -179,7 +183,7 @@ class LaneCosts:
 
     def reduce(self, unit: UnitCosts, residency: Residency) -> float:
         """A reduce-scatter; where nothing is cut an all-reduce, which goes round twice."""
-        rounds = 2 if residency.strategy == "no_shard" else 1
+        rounds = 2 if residency.row.optimizer is ShardOver.NONE else 1
         return self._ring(rounds * unit.grad_bytes, residency.ways)
 
     def outer_sum(self, unit: UnitCosts, residency: Residency) -> float:

@@ -11,9 +11,9 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
+from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import single_process
 from tests.harness.cut_models import shard_place

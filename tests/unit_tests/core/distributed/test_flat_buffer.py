@@ -10,9 +10,9 @@ from megatron.core.distributed.bucket_memory import BucketMemory
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import ALIGNMENT
-from megatron.core.distributed.sharding import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.distributed.transient_memory import own_storage
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
+from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of
 
 CPU = torch.device("cpu")
 FIRST_OF_TWO = ShardPlace(0, 2)

@@ -17,7 +17,7 @@ from megatron.core.distributed.shard_layout import (
     bucket_size_of,
     plan_layouts,
 )
-from megatron.core.distributed.sharding import ShardOver, ShardPlace
+from megatron.core.sharding_table import ShardOver, ShardPlace
 
 specs_lists = st.lists(
     st.tuples(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.core.distributed.sharding import STRATEGIES, Sharding, ShardOver, ShardPlace, sharding_of
+from megatron.core.sharding_table import STRATEGIES, Sharding, ShardOver, ShardPlace, sharding_of
 
 W, I, F = ShardOver.NONE, ShardOver.INNER, ShardOver.FULL  # noqa: E741
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardPlace, sharding_of
 from megatron.core.transport import collectives
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (

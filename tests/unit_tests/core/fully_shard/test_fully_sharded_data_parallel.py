@@ -12,8 +12,8 @@ from torch import nn
 from megatron.core.distributed.all_gather_pipeline import UnitState
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import ShardOver
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardOver
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import STRATEGIES, Block, Net, moved_by, seeded, token_loss, unit_sizes
 

@@ -13,9 +13,9 @@ from megatron.core.distributed.custom_fsdp import shard_parameters
 from megatron.core.distributed.custom_fsdp.shard_parameters import ShardParameters
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.sharding import ShardPlace, sharding_of
 from megatron.core.module import ModelError
 from megatron.core.param_meta import infer_param_meta
+from megatron.core.sharding_table import ShardPlace, sharding_of
 
 
 def sharded(rank: int = 0, ranks: int = 2) -> tuple[FlatBuffer, ShardParameters]:

@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnit
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, RawOp, wrong_op
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, WRITES_GRADS
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
+from megatron.core.sharding_table import STRATEGIES, ShardOver
 
 
 def verify_residency(
@@ -178,7 +179,8 @@ class _ByWords:
         names = self.words.units[stage]
         if op[5] > len(names) or op[2] >= 0 or op[6] >= 0 or op[7] >= 0:
             return f"stage {stage} has {len(names)} units, and these alone are named here"
-        comes_and_goes = self.words.strategy == "optim_grads_params" and self.words.ways > 1
+        weights = STRATEGIES[self.words.strategy].weights
+        comes_and_goes = weights is not ShardOver.NONE and self.words.ways > 1
         for name in names if op[4] < 0 else names[op[4] : op[5]]:
             if kind == UNSHARD and comes_and_goes:
                 if name in self.gathered:
