@@ -19,13 +19,12 @@ from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.training.config.check_config import build_report, render_json, render_text
-from megatron.training.config.config import FIELDS
+from megatron.training.config.config import FIELDS, train_step_flops
 from megatron.training.config.flag_table import Arity, spellings
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.microbatches import BatchSchedule
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.config.saved_config import apply_checkpoint_args
-from megatron.training.config.state_bytes import train_step_flops
 from megatron.training.run.arguments import launch_config, parse_config
 from tests.harness.launch_lines import SMALL
 

@@ -88,7 +88,7 @@ class Executor:
             assert set(stages) <= set(self._units), f"units of {sorted(self._units)}, stages {sorted(stages)}"
             chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
             self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
-            table |= {kind: self._lane.perform for kind in Kind if kinds.IS_DATA_PARALLEL[kind]}
+            table |= {kind: self._on_lane for kind in Kind if kinds.IS_DATA_PARALLEL[kind]}
         if validation is not None:
             table[Kind.VALIDATE] = self._validate
         both = [kind.name for kind in handlers or {} if kind in table or kinds.IS_TRANSFER[kind]]
@@ -138,6 +138,10 @@ class Executor:
             stage.check_empty()
         return done
 
+    def _on_lane(self, placed: Placed) -> None:
+        assert self._lane is not None
+        self._lane.perform(placed)
+
     def _crossing(self, op: RawOp, within: Sequence[Placed]) -> Crossing | None:
         """Of a computation. within: operations in its middle."""
         if self._lane is None:
@@ -157,7 +161,7 @@ class Executor:
             start = recorder.now()
             yield step
             end = recorder.now()
-            if lane is not None and step.call == lane.perform:
+            if step.call == self._on_lane:
                 continue  # recorded by the lane, once it is known when it was through
             spent_s = 0.0 if lane is None else lane.spent_s - lane_s
             for place in step.places:
