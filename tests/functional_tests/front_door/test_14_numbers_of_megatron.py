@@ -191,7 +191,7 @@ def test_a_gemma_in_tensor_parallel_and_sharded_runs(cut):
 
 def test_flops_and_parameters_count_the_gate_and_the_bias():
     from megatron.core.models.gpt.parameter_count import layer_parameters
-    from megatron.training.config.state_bytes import flops_per_token
+    from megatron.training.config.config import flops_per_token
 
     def of(*words):
         return parse_config([*SMALL, *words]).model

@@ -37,8 +37,8 @@ OTHER_PROGRAMS = {
     "ruff": "--check",
     "examples/custom_trainer": "--context-tokens",
 }
-# Words in the documents that are no flags: a slip that a reader might type, and placeholders.
-NO_FLAGS = {"--hiden-size", "--no-x", "--disable-x"}
+# Words in the documents that are no flags: a slip that a reader might type, placeholders, and what an example adds.
+NO_FLAGS = {"--hiden-size", "--no-x", "--disable-x", "--relu"}
 
 
 def name(path):

@@ -28,8 +28,8 @@ def apply(example: str, root: Path) -> None:
     for named, kind, code in PART.findall(example):
         if named:
             file = root / named
-        elif kind == "python":
-            file.write_text(code)
+        elif kind == "python":  # a new file, which its first line names
+            (root / code.split("\n")[0].removeprefix("# ")).write_text(code)
         else:
             lines = code.splitlines(keepends=True)
             old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
