@@ -227,19 +227,24 @@ class _EventWalk:
         kind, peer = op[0], op[6]
         # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
         partial = kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)
-        if self.lanes and partial:
-            clock = self.lanes[rank].through(clock)
         if kind == Kind.RECV_STATE:
             message = self._state_for(rank, from_before=peer < rank)
             self._provide(self.posted, message, clock, self.num_inputs + message, ready)
             return clock
         clock = self._meet(rank, clock)
-        if clock >= 0 and (rank > 0 if partial else rank + 1 < self.num_ranks):
-            message = self._state_for(rank, from_before=partial)
-            if self.sent[message] < 0:
-                return self._wait(rank, message)
+        if clock < 0:
+            return clock
+        needs, message = (
+            rank > 0 if partial else rank + 1 < self.num_ranks,
+            self._state_for(rank, from_before=partial),
+        )
+        if needs and self.sent[message] < 0:
+            return self._wait(rank, message)
+        if self.lanes and partial:  # once: behind this nothing is tried again
+            clock = self.lanes[rank].through(clock)
+        if needs:
             clock = max(clock, max(self.sent[message], self.posted[message]) + self.costs.comm)
-        if clock >= 0 and kind == Kind.SEND_STATE:
+        if kind == Kind.SEND_STATE:
             message = self._state_for(peer, from_before=partial)
             self._provide(self.sent, message, clock, message, ready)
             if self.blocking_sends:

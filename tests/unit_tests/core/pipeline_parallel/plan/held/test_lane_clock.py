@@ -7,6 +7,7 @@ from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, W, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.orders import split_trailing
@@ -115,6 +116,23 @@ def test_a_step_is_decided_on_when_reductions_are_through():
     for rank, row in enumerate(planned.rows):
         step = [op_text(op) for op in row].index(f"{rank}STEP")
         assert found.timeline.ends[rank][step] >= found.timeline.lanes[rank].free
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", SHARDED])
+def test_a_wait_is_counted_once_however_often_an_operation_is_tried(name, strategy):
+    """STEP and what sends partial states wait for the wire and for other ranks: work and waits fit into the row."""
+    plan = build_plan(name, Request(4, 8))
+    costs, stages = (
+        CostModel.of_ranks(plan.placement),
+        tuple(map(layers, range(plan.placement.num_stages), [2] * 8)),
+    )
+    residency = Residency(strategy, ways=4)
+    plan = add_residency(post_validation(lower(plan, costs), costs), stages, residency, costs)
+    found = simulate(plan, costs, Lanes(stages, residency, WIRE))
+    for rank, row in enumerate(plan.rows):
+        work = sum(costs.durations()[op[0]][op[1]] for op in row if IS_COMPUTE[op[0]])
+        assert work + found.exposed[rank] <= found.timeline.end(rank) + 1e-9
 
 
 # Trailing W's --------------------------------------------------------------------------------------
