@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from megatron.core.datasets.blend import Blend
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
+from megatron.core.datasets.gpt_dataset_config import indices_folder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus, MockDataset
 from megatron.core.datasets.splits import DEFAULT_SPLIT, SPLIT_NAMES, normalize, parse_split, sequence_range
@@ -162,7 +162,7 @@ class _Builder:
             "split_matrix": [None if bounds is None else list(bounds) for bounds in self.matrix],
             "tokenizer": spec.tokenizer_identity,
         }
-        folder = None if spec.mock else os.path.join(prefix, "cache", "GPTDataset_indices")
+        folder = None if spec.mock else indices_folder(prefix)
         folder = spec.cache_path if spec.cache_path is not None else folder
         folder = folder if spec.cache else None
         kind = MockDataset if spec.mock else GPTDataset

@@ -1,9 +1,15 @@
 """Where the training data is and how samples are cut from it (floor 0)."""
 
 import dataclasses
+import os
 from typing import Literal
 
 from megatron.core.config_base import SHARE, THREADS, Bounds, arg
+
+
+def indices_folder(prefix: str) -> str:
+    """Where what is built of a corpus is kept unless --data-cache-path says so."""
+    return os.path.join(prefix, "cache", "GPTDataset_indices")
 
 
 @dataclasses.dataclass(frozen=True)

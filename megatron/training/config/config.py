@@ -6,18 +6,16 @@ import dataclasses
 import difflib
 import functools
 import json
-import os
 import types
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.datasets.gpt_dataset_config import DataConfig
+from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.plan import saved_orders
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
@@ -226,13 +224,14 @@ class Config:
     def schedule_spec(self) -> ScheduleSpec:
         """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError.
 
-        Orders that are searched for it, and later, are kept beside dataset indices, but for --check-config.
+        Searched orders, those of later plans too, are kept beside dataset indices, but for --check-config.
         """
         data = self.data
         paths = () if data.mock_data else data.data_path or data.train_data_path or ()
-        beside = os.path.join(paths[-1], "cache", "GPTDataset_indices") if paths else None
-        saved_orders.keep_in(None if self.training.check_config else data.data_cache_path or beside)
-        return self.staged_model.asked()
+        folder = data.data_cache_path or (indices_folder(paths[-1]) if paths else None)
+        if self.training.check_config:
+            folder = None
+        return dataclasses.replace(self.staged_model, saved_in=folder).asked()
 
     @property
     def staged_model(self) -> StagedModel:

@@ -42,7 +42,7 @@ class StagedModel:
 
     costs: None where the configuration is not complete, which rules tell. num_microbatches: of a step of the full
     batch, of global_batch_size samples. masked: batches have masks, which all stages need. budget: by
-    which all is chosen together, None without.
+    which all is chosen together, None without. saved_in: the folder of searched orders.
     """
 
     parallel: ModelParallelConfig
@@ -52,6 +52,7 @@ class StagedModel:
     global_batch_size: int | None
     masked: bool
     budget: RankBudget | None = None
+    saved_in: str | None = None
 
     def asked(self) -> ScheduleSpec:
         """What every rank of the pipeline does in a step.
@@ -120,6 +121,7 @@ class StagedModel:
             limits=None if limit is None else (limit,) * ranks,
             limit_in_stages=pending,
             masked=self.masked,
+            saved_in=self.saved_in,
         )
 
     def asks_device(self, spec: ScheduleSpec) -> bool:

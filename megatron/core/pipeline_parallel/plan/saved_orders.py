@@ -26,32 +26,23 @@ from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 logger = logging.getLogger(__name__)
-_folder: str | None = None
 
 
-def keep_in(folder: str | None) -> None:
-    """From now on this process keeps what it searches for there, and looks there first; None: nowhere."""
-    global _folder
-    _folder = folder
-
-
-def saved_or_made(schedule: str, request: Request, make: Callable[[Request], Plan]) -> Plan:
-    """The plan of the request, from disk where it is there and right, else made and, where a folder is known, written.
+def saved_or_made(schedule: str, request: Request, make: Callable[[Request], Plan], folder: str) -> Plan:
+    """The plan of the request, from the folder where it is there and right, else made and written.
 
     Raises PlanError as `make` does.
     """
-    if _folder is None:
-        return make(request)
     key = {"schedule": schedule, **dataclasses.asdict(request), "sources": _sources()}
     key = json.loads(json.dumps(key))  # as it is read: with lists
     path = os.path.join(
-        _folder, f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}-plan-{schedule}.json"
+        folder, f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}-plan-{schedule}.json"
     )
     plan = _read(path, key, request)
     if plan is not None:
         return plan
     try:
-        os.makedirs(_folder, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         with safe_files.locked(f"{path}.lock"):
             plan = _read(path, key, request)  # another process may have made it while we waited
             if plan is None:
@@ -63,7 +54,7 @@ def saved_or_made(schedule: str, request: Request, make: Callable[[Request], Pla
         logger.warning(
             "pipeline plans cannot be kept in %s (%s): every rank and every start searches for its own; give "
             "--data-cache-path a writable folder",
-            _folder,
+            folder,
             error,
         )
     return make(request) if plan is None else plan

@@ -87,10 +87,13 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
-def build_plan(schedule: str, request: Request) -> Plan:
-    """The computations of a schedule, without transfers. Raises PlanError for what the schedule cannot do."""
+def build_plan(schedule: str, request: Request, saved_in: str | None = None) -> Plan:
+    """The computations of a schedule, without transfers. saved_in: a folder of searched orders, see `saved_orders`.
+    Raises PlanError for what the schedule cannot do."""
     row = known(schedule)
-    return saved_or_made(schedule, request, row.generate) if row.searched else row.generate(request)
+    if row.searched and saved_in is not None:
+        return saved_or_made(schedule, request, row.generate, saved_in)
+    return row.generate(request)
 
 
 def known(schedule: str) -> Schedule:

@@ -60,7 +60,8 @@ class ScheduleSpec:
     from which `auto` has chosen this one; reasons: why, a line a candidate. stages_units, residency: what data
     parallelism asks of the plan, by global stage and of all ranks; None: its operations are not in the plan. lanes:
     what these take in ns; None while costs are not a run's. groupings: by number of microbatches, which of them a plan
-    has summed up together: plans of these sizes keep that, and with it the run's bits.
+    has summed up together: plans of these sizes keep that, and with it the run's bits. saved_in: the folder in which
+    searched orders are kept, None: nowhere.
     """
 
     schedule: str
@@ -81,6 +82,7 @@ class ScheduleSpec:
     residency: Residency | None = None
     lanes: LaneCosts | None = None
     groupings: tuple[tuple[int, Grouping], ...] = ()
+    saved_in: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def row(self) -> Schedule:
@@ -162,7 +164,11 @@ def plan_for(spec: ScheduleSpec, num_microbatches: int, purpose: PlanPurpose) ->
     file = spec.file
     if purpose is PlanPurpose.ORDER:
         request = spec.request(num_microbatches)
-        return build_plan(spec.schedule, request) if file is None else file.order(num_microbatches)
+        return (
+            file.order(num_microbatches)
+            if file is not None
+            else build_plan(spec.schedule, request, spec.saved_in)
+        )
     if spec.stages_units is not None and spec.residency is not None:  # the last pass of all
         plan = plan_for(spec.bare, num_microbatches, purpose)
         if plan.residency is not None:  # a file's own

@@ -16,9 +16,7 @@ REQUEST = Request(4, 9, memory_limit=(4.0,) * 4)
 
 @pytest.fixture
 def folder(tmp_path):
-    saved_orders.keep_in(str(tmp_path / "indices"))
-    yield tmp_path / "indices"
-    saved_orders.keep_in(None)
+    return tmp_path / "indices"
 
 
 def refuse(request):
@@ -30,29 +28,29 @@ def saved(folder):
 
 
 def test_a_plan_is_searched_for_once(folder):
-    plan = build_plan("zb-1p", REQUEST)
+    plan = build_plan("zb-1p", REQUEST, str(folder))
     (file,) = saved(folder)
-    assert plan_hash(saved_orders.saved_or_made("zb-1p", REQUEST, refuse)) == plan_hash(plan)
+    assert plan_hash(saved_orders.saved_or_made("zb-1p", REQUEST, refuse, str(folder))) == plan_hash(plan)
     assert json.loads(file.read_text())["key"]["num_microbatches"] == 9
     with pytest.raises(AssertionError, match="searched again"):
-        saved_orders.saved_or_made("zb-1p", Request(4, 10, memory_limit=(4.0,) * 4), refuse)
+        saved_orders.saved_or_made("zb-1p", Request(4, 10, memory_limit=(4.0,) * 4), refuse, str(folder))
 
 
 def test_fixed_orders_are_not_kept(folder):
-    build_plan("zb-h1", Request(4, 9))
+    build_plan("zb-h1", Request(4, 9), str(folder))
     assert not folder.exists()
 
 
 def test_other_sources_are_another_key(folder, monkeypatch):
-    build_plan("zb-1p", REQUEST)
+    build_plan("zb-1p", REQUEST, str(folder))
     monkeypatch.setattr(saved_orders, "_sources", lambda: "another version")
-    build_plan("zb-1p", REQUEST)
+    build_plan("zb-1p", REQUEST, str(folder))
     assert len(saved(folder)) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "holds", "link"])
 def test_what_is_not_the_plan_is_made_again_and_replaced(folder, damage, caplog, tmp_path):
-    plan = build_plan("zb-1p", REQUEST)
+    plan = build_plan("zb-1p", REQUEST, str(folder))
     (file,) = saved(folder)
     text = file.read_text()
     content = json.loads(text)
@@ -72,9 +70,9 @@ def test_what_is_not_the_plan_is_made_again_and_replaced(folder, damage, caplog,
         }
         file.write_text(damaged.get(damage, json.dumps(content)))
     with caplog.at_level(logging.WARNING):
-        assert plan_hash(build_plan("zb-1p", REQUEST)) == plan_hash(plan)
+        assert plan_hash(build_plan("zb-1p", REQUEST, str(folder))) == plan_hash(plan)
     assert "is not used" in caplog.text
-    assert plan_hash(saved_orders.saved_or_made("zb-1p", REQUEST, refuse)) == plan_hash(plan)
+    assert plan_hash(saved_orders.saved_or_made("zb-1p", REQUEST, refuse, str(folder))) == plan_hash(plan)
 
 
 def _text_of(name):
@@ -85,23 +83,18 @@ def _text_of(name):
 
 def test_a_folder_that_cannot_be_written_is_told_and_searched_without(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    saved_orders.keep_in(str(tmp_path / "file"))
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert build_plan("zb-1p", REQUEST).schedule == "zb-1p"
-        assert "--data-cache-path" in caplog.text
-    finally:
-        saved_orders.keep_in(None)
+    with caplog.at_level(logging.WARNING):
+        assert build_plan("zb-1p", REQUEST, str(tmp_path / "file")).schedule == "zb-1p"
+    assert "--data-cache-path" in caplog.text
 
 
 def test_a_request_that_nothing_fits_is_refused_as_without(folder):
     with pytest.raises(PlanError, match="rank 0 may hold"):
-        build_plan("zb-1p", Request(4, 9, memory_limit=(0.5,) * 4))
+        build_plan("zb-1p", Request(4, 9, memory_limit=(0.5,) * 4), str(folder))
     assert not saved(folder)
 
 
 def _search(folder, barrier, answers):
-    saved_orders.keep_in(folder)
     made = []
 
     def make(request):
@@ -109,7 +102,7 @@ def _search(folder, barrier, answers):
         return SCHEDULES["zb-1p"].generate(request)
 
     barrier.wait()
-    plan = saved_orders.saved_or_made("zb-1p", Request(8, 40), make)
+    plan = saved_orders.saved_or_made("zb-1p", Request(8, 40), make, folder)
     answers.put((len(made), plan_hash(plan)))
 
 
