@@ -121,7 +121,7 @@ class _Search:
         residency, lanes, stages = spec.residency, spec.lanes, spec.stages_units
         assert residency is not None
         assert residency.limit is not None
-        assert residency.weights_cut
+        assert residency.weights_sharded
         assert lanes is not None
         assert stages is not None
         assert not spec.costs.comm, "receives are posted in an order that is left out here"

@@ -203,7 +203,7 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
         row = [compute(F, stage, 0) for stage in mine]
         row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
         uses = RowUses(tuple(row), units, overlap_reduce=asked.overlap_reduce)
-        weights, gradients = uses.most_read * asked.weights_cut, uses.most_adding * asked.grads_cut
+        weights, gradients = uses.most_read * asked.weights_sharded, uses.most_adding * asked.grads_sharded
         parts.append(Least(units.shard_bytes, weights, gradients, spec.costs.least_activation(mine)))
     return tuple(parts)
 

@@ -69,12 +69,12 @@ class Residency:
         return self.ways > 1 or self.outer > 1
 
     @property
-    def weights_cut(self) -> bool:
+    def weights_sharded(self) -> bool:
         """Whether whole weights come and go."""
         return self.ways > 1 and self.row.weights is not ShardOver.NONE
 
     @property
-    def grads_cut(self) -> bool:
+    def grads_sharded(self) -> bool:
         """Whether whole gradients come and go."""
         return self.ways > 1 and self.row.main_grads is not ShardOver.NONE
 
@@ -82,7 +82,7 @@ class Residency:
     def gathers_once(self) -> bool:
         """Whether weights are whole at rest, and gathered once behind each step of the optimizer."""
         inner = self.ways > 1 and self.row.optimizer is not ShardOver.NONE
-        return not self.weights_cut and (inner or (self.outer_optimizer and self.outer > 1))
+        return not self.weights_sharded and (inner or (self.outer_optimizer and self.outer > 1))
 
     def ahead_of(self, units: RankUnits) -> int:
         """The bound of gathers ahead on a rank, in bytes."""

@@ -154,8 +154,8 @@ class _ResidencyWalk:
         self.moves, self.gathered, self.gradients = Moves(), 0, WholeGradients(units)
         count = len(units)
         self.groups: list[list[dict[int, int]]] = [[] for _ in range(count)]
-        self._weights_cut, self._grads_cut = residency.weights_cut, residency.grads_cut
-        self._gathers = residency.weights_cut or (residency.gathers_once and not forward_only)
+        self._weights_sharded, self._grads_sharded = residency.weights_sharded, residency.grads_sharded
+        self._gathers = residency.weights_sharded or (residency.gathers_once and not forward_only)
         self._readable = [not self._gathers] * count
         self._gathered_before = [False] * count
         self._outer_summed = [False] * count
@@ -201,12 +201,12 @@ class _ResidencyWalk:
             if not self._readable[unit]:
                 return f"needs the weights of {self._name(unit)}, which are not gathered"
         for unit in use.begins:
-            if self._outer_summed[unit] or (self.groups[unit] and not self._grads_cut):
+            if self._outer_summed[unit] or (self.groups[unit] and not self._grads_sharded):
                 return f"adds to the gradients of {self._name(unit)} after their last sum"
             self._open.add(unit)
-            if self._grads_cut:
+            if self._grads_sharded:
                 self.gradients.begin(unit)
-        if self._grads_cut and self.units.extra_bytes:
+        if self._grads_sharded and self.units.extra_bytes:
             for unit in use.completes:
                 self.gradients.complete(unit, stage)
         return ""
@@ -240,7 +240,7 @@ class _ResidencyWalk:
         if not size:
             return "has no weights to gather"
         self._readable[unit] = True
-        if self._weights_cut:
+        if self._weights_sharded:
             self.gathered += size
         if self.residency.ways > 1:
             moves.gathers += Moved(1, size)
@@ -250,7 +250,7 @@ class _ResidencyWalk:
         return ""
 
     def _reshard(self, unit: int) -> str:
-        if not self._weights_cut:
+        if not self._weights_sharded:
             return "is whole at rest"
         if not self._readable[unit]:
             return "is not gathered"
@@ -271,7 +271,7 @@ class _ResidencyWalk:
             self.moves.reductions += Moved(self.units.unit(unit).reduce_calls, self.units.grad_bytes[unit])
         self.groups[unit].append(self._fresh[unit])
         self._fresh[unit] = {}
-        if self._grads_cut:
+        if self._grads_sharded:
             self.gradients.reduce(unit)
         return ""
 
@@ -293,7 +293,7 @@ class _ResidencyWalk:
         self.gradients.wait_for()
         for unit in range(len(self.units)):
             name, wrong = self._name(unit), ""
-            if self._weights_cut and self._readable[unit]:
+            if self._weights_sharded and self._readable[unit]:
                 wrong = f"{name} is still gathered here"
             elif self._fresh[unit]:
                 wrong = f"gradients of {name} are never reduced"

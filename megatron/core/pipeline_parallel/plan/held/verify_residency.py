@@ -83,10 +83,10 @@ def _counts(residency: Residency, uses: RowUses, walk: RowWalk, *, forward_only:
     read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
     read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
     gathers: int | None = read_once if residency.gathers_once and not forward_only else 0
-    if residency.weights_cut:
+    if residency.weights_sharded:
         gathers = {"memory": read, "step": read_once}.get(residency.policy)
     reductions: int | None = added_once
-    if residency.grads_cut:
+    if residency.grads_sharded:
         reductions = {"memory": added, "backward": added, "step": added_once}.get(residency.policy)
     for what, expected, found in (
         ("gathers", gathers, walk.moves.gathers.calls or walk.moves.outer_gathers.calls),
@@ -111,13 +111,13 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
     ):
         return
     most = 0 if residency.budget is None else residency.budget[rank]
-    if residency.weights_cut:
+    if residency.weights_sharded:
         most += max(residency.ahead_of(uses.units), uses.most_read)
     if walk.most.gathered > most:
         raise PlanError(
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
         )
-    if residency.grads_cut:
+    if residency.grads_sharded:
         most += uses.most_adding
         if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
             most += MOST_UNDER_WAY * max(uses.units.grad_bytes, default=0)

@@ -90,7 +90,7 @@ class _Maker:
         if self.lanes is None:
             return best
         judged = self._merit(best)
-        divides = asked.policy == "budget" and asked.weights_cut and asked.overlap_gather
+        divides = asked.policy == "budget" and asked.weights_sharded and asked.overlap_gather
         for one in RESERVES[1:3] if divides else ():  # shares
             other = self._made(plan, self._uses(plan), one)
             found = self._merit(other)
@@ -98,7 +98,7 @@ class _Maker:
                 break
             best, judged, reserve = other, found, one
         unsplit = judged
-        keeps = not asked.grads_cut or asked.policy in ("step", "budget")
+        keeps = not asked.grads_sharded or asked.policy in ("step", "budget")
         for parts in PARTS if keeps and asked.overlap_reduce and not plan.forward_only else ():
             split = split_trailing(plan, self.stages, parts)
             if split is plan:
@@ -120,12 +120,12 @@ class _Maker:
             self.stages,
             self.costs,
             room=[limit - one.units.shard_bytes for limit, one in zip(asked.limit, uses(plan), strict=True)],
-            most_read=[one.most_read * asked.weights_cut for one in uses(plan)],
+            most_read=[one.most_read * asked.weights_sharded for one in uses(plan)],
             whole_grads=[
-                sum(one.grad_bytes for one in stage.units) * asked.grads_cut for stage in self.stages
+                sum(one.grad_bytes for one in stage.units) * asked.grads_sharded for stage in self.stages
             ],
             parts=asked.overlap_reduce and not plan.forward_only,
-            reserves=RESERVES if asked.weights_cut or asked.grads_cut else RESERVES[:1],
+            reserves=RESERVES if asked.weights_sharded or asked.grads_sharded else RESERVES[:1],
         )
 
         def make(order: Plan, reserve: Reserve) -> tuple[Merit, Plan]:
@@ -165,14 +165,14 @@ class _Maker:
         gathers: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
         frees: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
         moments = [0] * len(gathered)
-        if asked.weights_cut:
+        if asked.weights_sharded:
             moments = lane_rows.gather_moments(
                 gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather
             )
-        if asked.weights_cut or (asked.gathers_once and not forward_only):
+        if asked.weights_sharded or (asked.gathers_once and not forward_only):
             for stay, moment in zip(gathered, moments, strict=True):
                 gathers[moment].append((UNSHARD, stay))
-        for stay in gathered if asked.weights_cut else ():
+        for stay in gathered if asked.weights_sharded else ():
             frees[stay.last + 1].append((RESHARD, stay))
         reduced = lane_rows.reductions(uses, asked, kept)
         groups: Groups = [[] for _ in uses.adds]
@@ -191,7 +191,7 @@ class _Maker:
         beyond: Sequence[float] = [room] * count
         if asked.policy == "backward":
             beyond = bytes_kept(count, kept, weights=True)
-        elif asked.grads_cut and asked.policy == "budget":
+        elif asked.grads_sharded and asked.policy == "budget":
             beyond = [room - used for used in bytes_kept(count, kept, weights=False)]
         ahead = asked.ahead_of(uses.units)
         return kept, [ahead + one for one in beyond]

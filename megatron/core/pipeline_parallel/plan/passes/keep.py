@@ -37,12 +37,12 @@ def kept_gaps(
     which gradients are, whatever the policy says. grads_alone: of what comes and goes. Raises PlanError where the
     row's order forbids the grouping."""
     weights, grads = uses.gaps
-    if grads_alone and residency.weights_cut:
+    if grads_alone and residency.weights_sharded:
         weights = []
     kept: set[Gap] = set()
-    if not residency.weights_cut:  # whole at rest
+    if not residency.weights_sharded:  # whole at rest
         kept, weights = set(weights), []
-    if not residency.grads_cut:
+    if not residency.grads_sharded:
         kept, grads = kept | set(grads), []
     elif grouping is not None:
         kept, grads = kept | set(_grouped(uses, grads, grouping)), []
@@ -52,7 +52,7 @@ def kept_gaps(
         return kept | {*weights, *grads}
     if residency.policy == "memory":
         return kept
-    if residency.grads_cut:
+    if residency.grads_sharded:
         taken = bytes_kept(uses.num_moments, kept, weights=False)
         room = [one - used for one, used in zip(room, taken, strict=True)]
     return kept | keep_gaps(weights + grads, room)
@@ -186,8 +186,8 @@ def fit_limit(
     the least is too much."""
     count = uses.num_moments
     free = _room_beside_activations(uses, residency, costs, forward_only=forward_only)
-    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_cut else [0] * count
-    ahead = residency.ahead_of(uses.units) if residency.weights_cut else 0
+    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_sharded else [0] * count
+    ahead = residency.ahead_of(uses.units) if residency.weights_sharded else 0
     spare = [max(0, ahead - one) if reserve.ahead and residency.overlap_gather else 0 for one in reads]
     most = float("inf") if residency.budget is None else float(residency.budget[uses.units.rank])
 
@@ -201,7 +201,7 @@ def fit_limit(
 
     least = kept_gaps(uses, residency, [0.0] * count, grouping)
     kept, held = least, _gradients(uses, residency, least, reserve)
-    if residency.grads_cut:
+    if residency.grads_sharded:
         other = held if reserve.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
         room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
         for attempt in range(_TRIES):
@@ -224,7 +224,7 @@ def fit_limit(
     if residency.budget is not None:
         grads = bytes_kept(count, kept, weights=False)
         bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
-    if residency.weights_cut:
+    if residency.weights_sharded:
         room = [one - read for one, read in zip(bound, reads, strict=True)]
         kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
     return kept, bound
@@ -246,7 +246,7 @@ def _room_beside_activations(
 
 def _gradients(uses: RowUses, residency: Residency, kept: set[Gap], reserve: Reserve) -> list[int]:
     """By moment, what whole gradients and those under way take."""
-    if not residency.grads_cut:
+    if not residency.grads_sharded:
         return [0] * uses.num_moments
     reduced = reductions(uses, residency, kept)
     return gradients_held(uses, reduced, reduced_first=reserve.reduced_first)

@@ -83,7 +83,7 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> Issu
         moment = stay.last + 1
         if not residency.overlap_reduce:  # behind the computation, or the row
             place = bisect_left(firsts, moment)
-            within = residency.grads_cut and place < len(firsts)
+            within = residency.grads_sharded and place < len(firsts)
             moment = firsts[place] if within else uses.num_moments
         issued[moment] += [(REDUCE, stay), *waiting]
         waiting = [(HSDP_ALL_REDUCE, stay)] if residency.outer > 1 and last[stay.unit] is stay else []
