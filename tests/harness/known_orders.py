@@ -1,6 +1,6 @@
 """Published orders of a search's problem."""
 
-from megatron.core.pipeline_parallel.plan import one_f_one_b as plain
+from megatron.core.pipeline_parallel.plan.generators import linear as plain
 from megatron.core.pipeline_parallel.plan.generators.linear import zb_h1, zb_h2
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.problem import order_of
