@@ -32,7 +32,7 @@ class _Saved(NamedTuple):
 class ModelStage:
     """`protocols.Stage` over a function that runs one chunk forwards.
 
-    run: with the microbatch and the hidden states [tokens, batch, hidden] (None where the model begins): the hidden
+    run: with the microbatch and the hidden states [seq, batch, hidden] (None where the model begins): the hidden
     states to hand on, or where it ends the scalar to differentiate. sink: where the chunk's layers put their weight
     gradients; None for a module whose gradients autograd accumulates, which cannot split B from W. begins: the chunk
     embeds, and takes no hidden states. ends: it computes the loss. timed: around each B, W and BW.
