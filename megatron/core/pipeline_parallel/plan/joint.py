@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute, without_collector
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
-from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
+from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text
@@ -183,12 +183,8 @@ def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
     try:
         if not spec.row.searched:
             return _order(spec.bare, num_microbatches)[0]
-        costs = spec.costs
-        if spec.placement.num_chunks == 1:  # it may come to fused backwards, which hold what F left
-            costs = dataclasses.replace(
-                costs, held_after_b=tuple(map(min, costs.held_after_b, costs.activation))
-            )
-        return lower_bound(OrderProblem(spec.placement, num_microbatches, costs, _room(spec)))
+        problem = OrderProblem(spec.placement, num_microbatches, spec.costs, _room(spec))
+        return lower_bound(or_fused(problem))
     except PlanError:
         return 0.0
 

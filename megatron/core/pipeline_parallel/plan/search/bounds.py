@@ -8,6 +8,7 @@ a microbatch that it waits for meanwhile is that of arXiv 2401.10241, section 2;
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,6 +28,16 @@ class Bound(NamedTuple):
     def gap(self, cost: float, work: float) -> float:
         """How much higher the bubble of a plan of this cost is than the bound's, as a share (0.005: half a point)."""
         return work / self.cost - work / cost if self.cost and cost else 0.0
+
+
+def or_fused(problem: OrderProblem) -> OrderProblem:
+    """With what a B leaves no larger than what its F left, as on a line of stages, where a search may come to fused
+    backwards: a bound of this holds for both. On a V, the problem itself."""
+    if problem.placement.num_chunks > 1:
+        return problem
+    costs = problem.costs
+    held = tuple(map(min, costs.held_after_b, costs.activation))
+    return dataclasses.replace(problem, costs=dataclasses.replace(costs, held_after_b=held))
 
 
 def lower_bound(problem: OrderProblem) -> float:

@@ -10,6 +10,7 @@ M = 4P, gaps to the bound after compaction: ZB-V's alone 0.88 points on average,
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ _LINEAR_LEGS = ((0.0, 1.0), (1.0, 0.0))
 _V_LEGS = ((0.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 2.0), (1.0, 1.0, 0.0, 0.0))
 _HALVINGS = 5  # of the longest delay that fits: to a thirtieth of a period
 # Steps by which a period is stretched until a block fits where memory allows no shorter one; then more coarsely.
-_STRETCHES = (*(1 + 0.04 * step for step in range(25)), *(2 * 1.25**step for step in range(20)))
+_STRETCHES = (*(1 + 0.04 * step for step in range(1, 25)), *(2 * 1.25**step for step in range(20)))
 _MOST_LISTED = 4
 _LOOSEST = 3  # stretched blocks: a longer one may fill its gaps better
 
@@ -74,16 +75,14 @@ def _blocks(problem: OrderProblem, legs: tuple[tuple[float, ...], ...]) -> Itera
     none = (0.0,) * len(legs[0])
     if work <= 0:
         return
-    found = 0
-    for stretch in _STRETCHES:
-        block = _fitting(problem, stretch * work, none)
-        if block is not None:
-            yield Start(f"block of {stretch:g} of the work", block.order)
-            found += 1
-        if found == (1 if stretch == 1 else _LOOSEST) or (stretch == 1 and found):
-            break
-    if _fitting(problem, work, none) is None:
+    tight = _fitting(problem, work, none)
+    if tight is None:
+        stretched = ((one, _fitting(problem, one * work, none)) for one in _STRETCHES)
+        loose = ((one, block) for one, block in stretched if block is not None)
+        for stretch, one in itertools.islice(loose, _LOOSEST):
+            yield Start(f"block of {stretch:g} of the work", one.order)
         return
+    yield Start("block of the work", tight.order)
     for leg in legs:
         low, high = 0.0, work
         for _ in range(_HALVINGS):

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.plan.generators.linear import one_f_one_b
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.search.bounds import Bound, proven
+from megatron.core.pipeline_parallel.plan.search.bounds import Bound, or_fused, proven
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, limits_of, plan_of, slack
 from megatron.core.pipeline_parallel.plan.search.solve import solve
 from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
@@ -43,13 +43,8 @@ def problem_of(name: str, request: Request) -> OrderProblem:
 
 
 def bound_of(name: str, request: Request) -> Bound:
-    """What no plan of the schedule beats. A linear one may come to fused backwards, which hold no more than F left."""
-    problem = problem_of(name, request)
-    if name in _LINEAR_ONES:
-        costs = problem.costs
-        held = tuple(map(min, costs.held_after_b, costs.activation))
-        problem = dataclasses.replace(problem, costs=dataclasses.replace(costs, held_after_b=held))
-    return proven(problem)
+    """What no plan of the schedule beats."""
+    return proven(or_fused(problem_of(name, request)))
 
 
 def searched(name: str, request: Request) -> Plan:
