@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.device import device_in_use
-from megatron.core.live_peak import LivePeak
 from tests.harness.launch import ROOT, ok, run
+from tests.harness.live_peak import LivePeak
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

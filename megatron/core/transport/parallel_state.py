@@ -16,7 +16,7 @@ import datetime
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ from megatron.core.transport.shm_transport import ShmTransport, open_shm_transpo
 from megatron.core.transport.traffic import TrafficCounter
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
-
+_T = TypeVar("_T")
 
 Observer = Callable[[str, str, tuple[int, ...]], None]  # (operation, purpose, ranks)
 
@@ -63,31 +63,26 @@ class Group:
             self.observer(op, self.purpose, self.ranks)
 
 
-@dataclasses.dataclass(frozen=True)
-class _GroupOf:
-    """A read-only attribute of a parallel state: its group for a purpose."""
+class _Of(Generic[_T]):
+    """A read-only attribute of a parallel state."""
 
-    purpose: str
+    def __init__(self, read: Callable[[ParallelState], _T]) -> None:
+        self._read = read
 
-    def __get__(self, ps: ParallelState, owner: type) -> Group:
-        return ps.group(self.purpose)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RankAlong:
-    """The same: this rank's place along an axis."""
-
-    axis: str
-
-    def __get__(self, ps: ParallelState, owner: type) -> int:
-        return ps.coordinates[self.axis]
+    def __get__(self, ps: ParallelState, owner: type) -> _T:
+        return self._read(ps)
 
 
-class _SizeAlong(_RankAlong):
-    """The same: number of ranks along an axis."""
+def _group(purpose: str) -> _Of[Group]:
+    return _Of(lambda ps: ps.group(purpose))
 
-    def __get__(self, ps: ParallelState, owner: type) -> int:
-        return int(getattr(ps.grid, self.axis))
+
+def _rank(axis: str) -> _Of[int]:
+    return _Of(lambda ps: ps.coordinates[axis])
+
+
+def _size(axis: str) -> _Of[int]:
+    return _Of(lambda ps: ps.grid.size(axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,29 +103,29 @@ class ParallelState:
         assert purpose in self.groups, f"no group {purpose!r}; purposes: {sorted(self.groups)}"
         return self.groups[purpose]
 
-    world_group = _GroupOf("world")
-    control_group = _GroupOf("control")
-    dp_group = _GroupOf("dp")
+    world_group = _group("world")
+    control_group = _group("control")
+    dp_group = _group("dp")
     # The inner ranks: one distributed optimizer instance, all of dp when there is one.
-    dp_reduce_group = _GroupOf("dp_reduce")
+    dp_reduce_group = _group("dp_reduce")
     # The inner ranks on another communicator: parameters are gathered while gradients are reduced.
-    dp_gather_group = _GroupOf("dp_gather")
-    dp_outer_group = _GroupOf("dp_outer")  # the same shard in every distributed optimizer instance
-    tp_group = _GroupOf("tp")
-    mp_group = _GroupOf("mp")  # all ranks that together hold one copy of the model
-    pp_group = _GroupOf("pp")
-    pp_forward_group = _GroupOf("pp_forward")
-    pp_backward_group = _GroupOf("pp_backward")
+    dp_gather_group = _group("dp_gather")
+    dp_outer_group = _group("dp_outer")  # the same shard in every distributed optimizer instance
+    tp_group = _group("tp")
+    mp_group = _group("mp")  # all ranks that together hold one copy of the model
+    pp_group = _group("pp")
+    pp_forward_group = _group("pp_forward")
+    pp_backward_group = _group("pp_backward")
     # The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone.
-    embedding_group = _GroupOf("embedding")
+    embedding_group = _group("embedding")
 
     @functools.cached_property
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place along every axis."""
         return MappingProxyType(dict(self.grid.coordinates(self.rank)))
 
-    tp_rank, dp_rank, pp_rank = _RankAlong("tp"), _RankAlong("dp"), _RankAlong("pp")
-    tp_size, dp_size, pp_size = _SizeAlong("tp"), _SizeAlong("dp"), _SizeAlong("pp")
+    tp_rank, dp_rank, pp_rank = _rank("tp"), _rank("dp"), _rank("pp")
+    tp_size, dp_size, pp_size = _size("tp"), _size("dp"), _size("pp")
 
     @property
     def is_first_rank(self) -> bool:
@@ -151,31 +146,25 @@ def init_process_group(
     backend: str | None = None,
     init_method: str = "env://",
     store: dist.Store | None = None,
-) -> dist.Store:
-    """Meet the other ranks of the world (torch's default process group); the store that they met through.
+) -> None:
+    """Meet the other ranks of the world (torch's default process group); a world of one meets nobody.
 
-    A world of one meets nobody: its store is a local one. backend: the device's own by default. init_method "env://" is
-    what torchrun sets up. store: one that all ranks have reached already, instead of an init_method.
-
+    backend: the device's own by default. init_method "env://" is what torchrun sets up. store: one that all ranks have
+    reached already, instead of an init_method.
     Raises PeerLostError when a rank does not come within the timeout or dies meanwhile.
     """
     if world_size == 1:
-        return store or dist.HashStore()
-    everyone = tuple(range(world_size))
-    if store is None:
-        with peer_loss_named("rendezvous", "default", everyone, rank):
-            store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
-        store.set_timeout(timeout)
-    with peer_loss_named("init_process_group", "default", everyone, rank):
+        return
+    with peer_loss_named("init_process_group", "default", tuple(range(world_size)), rank):
         dist.init_process_group(
             backend or device.backend,
+            init_method=init_method if store is None else None,
             store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device.torch_device if device.kind == "cuda" else None,
         )
-    return store
 
 
 def destroy_process_group(ps: ParallelState) -> None:
@@ -284,24 +273,16 @@ def _make_communicator(
     """
     mine: dist.ProcessGroup | None = None
     for ranks in lists:
-        if len(ranks) > 1:
-            options = _options(purpose, ranks, backend, timeout)
-            made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name, **options)
-            mine = made if ranks == own else mine
+        if len(ranks) == 1:
+            continue
+        options: dict[str, Any] = {}
+        if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
+            options["sort_ranks"] = False
+        if backend == "nccl" and purpose.high_priority:
+            nccl = options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            nccl._timeout = timeout  # torch warns where the two differ
+        made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name, **options)
+        mine = made if ranks == own else mine
     if mine is not None and backend == "nccl" and purpose.point_to_point:
         dist.barrier(mine)  # all ranks of a communicator must take part in its first use
     return mine
-
-
-def _options(
-    purpose: Purpose, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta
-) -> dict[str, Any]:
-    """What a communicator asks for beyond the usual."""
-    options: dict[str, Any] = {}
-    if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
-        options["sort_ranks"] = False
-    if backend == "nccl" and purpose.high_priority:
-        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        nccl._timeout = timeout  # torch warns where the two differ
-        options["pg_options"] = nccl
-    return options
