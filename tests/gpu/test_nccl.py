@@ -21,7 +21,7 @@ from megatron.core.transport import collectives, parallel_state
 from megatron.core.device import current_device
 from megatron.core.transport.parallel_state import destroy_process_group, init_process_group, make_parallel_state
 from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.rank_groups import PURPOSES
+from megatron.core.transport.rank_grid import PURPOSES
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = current_device(rank)

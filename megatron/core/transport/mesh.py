@@ -22,8 +22,7 @@ from megatron.core.transport.parallel_state import (
     make_state_of_parts,
     single_process,
 )
-from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.rank_groups import MeshError, parts_from_places
+from megatron.core.transport.rank_grid import MeshError, RankGrid, parts_from_places
 
 
 def device_mesh(ps: ParallelState, *purposes: str) -> DeviceMesh:

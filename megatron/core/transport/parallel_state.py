@@ -1,6 +1,6 @@
 """Who this rank is and whom it talks to: one frozen `ParallelState`, built once, passed first as `ps`.
 
-The only module that makes process groups. A group belongs to a *purpose* (a row of `rank_groups.PURPOSES`): two
+The only module that makes process groups. A group belongs to a *purpose* (a row of `rank_grid.PURPOSES`): two
 purposes over the same ranks have separate communicators, because one communicator runs its collectives one
 after the other.
 
@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
-from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
+from megatron.core.transport.rank_grid import PURPOSES, Purpose, RankGrid, WorldPart, check_instances
 from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
 from megatron.core.transport.traffic import TrafficCounter
 

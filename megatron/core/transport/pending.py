@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Pending:
-    """A collective under way. `wait()` completes it (once; later calls do nothing). Without work there was nothing to do.
+    """A collective under way. `wait()` completes it (once; later calls do nothing).
 
-    buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
-    rank of the other end, of a point to point message. temporary_bytes: of buffers that are neither the caller's
-    input nor output, so every one of these under way takes memory of its own.
+    work: None where there was nothing to do. buffers: tensors in use until then. finish: what is left to do once the
+    data has arrived. peer: the world rank of the other end, of a point to point message. temporary_bytes: of buffers
+    that are neither the caller's input nor output, so every one of these under way takes memory of its own.
     """
 
     op: str

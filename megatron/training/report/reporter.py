@@ -1,5 +1,5 @@
-"""What the run says: its plan and memory before the first step; then Megatron's lines on the last rank, scalars to every
-writer, progress to a terminal."""
+"""What the run says: its plan and memory before the first step; then Megatron's lines on the last rank, scalars to
+every writer, progress to a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.report import metrics
 from megatron.training.report.progress import ProgressLine
 from megatron.training.report.session import Session
-from megatron.training.report.timers import RunClock
+from megatron.training.report.timers import RunClock, format_block, time_scalars
 from megatron.training.report.writers import open_writers, warn
 from megatron.training.state import StepResult, TrainState
 
@@ -255,13 +255,13 @@ class Reporter:
     def _report_timers(self) -> None:
         """Gather the timers of all ranks and print the block of the phases."""
         session, iterations = self._session, max(self._totals.iterations, 1)
-        timers, gather = session.timers, session.gather
-        if timers.log_level == 0:  # nothing is timed, so there is nothing to gather
+        if session.timers.log_level == 0:  # nothing is timed, so there is nothing to gather
             return
-        if self._log.log_timers_to_tensorboard:
-            step = self._state.iteration
-            timers.write(None, self.writers, step, gather=gather, normalizer=iterations, reset=False)
-        if block := timers.log(gather=gather, normalizer=iterations):
+        ranks = session.gather(session.timers.values())
+        times = time_scalars(ranks, iterations)
+        if times and self._log.log_timers_to_tensorboard:
+            self.writers.record(times, step=self._state.iteration)
+        if block := format_block(ranks, session.timers.log_option, iterations):
             session.print_rank_last(block)
 
     def evaluated(self, where: str, found: Evaluated) -> None:

@@ -107,12 +107,8 @@ class Writers:
         """Write the scalars of one iteration: one line of metrics.jsonl, one point per tag elsewhere."""
         self._to_file(MetricsFile.record, scalars, step, samples)
         for tag, value in scalars.items():
-            self._to_trackers(tag, value, step, samples)
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        """One number; it joins the next `record` of the same step in metrics.jsonl."""
-        self._to_file(MetricsFile.scalar, tag, value, step, samples)
-        self._to_trackers(tag, value, step, samples)
+            for tracker in list(self._trackers) if tag not in self._untracked else ():
+                self._guarded(tracker, tracker.scalar, tag, value, step, samples)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Something that happened ("start", "checkpoint", "exit"): metrics.jsonl only."""
@@ -137,10 +133,6 @@ class Writers:
         for tracker in list(self._trackers):
             self._guarded(tracker, tracker.close)
         self._file, self._trackers = None, []
-
-    def _to_trackers(self, tag: str, *point: Any) -> None:
-        for tracker in list(self._trackers) if tag not in self._untracked else ():
-            self._guarded(tracker, tracker.scalar, tag, *point)
 
     def _guarded(self, tracker: Tracker, call: Callable[..., Any], *values: Any) -> None:
         try:
@@ -206,7 +198,7 @@ def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iterati
     writers = Writers(file, trackers, untracked_tags(log))
     writers.event("start", resumed_iteration, world_size=config.world_size, config=values)
     if log.log_world_size_to_tensorboard:
-        writers.scalar("world-size", config.world_size, resumed_iteration)
+        writers.record({"world-size": config.world_size}, step=resumed_iteration)
     return writers
 
 
@@ -217,10 +209,10 @@ def drop_after(directory: str, iteration: int) -> str:
     """Cut what TensorBoard's event files of earlier attempts have after `iteration`; a word about it. Newest first, and
     no further back than to the file that begins before it: it was begun when the older ones were cut. Raises OSError.
 
-    [Note: no purge step] TensorBoard's own way, `purge_step`, hides all points at and after one step, whatever their tag
-    counts: with iterations it would hide nearly all of `TAG vs samples`, with samples nothing of the rest. Points are
-    written in the order of time, so one place in a file divides what is trained again from what stays, on every axis,
-    and what user code has written with it.
+    [Note: no purge step] TensorBoard's `purge_step` hides all points at and after one step, whatever their tag counts:
+    with iterations it would hide nearly all of `TAG vs samples`, with samples nothing of the rest. Points are written
+    in the order of time, so one place in a file divides what is trained again from what stays, on every axis, and what
+    user code has written with it.
     """
     if "://" in directory:
         return " (not a local folder: points of earlier attempts after the iteration resumed from stay in it)"

@@ -34,7 +34,7 @@ def test_only_the_last_rank_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     silent = open_writers(config(tensorboard_dir="tb"), tmp_path, enabled=False, resumed_iteration=0)
     silent.record({"lm loss": 1.0}, step=1, samples=8)
-    silent.scalar("a", 1.0, 1)
+    silent.record({"a": 1.0}, step=1)
     silent.event("checkpoint", 1, path="x")
     silent.close()
     assert list(tmp_path.iterdir()) == []
@@ -69,7 +69,7 @@ def test_tensorboard_has_every_tag_twice(tmp_path):
         config(tensorboard_dir=str(tmp_path / "tb")), tmp_path, enabled=True, resumed_iteration=0
     )
     sinks.record({"lm loss": 2.0, "grad-norm": 1.5}, step=5, samples=40)
-    sinks.scalar("optimizer-time", 0.25, 5)
+    sinks.record({"optimizer-time": 0.25}, step=5)
     assert sinks.tensorboard is not None
     sinks.close()
     assert read_tensorboard(tmp_path / "tb") == {
@@ -144,7 +144,7 @@ def test_wandb_calls(tmp_path, stand_ins):
     sinks = open_writers(config(**settings), tmp_path, enabled=True, resumed_iteration=0)
     assert sinks.wandb is stand_ins["wandb"]
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
-    sinks.scalar("x-time", 1.0, 5)
+    sinks.record({"x-time": 1.0}, step=5)
     sinks.close()
     (init, _, options), *calls = stand_ins["wandb"].calls
     assert init == "init"
