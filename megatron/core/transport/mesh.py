@@ -60,26 +60,18 @@ def parallel_state_of_mesh(
 
     Raises MeshError for more than two dims, for a rank outside its mesh, and for meshes that overlap.
     """
-    device, rank, ranks = (
-        device or device_in_use(mesh.device_type),
-        dist.get_rank(),
-        mesh.mesh.flatten().tolist(),
-    )
+    device, rank, ranks = device or device_in_use(mesh.device_type), dist.get_rank(), mesh.mesh.flatten().tolist()
     outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
     # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
     # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.
-    here = (
-        (ranks[0], ranks.index(rank), len(ranks), outer)
-        if mesh.ndim <= 2 and rank in ranks
-        else (-1, 0, 0, 0)
-    )
+    here = (-1, 0, 0, 0)
+    if mesh.ndim <= 2 and rank in ranks:
+        here = ranks[0], ranks.index(rank), len(ranks), outer
     backend, world = "gloo" if dist.get_backend() == "gloo" else device.backend, range(dist.get_world_size())
     everyone = Group("default", tuple(world), rank, backend, dist.group.WORLD, device, timeout)
     places = host_data.all_gather_json(here, everyone)
     _check_mesh(mesh, rank)
-    parts = parts_from_places(places)
-    own = next(part for part in parts if rank in part.ranks)
-    return make_state_of_parts(parts, own, device, timeout)
+    return make_state_of_parts(parts_from_places(places), rank, device, timeout)
 
 
 def data_parallel_state(

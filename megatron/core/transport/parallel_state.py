@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
-from megatron.core.transport.rank_grid import PURPOSES, Purpose, RankGrid, WorldPart, check_instances
+from megatron.core.transport.rank_grid import PURPOSES, Purpose, RankGrid, WorldPart
 from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
 from megatron.core.transport.traffic import TrafficCounter
 
@@ -196,28 +196,25 @@ def make_parallel_state(
     arguments. Raises RankGridError when the instances do not divide dp, PeerLostError naming the purpose whose
     group was being made.
     """
-    check_instances(grid, num_distributed_optimizer_instances)
-    if grid.world_size == 1:
-        return single_process(device, grid=grid, timeout=timeout)
-    world_size = dist.get_world_size()
+    rank, world_size = (0, 1) if grid.world_size == 1 else (dist.get_rank(), dist.get_world_size())
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
     everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
-    return make_state_of_parts([everyone], everyone, device, timeout, observer)
+    return make_state_of_parts([everyone], rank, device, timeout, observer)
 
 
 def make_state_of_parts(
     parts: list[WorldPart],
-    own: WorldPart,
+    rank: int,
     device: Device,
     timeout: datetime.timedelta,
     observer: Observer | None = None,
 ) -> ParallelState:
-    """A state of `own`, the part of torch's world in which this rank stands. parts: all of them, on every rank.
+    """A state of the part of torch's world in which this rank of that world stands. parts: all of them, on every rank.
 
     Communicates over the default process group: every rank goes through the groups of all parts and keeps its own.
     Raises PeerLostError naming the purpose whose group was being made.
     """
-    rank = dist.get_rank()
+    own = next(part for part in parts if rank in part.ranks)
     groups: dict[str, Group] = {}
     transports: list[ShmTransport] = []
     for purpose in PURPOSES:
@@ -236,20 +233,11 @@ def make_state_of_parts(
 
 
 def single_process(
-    device: Device | None = None,
-    *,
-    grid: RankGrid | None = None,
-    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    device: Device | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT
 ) -> ParallelState:
     """A world of one: no process group, no communication at all."""
-    device = device or current_device()
-    grid = grid or RankGrid(world_size=1)
-    assert grid.world_size == 1, f"single_process with a grid for {grid.world_size} ranks"
-    groups = {
-        purpose.name: Group(purpose.name, (0,), 0, _backend(purpose, device), None, device, timeout)
-        for purpose in PURPOSES
-    }
-    return ParallelState(0, 1, grid, device, MappingProxyType(groups))
+    alone = WorldPart((0,), RankGrid(world_size=1))
+    return make_state_of_parts([alone], 0, device or current_device(), timeout)
 
 
 def _backend(purpose: Purpose, device: Device) -> str:

@@ -67,7 +67,9 @@ class MetricsFile:
         return f" ({num_kept} lines kept{dropped})"
 
     def record(self, scalars: Mapping[str, float], step: int, samples: int | None = None) -> None:
-        """Write the line of some numbers. Those that are not finite become keys of NOT_FINITE."""
+        """Write the line of some numbers, if any. Those that are not finite become keys of NOT_FINITE."""
+        if not scalars:
+            return
         count = {} if samples is None else {"consumed_samples": samples}
         numbers = {tag: value if isinstance(value, int) else float(value) for tag, value in scalars.items()}
         shown = {tag: value if math.isfinite(value) else str(value) for tag, value in numbers.items()}

@@ -70,7 +70,7 @@ def _plan_facts(
     session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int
 ) -> dict[str, Any]:
     """Of the plan, and of what each rank of the world holds; docs/logging.md has the keys."""
-    parallel, optimizer = session.config.parallel, engine.optimizer
+    parallel = session.config.parallel
     validated = parallel.enable_optimizer_post_validation
     purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
     try:
@@ -82,7 +82,7 @@ def _plan_facts(
         raise ConfigurationError([Problem("pipeline-plan", flags, what, fix)]) from None
     check_same_plan(session.gather(plan_hash(lowered)))
     plan = plan_for(spec.bare, num_microbatches, purpose)
-    held = engine.persistent_bytes(), len(engine.model.units), optimizer.snapshot_bytes()
+    held = engine.persistent_bytes(), len(engine.model.units), engine.optimizer.snapshot_bytes()
     pp_ranks, persistent, units, snapshots = zip(*session.gather([session.ps.pp_rank, *held]), strict=True)
     counts = [Counter(op[0] for op in row) for row in plan.rows]
     return {
@@ -258,9 +258,8 @@ class Reporter:
         if session.timers.log_level == 0:  # nothing is timed, so there is nothing to gather
             return
         ranks = session.gather(session.timers.values())
-        times = time_scalars(ranks, iterations)
-        if times and self._log.log_timers_to_tensorboard:
-            self.writers.record(times, step=self._state.iteration)
+        if self._log.log_timers_to_tensorboard:
+            self.writers.record(time_scalars(ranks, iterations), step=self._state.iteration)
         if block := format_block(ranks, session.timers.log_option, iterations):
             session.print_rank_last(block)
 
