@@ -50,11 +50,13 @@ side = torch.cuda.Stream()
 full = [values(rank, world * 4, t) for t in (torch.float32, torch.bfloat16, torch.float32)]
 shards = [torch.ones(4, device=cuda) for _ in full]
 gathers = collectives.all_gather_units(pairs, ps.dp_gather_group)
-sums = collectives.reduce_scatter_units(
-    list(zip(shards, full)), ps.dp_reduce_group, accumulate=[True, True, False])
+items = list(zip(shards, full))
+sums = [collectives.reduce_scatter_units(items[:2], ps.dp_reduce_group, accumulate=True),
+        collectives.reduce_scatter_units(items[2:], ps.dp_reduce_group, accumulate=False)]
 side.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(side):  # made on one stream, waited for on another
-    sums.wait()
+    for one in sums:
+        one.wait()
 torch.cuda.current_stream().wait_stream(side)
 gathers.wait()
 for output, _ in pairs:

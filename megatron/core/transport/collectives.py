@@ -18,10 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.transport.gloo_pairs import Pairs, Works, exchange_in_pairs, gather_in_pairs
+from megatron.core.transport.gloo_pairs import (
+    Pairs,
+    Works,
+    add_in_rank_order,
+    exchange_in_pairs,
+    gather_in_pairs,
+)
 from megatron.core.transport.peer_loss import blame
 from megatron.core.transport.pending import Call, Kept, Pending
-from megatron.core.transport.rank_order import add_in_rank_order
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group, ParallelState  # uses these

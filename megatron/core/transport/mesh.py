@@ -60,7 +60,11 @@ def parallel_state_of_mesh(
 
     Raises MeshError for more than two dims, for a rank outside its mesh, and for meshes that overlap.
     """
-    device, rank, ranks = device or device_in_use(mesh.device_type), dist.get_rank(), mesh.mesh.flatten().tolist()
+    device, rank, ranks = (
+        device or device_in_use(mesh.device_type),
+        dist.get_rank(),
+        mesh.mesh.flatten().tolist(),
+    )
     outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
     # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
     # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.

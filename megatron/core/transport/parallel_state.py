@@ -260,16 +260,23 @@ def _make_communicator(
     """
     mine: dist.ProcessGroup | None = None
     for ranks in lists:
-        if len(ranks) == 1:
-            continue
-        options: dict[str, Any] = {}
-        if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
-            options["sort_ranks"] = False
-        if backend == "nccl" and purpose.high_priority:
-            nccl = options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            nccl._timeout = timeout  # torch warns where the two differ
-        made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name, **options)
-        mine = made if ranks == own else mine
+        if len(ranks) > 1:
+            options = _options(purpose, ranks, backend, timeout)
+            made = dist.new_group(list(ranks), timeout, backend, group_desc=purpose.name, **options)
+            mine = made if ranks == own else mine
     if mine is not None and backend == "nccl" and purpose.point_to_point:
         dist.barrier(mine)  # all ranks of a communicator must take part in its first use
     return mine
+
+
+def _options(
+    purpose: Purpose, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta
+) -> dict[str, Any]:
+    """What a communicator asks for beyond the usual."""
+    options: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
+        options["sort_ranks"] = False
+    if backend == "nccl" and purpose.high_priority:
+        nccl = options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl._timeout = timeout  # torch warns where the two differ
+    return options

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transport import collectives
-from megatron.core.transport.gloo_pairs import Pairs
-from megatron.core.transport.rank_order import add_in_rank_order
+from megatron.core.transport.gloo_pairs import Pairs, add_in_rank_order
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
