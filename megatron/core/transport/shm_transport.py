@@ -137,19 +137,20 @@ class ShmTransport:
         started = looked = time.monotonic()
         while not self.is_done(number):
             now = time.monotonic()
+            waited_s = now - started
             if now - looked > _PATIENCE_S:
-                looked = now
-                self._look_for_lost(number, now - started)
-            if now - started > _SPIN_S:
-                time.sleep(min(_LONGEST_S, (now - started) / 4))
-
-    def _look_for_lost(self, number: int, waited_s: float) -> None:
-        late = self._late(number)
-        ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
-        if gone := ended.intersection(self._late(number)):  # one may have put everything before it ended
-            raise RuntimeError(f"connection closed by peer: the process of rank {min(gone)} has ended")
-        if waited_s > self._timeout_s:
-            raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
+                looked, late = now, self._late(number)
+                ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
+                if gone := ended.intersection(
+                    self._late(number)
+                ):  # one may have put everything before it ended
+                    raise RuntimeError(
+                        f"connection closed by peer: the process of rank {min(gone)} has ended"
+                    )
+                if waited_s > self._timeout_s:
+                    raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
+            if waited_s > _SPIN_S:
+                time.sleep(min(_LONGEST_S, waited_s / 4))
 
     def _go_on(self) -> None:
         while self._to_put and all(peer[_TAKEN] >= self._num_put - 1 for peer in self._peers):

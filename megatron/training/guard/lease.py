@@ -212,15 +212,8 @@ class Lease:
     instant every 10 s: a run whose native code keeps it for a minute may look dead, and stops at its next save.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        me: Holder,
-        on_lost: Callable[[LeaseError], None],
-        *,
-        interval_s: float = HEARTBEAT_S,
-    ) -> None:
-        self._folder, self._me, self._on_lost, self._interval_s = folder, me, on_lost, interval_s
+    def __init__(self, folder: Path, me: Holder, on_lost: Callable[[LeaseError], None]) -> None:
+        self._folder, self._me, self._on_lost = folder, me, on_lost
         self._beat_at_s = _uptime_s()
         self._lock, self._released = threading.Lock(), threading.Event()
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
@@ -265,7 +258,7 @@ class Lease:
             return None
 
     def _keep(self) -> None:
-        while not self._released.wait(self._interval_s):
+        while not self._released.wait(HEARTBEAT_S):
             try:
                 self.check()
             except LeaseError as error:

@@ -25,7 +25,6 @@ from collections.abc import Iterable
 from megatron.core.schema import Schema, integer
 from megatron.training.guard.exit_status import ExitStatus
 
-NAN_POLICIES = ("abort", "skip", "rerun-once")
 NAN_POLICY_SCHEMA: Schema = {"consecutive_skips": integer()}  # `NanPolicy.state`
 
 
@@ -126,17 +125,11 @@ class NanPolicy:
     consecutive_skips: int = 0
 
     def __post_init__(self) -> None:
-        if self.policy not in NAN_POLICIES:
-            raise ValueError(f"--nan-policy {self.policy}: choose one of {', '.join(NAN_POLICIES)}")
-        if self.max_skips < 0:
-            raise ValueError(f"--nan-max-skips {self.max_skips}: must not be negative")
+        assert self.policy in ("abort", "skip", "rerun-once"), f"--nan-policy {self.policy}"
+        assert self.max_skips >= 0, f"--nan-max-skips {self.max_skips}"
 
     def decide(
-        self,
-        *,
-        nonfinite: bool,
-        rerun: RerunResult = RerunResult.NOT_RUN,
-        scale_at_minimum: bool = False,
+        self, *, nonfinite: bool, rerun: RerunResult = RerunResult.NOT_RUN, scale_at_minimum: bool = False
     ) -> Verdict:
         """The decision for one step; skipped steps in a row are counted here.
 

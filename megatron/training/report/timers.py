@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-LOG_OPTIONS = ("max", "minmax", "all")
+KINDS = {"max": "max time", "minmax": "(min, max) time", "all": "times"}  # by --timing-log-option
 MAX_LOG_LEVEL = 2
 NAME_WIDTH = 48
 
@@ -106,10 +106,8 @@ class Timers:
         barrier: Callable[[], object] = bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if log_option not in LOG_OPTIONS:
-            raise ValueError(f"--timing-log-option {log_option}: choose one of {', '.join(LOG_OPTIONS)}")
-        if log_level not in range(MAX_LOG_LEVEL + 1):
-            raise ValueError(f"--timing-log-level {log_level}: choose 0, 1 or 2")
+        assert log_option in KINDS, f"--timing-log-option {log_option}"
+        assert log_level in range(MAX_LOG_LEVEL + 1), f"--timing-log-level {log_level}"
         self.log_level, self.log_option = log_level, log_option
         self._synchronize, self._barrier, self._read = synchronize, barrier, clock
         self._timers: dict[str, Timer] = {}
@@ -160,8 +158,7 @@ def format_block(ranks: Sequence[dict[str, float]], log_option: str, normalizer:
     ranks: per rank name -> seconds, of the timers that ran. normalizer: iterations since the last block, so that times
     are per iteration.
     """
-    kind = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[log_option]
-    lines = [f"{kind} across ranks (ms):"]
+    lines = [f"{KINDS[log_option]} across ranks (ms):"]
     for name, by_rank in _by_name(ranks).items():
         times_ms = {rank: elapsed_s * 1000.0 / normalizer for rank, elapsed_s in by_rank.items()}
         low, high = f"{min(times_ms.values()):.2f}", f"{max(times_ms.values()):.2f}"

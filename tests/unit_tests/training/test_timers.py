@@ -85,9 +85,9 @@ def test_misuse_is_refused():
         timers("y", log_level=2)
     with pytest.raises(AssertionError, match="not running"):
         timers("z", log_level=0).stop()
-    with pytest.raises(ValueError, match="--timing-log-level 5"):
+    with pytest.raises(AssertionError, match="--timing-log-level 5"):
         Timers(5)
-    with pytest.raises(ValueError, match="--timing-log-option mean"):
+    with pytest.raises(AssertionError, match="--timing-log-option mean"):
         Timers(0, "mean")
 
 
