@@ -95,8 +95,8 @@ class RankGrid:
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The group of `rank` along `axes`."""
-        wanted = set(axes.split("-"))
-        start = self.rank({axis: at for axis, at in self.coordinates(rank).items() if axis not in wanted})
+        wanted, place, strides = set(axes.split("-")), self.coordinates(rank), self.strides
+        start = rank - sum(strides[axis] * place[axis] for axis in wanted)
         return tuple(start + offset for offset in self._offsets(wanted))
 
     def _offsets(self, wanted: Set[str]) -> list[int]:

@@ -1,19 +1,8 @@
-"""What to do with a step whose loss or gradients are not finite: `--nan-policy abort|skip|rerun-once`.
+"""What to do with a step whose loss or gradients are not finite: `--nan-policy abort|skip|rerun-once`, and a dynamic
+loss scale. docs/reliability.md has the table.
 
-A pure table. The caller makes sure that every rank calls `decide` with the same facts (they come out of
-reductions), so that all ranks decide alike before any weight changes.
-
-| facts | decision |
-|---|---|
-| all finite | apply |
-| fp16 with dynamic loss scale | skip and lower the scale; once the scale is at its minimum, at most
-`max_skips` in a row |
-| `abort` | abort, status 5 |
-| `skip` | skip, at most `max_skips` in a row, then abort, status 5 |
-| `rerun-once`, first time | run the step again from the same state |
-| ... second result finite | a transient fault: apply the second result |
-| ... second result the same bits | persistent: save the state before the step, abort, status 16 |
-| ... other bits, still not finite | the machine is not to be trusted: abort, status 17 |
+Pure. The caller makes sure that every rank calls `decide` with the same facts (they come out of reductions), so that
+all ranks decide alike before any weight changes.
 """
 
 from __future__ import annotations

@@ -45,12 +45,14 @@ class WeightCheck:
         self._pending.wait()
         if self._finite.item():  # sync: whether the step counts
             return
-        buffer, mine = self._engine.model.buffer, None
-        for name in reversed(buffer.names):  # the first one stays
-            main, dtype = buffer.main_weight_part(name), buffer.weight(name).dtype
-            if not all_finite([main.to(dtype)]):  # sync: a failed step
-                mine = f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
-        where = _first_told(mine, self._ps) or "some weight was not finite"
+        buffer = self._engine.model.buffer
+        weights = ((name, buffer.main_weight_part(name), buffer.weight(name).dtype) for name in buffer.names)
+        told = (
+            f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
+            for name, main, dtype in weights
+            if not all_finite([main.to(dtype)])  # sync: a failed step
+        )
+        where = _first_told(next(told, None), self._ps) or "some weight was not finite"
         raise NonFiniteWeightsError(
             f"iteration {iteration}: {where} after the optimizer's update. The weights before it are overwritten, so "
             "no --nan-policy can go on from here; the iteration does not count, and nothing of it is saved. Lower "

@@ -75,7 +75,8 @@ def format_age(seconds: float | None) -> str:
 class ProgressLine:
     """The display of the rank that prints losses.
 
-    interactive: a live line (needs rich); None: when the stream is a terminal and rich is installed.
+    total_iterations: 0 shows nothing. interactive: a live line (needs rich); None: when the stream is a terminal and
+    rich is installed.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ProgressLine:
         self._shown_at: float | None = None
         self.figures(loss=None, tokens_per_s=None)
         if interactive is None:
-            interactive = self._stream.isatty() and optional.available("rich")
+            interactive = total_iterations > 0 and self._stream.isatty() and optional.available("rich")
         self._live = _LiveLine(self._stream, total_iterations, first_iteration - 1) if interactive else None
 
     def checkpoint_saved(self) -> None:
@@ -109,6 +110,8 @@ class ProgressLine:
 
     def update(self, iteration: int) -> None:
         """So many iterations are done: show it, if it is time again. Call it after every iteration."""
+        if not self._total:
+            return
         now, last = self._clock(), iteration >= self._total
         self._eta.update(iteration, now)
         interval_s = LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S

@@ -138,9 +138,8 @@ class Reporter:
         self.writers = open_writers(
             session.config, session.folder.path, enabled=speaks, resumed_iteration=begins
         )
-        self._progress: ProgressLine | None = None
-        if speaks and self._log.progress != "off" and total:
-            self._progress = ProgressLine(total, first_iteration=begins + 1)
+        is_shown = speaks and self._log.progress != "off"
+        self._progress = ProgressLine(total if is_shown else 0, first_iteration=begins + 1)
         self._log_progress("Starting job")
 
     def start_interval(self, now: float | None = None) -> None:
@@ -183,8 +182,7 @@ class Reporter:
                 self._memory_said = True
                 say(metrics.memory_line(session.ps.rank, iteration, session.device.memory()))
             self.start_interval(result.ended_at)
-        if self._progress is not None:
-            self._progress.update(iteration)
+        self._progress.update(iteration)
         self._tell_lost(session.ps.rank, lost_output())
 
     def is_due(self, iteration: int) -> bool:
@@ -200,8 +198,7 @@ class Reporter:
     def batch_skipped(self, why: str) -> None:
         """An iteration without a step."""
         self._session.print_rank_last(f" iteration {self._state.iteration}: {why}")
-        if self._progress is not None:
-            self._progress.update(self._state.iteration)
+        self._progress.update(self._state.iteration)
 
     def _report(self, result: StepResult, batch_size: int) -> None:
         """One iteration's line, and its record.
@@ -211,9 +208,8 @@ class Reporter:
         line = self._line(result, batch_size)
         if self._has_line(line.iteration):
             self._session.print_rank_last(metrics.iteration_line(line))
-            if self._progress is not None:
-                loss = next(iter(line.losses.values()), None)
-                self._progress.figures(loss=loss, tokens_per_s=line.tokens_per_s)
+            loss = next(iter(line.losses.values()), None)
+            self._progress.figures(loss=loss, tokens_per_s=line.tokens_per_s)
         if line.iteration % self._log.tensorboard_log_interval == 0:
             record = dataclasses.replace(line, **self._counted(self._unrecorded))
             scalars = metrics.iteration_scalars(record)
@@ -276,8 +272,7 @@ class Reporter:
     def saved(self, iteration: int, directory: str) -> None:
         """The checkpoint of `iteration` was committed."""
         self.writers.event("checkpoint", iteration, path=directory)
-        if self._progress is not None:
-            self._progress.checkpoint_saved()
+        self._progress.checkpoint_saved()
         self._log_progress(f"Saved checkpoint\t{directory}")
 
     def planned_again(self, plan: MeasuredPlan) -> None:
@@ -307,8 +302,7 @@ class Reporter:
             append_progress(save, event, job_id=job, world_size=ranks, state=self._state)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
+        self._progress.close()
         self.writers.close()
 
 
