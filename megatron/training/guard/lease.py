@@ -31,6 +31,7 @@ from typing import NamedTuple
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.safe_files import locked, open_regular, publish_text
+from megatron.core.schema import Place, check, fields_of, integer, or_null, text
 
 LOCK_FILE = ".lease.lock"
 STALE_S = 60.0
@@ -93,14 +94,14 @@ class Holder:
     @classmethod
     def from_json(cls, data: bytes) -> Holder:
         """The holder that a file names, UNREADABLE where it names none."""
-        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-            found = cls(**json.loads(data))
-            texts = (found.token, found.host, found.machine, found.process_start, found.started)
-            if all(text.isprintable() for text in texts) and 0 < found.pid < 1 << 31:
-                return found
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(data)
+            check(_SCHEMA, fields, Place(Path(LEASE_FILE)))
+            return cls(**fields)
         return UNREADABLE
 
 
+_SCHEMA = fields_of(Holder, pid=integer(1, (1 << 31) - 1), run_id=or_null(text()))
 UNREADABLE = Holder("", "unknown", 0, "", "", "unknown (the file cannot be read as a lease)")
 
 

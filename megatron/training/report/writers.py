@@ -114,17 +114,8 @@ class Writers:
         """Something that happened ("start", "checkpoint", "exit"): metrics.jsonl only."""
         self._to_file(MetricsFile.event, name, step, **fields)
 
-    @property
-    def tensorboard(self) -> Any:
-        """torch's SummaryWriter, or None: for user code that adds its own."""
-        return self._handle("TensorBoard")
-
-    @property
-    def wandb(self) -> Any:
-        """The wandb run, or None."""
-        return self._handle("wandb")
-
-    def _handle(self, name: str) -> Any:
+    def handle(self, name: str) -> Any:
+        """What user code adds its own to: torch's SummaryWriter of "TensorBoard", the run of "wandb"; None without."""
         return next((tracker.handle for tracker in self._trackers if tracker.name == name), None)
 
     def close(self) -> None:

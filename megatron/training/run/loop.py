@@ -107,8 +107,8 @@ class TrainingLoop:
         self._reporter = self.checkpoints.reporter = Reporter(session, self.engine, state, self._clock)
         first = state.iteration + 1
         self._replanner = Replanner(session, self._runner, self.engine, self._reporter, self._clock, first)
-        writers = self._reporter.writers
-        global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
+        handle = self._reporter.writers.handle
+        global_vars.provide(tensorboard_writer=handle("TensorBoard"), wandb_writer=handle("wandb"))
         return data
 
     # --- the loop

@@ -38,7 +38,7 @@ def test_only_the_last_rank_writes(tmp_path, monkeypatch):
     silent.event("checkpoint", 1, path="x")
     silent.close()
     assert list(tmp_path.iterdir()) == []
-    assert silent.tensorboard is None
+    assert silent.handle("TensorBoard") is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_tensorboard_has_every_tag_twice(tmp_path):
     )
     sinks.record({"lm loss": 2.0, "grad-norm": 1.5}, step=5, samples=40)
     sinks.record({"optimizer-time": 0.25}, step=5)
-    assert sinks.tensorboard is not None
+    assert sinks.handle("TensorBoard") is not None
     sinks.close()
     assert read_tensorboard(tmp_path / "tb") == {
         "lm loss": [(5, 2.0)],
@@ -142,7 +142,7 @@ def stand_ins(monkeypatch):
 def test_wandb_calls(tmp_path, stand_ins):
     settings = {"wandb_project": "p", "wandb_exp_name": "n", "wandb_entity": "e", "save": str(tmp_path)}
     sinks = open_writers(config(**settings), tmp_path, enabled=True, resumed_iteration=0)
-    assert sinks.wandb is stand_ins["wandb"]
+    assert sinks.handle("wandb") is stand_ins["wandb"]
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
     sinks.record({"x-time": 1.0}, step=5)
     sinks.close()
