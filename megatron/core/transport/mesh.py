@@ -13,15 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device, device_in_use
-from megatron.core.transport import host_data
-from megatron.core.transport.parallel_state import (
-    DEFAULT_TIMEOUT,
-    Group,
-    ParallelState,
-    make_parallel_state,
-    make_state_of_parts,
-    single_process,
-)
+from megatron.core.transport import host_data, parallel_state
+from megatron.core.transport.parallel_state import DEFAULT_TIMEOUT, Group, ParallelState
 from megatron.core.transport.rank_grid import MeshError, RankGrid, parts_from_places
 
 
@@ -75,7 +68,7 @@ def parallel_state_of_mesh(
     everyone = Group("default", tuple(world), rank, backend, dist.group.WORLD, device, timeout)
     places = host_data.all_gather_json(here, everyone)
     _check_mesh(mesh, rank)
-    return make_state_of_parts(parts_from_places(places), rank, device, timeout)
+    return parallel_state.make_state_of_parts(parts_from_places(places), rank, device, timeout)
 
 
 def data_parallel_state(
@@ -87,10 +80,10 @@ def data_parallel_state(
     default process group.
     """
     if not dist.is_initialized():
-        return single_process(device or device_in_use(), timeout=timeout)
+        return parallel_state.single_process(device or device_in_use(), timeout=timeout)
     device = device or device_in_use("cpu" if dist.get_backend() == "gloo" else None)
     world_size = dist.get_world_size()
-    return make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
+    return parallel_state.make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
 
 
 def _check_mesh(mesh: DeviceMesh, rank: int) -> None:

@@ -207,14 +207,14 @@ def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> tuple[Holder, 
 
 
 class Lease:
-    """A lease that `take` has got, renewed until it is released.
+    """A lease that `take` has got, renewed until it is released. is_lost: another run has taken it.
 
-    on_lost: called in the renewing thread once another run has taken it. The thread needs the interpreter for an
+    on_lost: called in the renewing thread once that is so. The thread needs the interpreter for an
     instant every 10 s: a run whose native code keeps it for a minute may look dead, and stops at its next save.
     """
 
     def __init__(self, folder: Path, me: Holder, on_lost: Callable[[LeaseError], None]) -> None:
-        self._folder, self._me, self._on_lost = folder, me, on_lost
+        self._folder, self._me, self._on_lost, self.is_lost = folder, me, on_lost, False
         self._beat_at_s = _uptime_s()
         self._lock, self._released = threading.Lock(), threading.Event()
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
@@ -229,6 +229,7 @@ class Lease:
                 publish_text(self._folder / LEASE_FILE, self._me.to_json(), replace=False)
                 holder = self._touch()
             if holder is None or holder.token != self._me.token:
+                self.is_lost = True
                 taker = "another run" + (", which has ended since" if holder is None else f" ({holder.name})")
                 raise LeaseError(
                     f"--save {self._folder}: no heartbeat of this run for more than {STALE_S:.0f} s (was it stopped?), "
