@@ -97,7 +97,12 @@ def reduce_scatter_units(items: Pairs, group: Group, *, accumulate: bool, async_
         return kept.launch(async_op, group)
     for shard, full in items:
         assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
-    flat = [(shard.view(-1), full.view(group.size, -1)) for shard, full in items if shard.numel()]
+    flat = [
+        # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
+        (shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1))
+        for shard, full in items
+        if shard.numel()
+    ]
     if group.size == 1 or not flat:
         for shard, full in flat:
             _take(shard, full[0], accumulate)
