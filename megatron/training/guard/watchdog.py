@@ -235,16 +235,14 @@ class OrphanGuard:
         self._closed.set()
 
     def _watch(self) -> None:
+        gone: str | None
         while not self._closed.wait(POLL_S):
             if self._launcher is not None and os.getppid() != self._launcher:
                 gone = f"the launcher (pid {self._launcher}) is gone"
-            elif (trouble := self._store_trouble(POLL_S)) is not None:
-                gone = trouble
-                if self._closed.wait(GRACE_S):
-                    return
-            else:
+            elif (gone := self._store_trouble(POLL_S)) is None:
                 continue
-            self._end(
-                OrphanedError(f"{gone}; this rank was {self._where()}: it ends rather than train on alone")
-            )
+            elif self._closed.wait(GRACE_S):
+                return
+            why = f"{gone}; this rank was {self._where()}: it ends rather than train on alone"
+            self._end(OrphanedError(why))
             return
