@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +25,13 @@ from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
 
 
-class _Writer(threading.Thread):
-    """Writes one rank's file. A daemon: a process that stops at once leaves only a temporary directory."""
-
-    def __init__(self, pending: saving.PendingSave) -> None:
-        super().__init__(name=f"checkpoint-{pending.iteration}", daemon=True)
-        self.pending = pending
-        self.outcome = Outcome()
-        self.bug: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            with step() as self.outcome:
-                self.outcome.value = self.pending.write()
-        except BaseException as error:  # raised again by the main thread, which is where somebody listens
-            self.bug = error
+def _write(pending: saving.PendingSave, written: Future[Outcome]) -> None:
+    try:
+        with step() as outcome:
+            outcome.value = pending.write()
+        written.set_result(outcome)
+    except BaseException as error:  # raised again in the main thread, which is where somebody listens
+        written.set_exception(error)
 
 
 class AsyncSaver:
@@ -46,13 +39,14 @@ class AsyncSaver:
 
     def __init__(self, log: saving.Log = saving.no_log, guard: saving.Guard = saving.no_guard) -> None:
         self._log, self._guard = log, guard
-        self._writer: _Writer | None = None
+        self._pending: saving.PendingSave | None = None
+        self._written: Future[Outcome] = Future()
         self._buffer: Tensor | None = None
 
     @property
     def in_flight(self) -> int | None:
         """The iteration being written. The same on every rank."""
-        return None if self._writer is None else self._writer.pending.iteration
+        return None if self._pending is None else self._pending.iteration
 
     def save(
         self,
@@ -62,41 +56,39 @@ class AsyncSaver:
         common: Mapping[str, Any],
         per_rank: Mapping[str, Any],
         ps: ParallelState | None = None,
-        **options: Unpack[saving.SaveOptions],
+        **options: Any,
     ) -> Path | None:
-        """Copy the state and start writing it. Arguments as in `save.save`; tensors may change once this returns.
+        """Copy the state and start writing it. Arguments as of `PendingSave`; tensors may change once this returns.
 
         Returns the directory of an earlier save if it had to be waited for. Communicates over the whole world.
         """
-        earlier = None
-        if self._writer is not None:
-            if rank_of(ps) == 0:
-                before = f"before starting that of {iteration}"
-                self._log(f"waiting for the save of iteration {self.in_flight} {before}")
-            earlier = self.maybe_finalize(ps, blocking=True)
-        options["log"], options["guard"] = self._log, self._guard
-        pending = saving.begin_save(root, iteration, pieces, common, per_rank, ps, **options)
+        if self._pending is not None and rank_of(ps) == 0:
+            self._log(
+                f"waiting for the save of iteration {self.in_flight} before starting that of {iteration}"
+            )
+        earlier = self.maybe_finalize(blocking=True)
+        content = root, iteration, pieces, common, per_rank, ps
+        pending = saving.PendingSave(*content, **options, log=self._log, guard=self._guard)
         self._buffer = pending.snapshot(self._buffer)
-        self._writer = _Writer(pending)
-        self._writer.start()
+        self._pending, self._written = pending, Future()
+        # A daemon: a process that stops at once leaves only a temporary directory.
+        name = f"checkpoint-{iteration}"
+        threading.Thread(target=_write, args=(pending, self._written), name=name, daemon=True).start()
         return earlier
 
-    def maybe_finalize(self, ps: ParallelState | None = None, blocking: bool = False) -> Path | None:
+    def maybe_finalize(self, blocking: bool = False) -> Path | None:
         """Commit the save in flight once every rank has written it; the directory if that happened now.
 
         Call it at the same step on every rank. Without a save in flight it costs nothing, with one a
         reduction of one number. blocking: wait for the writing. Raises CheckpointError on all ranks together.
         """
-        writer = self._writer
-        if writer is None or not (blocking or _all_true(not writer.is_alive(), ps)):
+        pending = self._pending
+        if pending is None or not (blocking or _all_true(self._written.done(), pending.ps)):
             return None
         started = time.monotonic()
-        writer.join()
-        self._writer = None
-        if writer.bug is not None:
-            raise writer.bug
-        directory = writer.pending.commit(writer.outcome, ps)
-        if blocking and rank_of(ps) == 0:
+        self._pending = None
+        directory = pending.commit(self._written.result())
+        if blocking and rank_of(pending.ps) == 0:
             self._log(f"waited {time.monotonic() - started:.2f} s for {directory}")
         return directory
 

@@ -143,12 +143,12 @@ def open_directory(directory: Path, iteration: int) -> Found:
     manifest, digest = read_manifest(directory)
     if manifest.iteration != iteration:
         Place(stated, "iteration", CheckpointError).fail(f"{iteration} as in the name", manifest.iteration)
-    for entry in manifest.files.values():
-        path = directory / entry.name
+    for name, entry in manifest.files.items():
+        path = directory / name
         with open_regular(path) as fd:
             size = os.fstat(fd).st_size
-        if size != entry.num_bytes:
-            raise CheckpointError(f"{path}: {size} bytes, expected {entry.num_bytes}")
+        if size != entry.bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {entry.bytes}")
     listed = {MANIFEST_NAME, *manifest.files}
     for path in sorted(directory.iterdir()):
         if path.name not in listed and not path.name.startswith("."):  # file systems leave hidden files

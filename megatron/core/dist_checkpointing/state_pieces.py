@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.module import ModelError
@@ -62,27 +63,25 @@ class StatePiece(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func in _OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
         found: list[StatePiece] = []
 
-        def local(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, StatePiece):
-                found.append(tensor)
-            return as_local(tensor)
+        def local(piece: StatePiece) -> Tensor:
+            found.append(piece)
+            return piece.local
 
-        plain = map_tensors(args, local), map_tensors(kwargs, local)
+        plain, options = tree_map_only(StatePiece, local, (args, dict(kwargs or {})))
         first = found[0]
         if func is Tensor.new_empty and tuple(args[1]) == tuple(first.size()):  # as async_save makes copies
-            return StatePiece(first.local.new_empty(first.local.shape, **plain[1]), first.place)
-        for other in (*plain[0], *plain[1].values()):
+            return StatePiece(first.local.new_empty(first.local.shape, **options), first.place)
+        for other in (*plain, *options.values()):
             if isinstance(other, Tensor) and other.dim() and other.shape != first.local.shape:
                 raise first._partial(f"{func.__name__} of a tensor of shape {tuple(other.shape)} and")
         if func is Tensor.__getitem__:  # of the whole tensor nobody has the rows
             raise first._partial("an index of")
-        result = func(*plain[0], **plain[1])
+        result = func(*plain, **options)
         if not isinstance(result, Tensor):
             return result
         if result.shape != first.local.shape:
@@ -113,9 +112,9 @@ class StatePiece(Tensor):
     # torch.distributed.checkpoint ------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from megatron.core.dist_checkpointing.planning import write_item  # slow to import
+        from megatron.core.dist_checkpointing.planning import PieceFacts  # slow to import
 
-        return [write_item(fqn, self.local.dtype, self.size(), piece.box) for piece in self._pieces()]
+        return [PieceFacts.of(piece)._replace(name=fqn).write_item() for piece in self._pieces()]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
@@ -123,7 +122,7 @@ class StatePiece(Tensor):
 
         if not self.local.numel():
             self.local.zero_()
-        return [chunk_metadata(piece.box) for piece in self._pieces()]
+        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self._pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)
@@ -133,21 +132,6 @@ class StatePiece(Tensor):
         if self.place.refusal:
             raise ModelError(self.place.refusal)
         return self.place.pieces(self.local)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Nested tuples, lists and dicts with other tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return value
-
-
-def as_local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, StatePiece) else tensor
 
 
 def taken(value: Any, place: FlatSpan) -> Any:
@@ -183,12 +167,12 @@ def as_pieces(value: Any, place: FlatSpan, optimizer: str) -> Any:
         )
         return StatePiece(tensor, dataclasses.replace(place, refusal=refusal))
 
-    return map_tensors(value, piece)
+    return tree_map_only(Tensor, piece, value)
 
 
 def own_parts(kept: Any, place: FlatSpan) -> Any:
     """This rank's parts of the pieces in what an optimizer kept of a shard."""
-    return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+    return tree_map_only(StatePiece, lambda piece: taken(piece, place), kept)
 
 
 def optimizer_pieces(

@@ -140,7 +140,7 @@ class Checkpointer:
         Call it once a step at the same place on every rank, and with `blocking` before leaving.
         """
         iteration = self._async.in_flight
-        directory = self._async.maybe_finalize(self._ps, blocking)
+        directory = self._async.maybe_finalize(blocking)
         if directory is not None and iteration is not None:
             self._saved(iteration)
         return directory
