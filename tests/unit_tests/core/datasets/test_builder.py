@@ -10,7 +10,7 @@ from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mock_dataset import MockCorpus
 from megatron.core.datasets.requested_sizes import requested_sizes
-from megatron.core.datasets.splits import parse_split, sequence_range
+from megatron.core.datasets.blend import parse_split, sequence_range
 
 FORMAT = SampleFormat(8, eod=0)
 
