@@ -1,4 +1,4 @@
-"""What `--data-path`, its per-split variants and `--split` say: corpora, their weights, and which sequences are whose."""
+"""What `--data-path`, its per-split variants and `--split` say: corpora, their weights, whose sequences are whose."""
 
 from __future__ import annotations
 

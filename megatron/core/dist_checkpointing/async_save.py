@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import save as saving
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step
-from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
 
@@ -48,27 +46,17 @@ class AsyncSaver:
         """The iteration being written. The same on every rank."""
         return None if self._pending is None else self._pending.iteration
 
-    def save(
-        self,
-        root: str | Path,
-        iteration: int,
-        pieces: Sequence[LocalPiece],
-        common: Mapping[str, Any],
-        per_rank: Mapping[str, Any],
-        ps: ParallelState | None = None,
-        **options: Any,
-    ) -> Path | None:
-        """Copy the state and start writing it. Arguments as of `PendingSave`; tensors may change once this returns.
+    def save(self, root: str | Path, iteration: int, *content: Any, **options: Any) -> Path | None:
+        """Copy the state and start writing it. Arguments: as `PendingSave`'s; tensors may change once this returns.
 
         Returns the directory of an earlier save if it had to be waited for. Communicates over the whole world.
         """
-        if self._pending is not None and rank_of(ps) == 0:
-            self._log(
-                f"waiting for the save of iteration {self.in_flight} before starting that of {iteration}"
-            )
+        if self._pending is not None and rank_of(self._pending.ps) == 0:
+            before = f"before starting that of {iteration}"
+            self._log(f"waiting for the save of iteration {self.in_flight} {before}")
         earlier = self.maybe_finalize(blocking=True)
-        content = root, iteration, pieces, common, per_rank, ps
-        pending = saving.PendingSave(*content, **options, log=self._log, guard=self._guard)
+        options |= {"log": self._log, "guard": self._guard}
+        pending = saving.PendingSave(root, iteration, *content, **options)
         self._buffer = pending.snapshot(self._buffer)
         self._pending, self._written = pending, Future()
         # A daemon: a process that stops at once leaves only a temporary directory.

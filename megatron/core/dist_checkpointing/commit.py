@@ -15,7 +15,6 @@ bytes is the same checkpoint, and may go. `--save-retain-interval` gives up chec
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -31,19 +30,10 @@ from megatron.core.dist_checkpointing.catalog import (
     open_directory,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.safe_files import publish_text, remove_leftovers, sync_directory
 
 KEEP_NEWEST = 2  # committed checkpoints that retention never touches
-
-
-def new_temporary(root: Path, iteration: int) -> Path:
-    """An empty `iter_N.tmp-<tag>/` to write in."""
-    root.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    path = root / directory_name(iteration, CheckpointKind.TEMPORARY, secrets.token_hex(4))
-    path.mkdir(mode=DIRECTORY_MODE)
-    return path
 
 
 def clean(root: Path) -> list[str]:
@@ -108,12 +98,6 @@ def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tu
         CheckpointKind.KEPT,
         "is a whole checkpoint that this run neither goes on from nor was told to replace",
     )
-
-
-def abandon(temporary: Path) -> None:
-    """Remove a directory that will not be committed; what cannot be removed now, the next save removes."""
-    with contextlib.suppress(OSError):
-        shutil.rmtree(temporary)
 
 
 def to_remove(iterations: Sequence[int], newest: int, retain_interval: int) -> list[int]:

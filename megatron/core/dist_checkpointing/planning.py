@@ -102,7 +102,9 @@ def global_plan(held: Sequence[Sequence[PieceFacts]]) -> tuple[list[list[PieceFa
         problem = fill_error(tuple(entry.size), boxes)
         assert problem is None, f"{name}: {problem}"
     facts = {(one.name, one.offset): one for own in held for one in own}
-    return [[facts[item.index.fqn, item.index.offset] for item in plan.items] for plan in plans], metadata
+    return [
+        [facts[item.index.fqn, tuple(item.index.offset or ())] for item in plan.items] for plan in plans
+    ], metadata
 
 
 def _check_replicas(held: Sequence[Sequence[PieceFacts]]) -> None:

@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib.metadata
 import json
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, storage
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step, world_size_of
-from megatron.core.dist_checkpointing.catalog import directory_name
+from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import write_file
+from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -49,21 +50,13 @@ def no_guard() -> None:
     """For callers who are alone in their folder."""
 
 
-def save(
-    root: str | Path,
-    iteration: int,
-    pieces: Sequence[LocalPiece],
-    common: Mapping[str, Any],
-    per_rank: Mapping[str, Any],
-    ps: ParallelState | None = None,
-    **options: Any,
-) -> Path:
-    """Write `iter_<iteration>/` in `root` and commit it; the directory, on every rank. Arguments: of `PendingSave`.
+def save(*content: Any, **options: Any) -> Path:
+    """Write `iter_<iteration>/` in a folder and commit it; the directory, on every rank. Arguments: as `PendingSave`'s.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together, with nothing left behind
     and older checkpoints untouched.
     """
-    pending = PendingSave(root, iteration, pieces, common, per_rank, ps, **options)
+    pending = PendingSave(*content, **options)
     with step() as outcome:
         outcome.value = pending.write()
     return pending.commit(outcome)
@@ -125,7 +118,7 @@ class PendingSave:
         """On rank 0: clean up after killed saves, refuse what cannot fit, make the directory to write in."""
         root = self.root
         try:
-            root.mkdir(parents=True, exist_ok=True, mode=commit.DIRECTORY_MODE)
+            root.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
             self._guard()
             for note in commit.clean(root):
                 self._log(note)
@@ -133,7 +126,9 @@ class PendingSave:
             if needed > free:
                 told = f"it needs {needed} bytes, {free} bytes are free"
                 raise CheckpointError(f"{root}: no space for a checkpoint: {told}")
-            return commit.new_temporary(root, self.iteration)
+            path = root / directory_name(self.iteration, CheckpointKind.TEMPORARY, secrets.token_hex(4))
+            path.mkdir(mode=DIRECTORY_MODE)
+            return path
         except OSError as error:
             raise CheckpointError(f"{error.filename or root}: cannot save here: {error.strerror}") from error
 
@@ -192,7 +187,7 @@ class PendingSave:
             done.gather(self.ps)
         except CheckpointError:
             if rank_of(self.ps) == 0:
-                commit.abandon(self.temporary)
+                shutil.rmtree(self.temporary, ignore_errors=True)  # else the next save removes it
             raise
         return self.root / directory_name(self.iteration)
 

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     PositionEmbedding,
     VocabParallelEmbedding,
+    column_linear,
 )
-from megatron.core.tensor_parallel.linear import column_linear
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta

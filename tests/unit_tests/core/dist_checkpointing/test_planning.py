@@ -27,7 +27,9 @@ def test_replicas_are_written_once_and_shared_out_over_the_ranks():
 
 def test_plans_survive_json(monkeypatch):
     pieces = [
-        *flat_shards([FlatShard("w", (4, 3), 2, 11, torch.zeros(9))]),
+        *flat_shards(
+            [FlatShard("w", (4, 3), a, b, torch.zeros(b - a)) for a, b in ((2, 11), (0, 2), (11, 12))]
+        ),
         *whole_tensors({"s": torch.tensor(1)}),
     ]
     (plan,), _ = global_plan(pieces)
