@@ -45,16 +45,16 @@ def clean(root: Path) -> list[str]:
     entries = catalog.list_entries(root)
     committed = {entry.iteration for entry in entries if entry.kind is CheckpointKind.COMMITTED}
     notes = []
-    for entry in entries:
-        if entry.kind is CheckpointKind.REPLACED and entry.iteration not in committed:
-            back = root / directory_name(entry.iteration)
-            os.rename(entry.path, back)
+    for iteration, path, kind in entries:
+        if kind is CheckpointKind.REPLACED and iteration not in committed:
+            back = root / directory_name(iteration)
+            os.rename(path, back)
             sync_directory(root)
-            committed.add(entry.iteration)
+            committed.add(iteration)
             notes.append(f"put {back} back: the save replacing it was not finished")
-        elif entry.kind in (CheckpointKind.TEMPORARY, CheckpointKind.REPLACED, CheckpointKind.TRASH):
-            shutil.rmtree(entry.path)
-            notes.append(f"removed {entry.path}, left by a save that was not finished")
+        elif kind in (CheckpointKind.TEMPORARY, CheckpointKind.REPLACED, CheckpointKind.TRASH):
+            shutil.rmtree(path)
+            notes.append(f"removed {path}, left by a save that was not finished")
     remove_leftovers(root / TRACKER_NAME)
     for path in root.glob(f"{TRACKER_NAME}.tmp-*"):  # as they were named before
         os.unlink(path)
@@ -94,10 +94,8 @@ def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tu
     same = hashlib.sha256((temporary / MANIFEST_NAME).read_bytes()).hexdigest() == there.manifest_sha256
     if may_replace or same:
         return CheckpointKind.REPLACED, ""
-    return (
-        CheckpointKind.KEPT,
-        "is a whole checkpoint that this run neither goes on from nor was told to replace",
-    )
+    told = "is a whole checkpoint that this run neither goes on from nor was told to replace"
+    return CheckpointKind.KEPT, told
 
 
 def to_remove(iterations: Sequence[int], newest: int, retain_interval: int) -> list[int]:
@@ -117,11 +115,11 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
     owned: the iterations that the run may remove; None: all.
     """
     ours = {
-        entry.iteration: entry.path
-        for entry in catalog.list_entries(root)
-        if entry.kind is CheckpointKind.COMMITTED
-        and (entry.path / MANIFEST_NAME).exists()
-        and (owned is None or entry.iteration in owned)
+        iteration: path
+        for iteration, path, kind in catalog.list_entries(root)
+        if kind is CheckpointKind.COMMITTED
+        and (path / MANIFEST_NAME).exists()
+        and (owned is None or iteration in owned)
     }
     given_up = to_remove(list(ours), newest, retain_interval)
     if not given_up:

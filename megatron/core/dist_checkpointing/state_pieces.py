@@ -39,6 +39,9 @@ class FlatSpan:
     refusal: str = ""
 
     def pieces(self, local: Tensor) -> list[LocalPiece]:
+        """Their rectangles, in `local`, 1-D. Raises ModelError where there is a refusal."""
+        if self.refusal:
+            raise ModelError(self.refusal)
         return part_pieces("", self.meta, local, self.start, self.end)
 
 
@@ -114,7 +117,9 @@ class StatePiece(Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from megatron.core.dist_checkpointing.planning import PieceFacts  # slow to import
 
-        return [PieceFacts.of(piece)._replace(name=fqn).write_item() for piece in self._pieces()]
+        return [
+            PieceFacts.of(piece)._replace(name=fqn).write_item() for piece in self.place.pieces(self.local)
+        ]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
@@ -122,16 +127,11 @@ class StatePiece(Tensor):
 
         if not self.local.numel():
             self.local.zero_()
-        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self._pieces()]
+        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self.place.pieces(self.local)]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)
         return next(piece.tensor for piece in self.place.pieces(self.local) if piece.offset == offset)
-
-    def _pieces(self) -> list[LocalPiece]:
-        if self.place.refusal:
-            raise ModelError(self.place.refusal)
-        return self.place.pieces(self.local)
 
 
 def taken(value: Any, place: FlatSpan) -> Any:
@@ -175,35 +175,20 @@ def own_parts(kept: Any, place: FlatSpan) -> Any:
     return tree_map_only(StatePiece, lambda piece: taken(piece, place), kept)
 
 
-def optimizer_pieces(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, FlatSpan]
-) -> dict[str, Any]:
-    """What `Optimizer.state_dict()` gives, with pieces of what it keeps of shards. places: by id of a shard."""
-    name = type(optimizer).__name__
-    return _repacked(optimizer, packed, places, lambda kept, place: as_pieces(kept, place, name))
-
-
-def optimizer_parts(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, FlatSpan]
-) -> dict[str, Any]:
-    """What `Optimizer.load_state_dict()` is given, with this rank's parts in the place of pieces."""
-    return _repacked(optimizer, packed, places, own_parts)
-
-
-def _repacked(
+def repacked(
     optimizer: torch.optim.Optimizer,
     packed: dict[str, Any],
     places: Mapping[int, FlatSpan],
     change: Callable[[Any, FlatSpan], Any],
 ) -> dict[str, Any]:
-    """Keys of a packed state are what its groups list in the place of the parameters."""
-    pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ
+    """What `Optimizer.state_dict()` gives, or `load_state_dict()` is given, with change(kept, place) of what is kept of
+    each shard. places: by id of a shard. Keys of a packed state are what its groups list in the place of parameters."""
+
+    def listed(state: Mapping[str, Any]) -> list[Any]:
+        return [one for group in state["param_groups"] for one in group["params"]]
+
+    pairs = zip(listed(packed), listed(vars(optimizer)), strict=False)  # torch says where numbers differ
     place_of = {key: places[id(shard)] for key, shard in pairs if id(shard) in places}
-    state = {
-        key: change(kept, place_of[key]) if key in place_of else kept for key, kept in packed["state"].items()
-    }
+    kept = packed["state"].items()
+    state = {key: change(one, place_of[key]) if key in place_of else one for key, one in kept}
     return {**packed, "state": state}
-
-
-def _listed(state: Mapping[str, Any]) -> list[Any]:
-    return [one for group in state["param_groups"] for one in group["params"]]

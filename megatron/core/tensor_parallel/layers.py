@@ -169,8 +169,8 @@ class _ParallelLinear(SinkModule):
             whole = whole_region(shape[:1], tp, partial=False)
             regions = whole if self.cut else band_regions(shape[:1], bands, 0, tp)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
-        keys = self.key("weight"), self.key("bias") if bias else None
-        self._route = _Route(self.sink, *keys, tp)
+        keys = {"key": self.key("weight"), "bias_key": self.key("bias") if bias else None}
+        self._route: dict[str, Any] = {"sink": self.sink, "tp": tp, **keys}
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -182,8 +182,7 @@ class ColumnParallelLinear(_ParallelLinear):
     cut = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _ColumnLinear.apply(x, self.weight, self.bias, self._route)
-        return out
+        return column_linear(x, self.weight, self.bias, **self._route)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -198,8 +197,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """Of activation(x) where one is given."""
-        out: Tensor = _RowLinear.apply(x, self.weight, self.bias, self._route._replace(activation=activation))
-        return out
+        return row_linear(x, self.weight, self.bias, activation=activation, **self._route)
 
 
 class _Lookup(torch.autograd.Function):

@@ -97,9 +97,8 @@ class Norm(SinkModule):
         return weight + 1.0 if self.less_one else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor
-        if self.bias is None:
-            y = _RMSNorm.apply(x, self.weight, self)
-        else:
-            y = _LayerNorm.apply(x, self.weight, self.bias, self)
+        rms = self.bias is None
+        y: Tensor = (
+            _RMSNorm.apply(x, self.weight, self) if rms else _LayerNorm.apply(x, self.weight, self.bias, self)
+        )
         return y
