@@ -10,14 +10,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from megatron.core.datasets.blend import (
-    DEFAULT_SPLIT,
-    SPLIT_NAMES,
-    Blend,
-    normalize,
-    parse_split,
-    sequence_range,
-)
+from megatron.core.datasets import blend as blends
+from megatron.core.datasets.blend import SPLIT_NAMES, Blend
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
@@ -94,8 +88,8 @@ class _Builder:
     def __init__(self, spec: GPTDatasetSpec, allow_empty: bool, skip_empty: bool) -> None:
         self.spec, self.allow_empty, self.skip_empty = spec, allow_empty, skip_empty
         self.corpora: dict[str, Corpus] = {}
-        self.split = MOCK_SPLIT if spec.mock else spec.split or DEFAULT_SPLIT
-        self.matrix = parse_split(self.split)
+        self.split = MOCK_SPLIT if spec.mock else spec.split or blends.DEFAULT_SPLIT
+        self.matrix = blends.parse_split(self.split)
         if spec.blend_per_split:
             self.split, self.matrix = "per split", (WHOLE, WHOLE, WHOLE)
 
@@ -133,14 +127,14 @@ class _Builder:
             if not (total := sum(lengths)):
                 return BlendedDataset(members, [], None)
             turns = None if size is None else min(size, total)
-            return BlendedDataset(members, normalize([float(n) for n in lengths]), turns)
+            return BlendedDataset(members, blends.normalize([float(n) for n in lengths]), turns)
         if size is None:
             raise DataError(
                 f"split {SPLIT_NAMES[which]!r}: a weighted blend has no epoch of its own: give the number of samples, "
                 "or leave the weights out, or keep the corpora apart (--multiple-validation-sets)"
             )
         # Members give their share of `size`, and a surplus, since turns are not spread exactly by share.
-        shares = normalize(blend.weights)
+        shares = blends.normalize(blend.weights)
         taken = [math.ceil(size * share) for share in shares]
         asked = [math.ceil(turn * (1 + self.spec.surplus)) for turn in taken]
         members = [self._member(prefix, which, n) for prefix, n in zip(blend.prefixes, asked, strict=True)]
@@ -189,4 +183,4 @@ class _Builder:
     def _sequences(self, corpus: Corpus, which: int) -> range:
         bounds = self.matrix[which]
         assert bounds is not None, f"split {SPLIT_NAMES[which]} has weight 0"
-        return sequence_range(bounds, len(corpus))
+        return blends.sequence_range(bounds, len(corpus))

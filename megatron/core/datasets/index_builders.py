@@ -107,10 +107,15 @@ def build_document_index(sequences: range, plan: EpochPlan, rng: np.random.Rando
     """Order of the documents over all epochs, int32 [E * len(sequences)]."""
     ids = np.arange(sequences.start, sequences.stop, dtype=np.int32)
     order = np.tile(ids, plan.num_epochs)
-    first = len(order) - len(ids) if plan.last_epoch_apart else len(order)
-    rng.shuffle(order[:first])
+    return _shuffled(order, len(order) - len(ids), plan, rng)
+
+
+def _shuffled(order: NDArray[Any], last: int, plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
+    """Shuffled in place, what the last epoch begins at `last` on its own where it is apart."""
+    last = last if plan.last_epoch_apart else len(order)
+    rng.shuffle(order[:last])
     if plan.last_epoch_apart:
-        rng.shuffle(order[first:])
+        rng.shuffle(order[last:])
     return order
 
 
@@ -150,12 +155,8 @@ def shuffle_index_dtype(plan: EpochPlan) -> np.dtype[Any]:
 
 def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
     """Order of the samples, [N]."""
-    first = plan.samples_before_last if plan.last_epoch_apart else plan.num_samples
     order = np.arange(plan.num_samples, dtype=shuffle_index_dtype(plan))
-    rng.shuffle(order[:first])
-    if plan.last_epoch_apart:
-        rng.shuffle(order[first:])
-    return order
+    return _shuffled(order, plan.samples_before_last, plan, rng)
 
 
 def index_fault(

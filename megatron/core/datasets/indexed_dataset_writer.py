@@ -35,7 +35,9 @@ class IndexedDatasetWriter:
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self._code = layout.dtype_code(self.dtype)
+        codes = [code for code, known in layout.DTYPES.items() if known == self.dtype]
+        assert codes, f"no dtype code for {dtype}; codes are {layout.DTYPES}"
+        self._code = codes[0]
         with contextlib.ExitStack() as files:  # ended in the other order: the data is published first
             self._sums, self._idx, self._bin = (
                 files.enter_context(published(path(prefix), mode=SHARED_MODE))

@@ -23,12 +23,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import catalog
-from megatron.core.dist_checkpointing.catalog import (
-    TRACKER_NAME,
-    CheckpointKind,
-    directory_name,
-    open_directory,
-)
+from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.safe_files import publish_text, remove_leftovers, sync_directory
@@ -55,8 +50,8 @@ def clean(root: Path) -> list[str]:
         elif kind in (CheckpointKind.TEMPORARY, CheckpointKind.REPLACED, CheckpointKind.TRASH):
             shutil.rmtree(path)
             notes.append(f"removed {path}, left by a save that was not finished")
-    remove_leftovers(root / TRACKER_NAME)
-    for path in root.glob(f"{TRACKER_NAME}.tmp-*"):  # as they were named before
+    remove_leftovers(root / catalog.TRACKER_NAME)
+    for path in root.glob(f"{catalog.TRACKER_NAME}.tmp-*"):  # as they were named before
         os.unlink(path)
     return notes
 
@@ -76,7 +71,7 @@ def commit(temporary: Path, root: Path, iteration: int, *, may_replace: bool = T
             notes.append(f"{final} {why}: put aside as {aside}")
     os.rename(temporary, final)
     sync_directory(root)
-    publish_text(root / TRACKER_NAME, str(iteration))  # no newline: as Megatron
+    publish_text(root / catalog.TRACKER_NAME, str(iteration))  # no newline: as Megatron
     sync_directory(root)
     if kind is CheckpointKind.REPLACED:
         notes += _remove(aside)
@@ -88,7 +83,7 @@ def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tu
     if final.is_symlink() or not (final / MANIFEST_NAME).exists():
         return CheckpointKind.KEPT, "was not written by this project"
     try:
-        there = open_directory(final, iteration)
+        there = catalog.open_directory(final, iteration)
     except CheckpointError as error:
         return CheckpointKind.DAMAGED, f"is damaged ({error})"
     same = hashlib.sha256((temporary / MANIFEST_NAME).read_bytes()).hexdigest() == there.manifest_sha256
@@ -127,7 +122,7 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
     staying = sorted(iteration for iteration in ours if iteration <= newest)[-KEEP_NEWEST:]
     try:
         for iteration in staying:
-            open_directory(ours[iteration], iteration)
+            catalog.open_directory(ours[iteration], iteration)
     except CheckpointError as error:
         return [f"nothing removed (--save-retain-interval {retain_interval}): {error}"]
     notes = []

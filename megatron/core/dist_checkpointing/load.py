@@ -11,18 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron.core.dist_checkpointing import safetensors_format as safetensors
 from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
-from megatron.core.dist_checkpointing.safetensors_format import (
-    LENGTH_BYTES,
-    StoredTensor,
-    build_header,
-    header_length,
-)
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from megatron.core.transport.parallel_state import ParallelState
@@ -146,7 +141,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
 def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     """The file's own header must be, byte for byte, the one that follows from the manifest."""
     placed = [
-        (StoredTensor(chunk.key, tensor.dtype, chunk.shape), chunk.begin)
+        (safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape), chunk.begin)
         for tensor in manifest.tensors.values()
         for chunk in tensor.chunks
         if chunk.file == name
@@ -154,12 +149,14 @@ def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     placed.sort(key=lambda pair: pair[0].rank)
     if len({stored.key for stored, _ in placed}) != len(placed):
         raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
-    expected, places = build_header([stored for stored, _ in placed])
+    expected, places = safetensors.build_header([stored for stored, _ in placed])
     try:
-        length = header_length(bytes(read_exactly(fd, path, 0, LENGTH_BYTES)), manifest.files[name].bytes)
+        length = safetensors.header_length(
+            bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES)), manifest.files[name].bytes
+        )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    if LENGTH_BYTES + length != len(expected) or places[:-1] != [begin for _, begin in placed]:
+    if safetensors.LENGTH_BYTES + length != len(expected) or places[:-1] != [begin for _, begin in placed]:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
     if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")

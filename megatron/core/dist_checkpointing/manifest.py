@@ -158,9 +158,8 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         name: _tensor(value, files, place.at(f"tensors.{name}")) for name, value in fields["tensors"].items()
     }
     stated = {name: value for name, value in fields.items() if not name.startswith("format")}
-    manifest = Manifest(
-        **{**stated, "files": files, "tensors": tensors, "per_rank": tuple(stated["per_rank"])}
-    )
+    stated |= {"files": files, "tensors": tensors, "per_rank": tuple(fields["per_rank"])}
+    manifest = Manifest(**stated)
     _check_agreement(manifest, place)
     return manifest
 

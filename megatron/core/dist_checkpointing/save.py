@@ -20,18 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import commit, storage
+from megatron.core.dist_checkpointing import commit, manifest, storage
 from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step, world_size_of
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, write_file
-from megatron.core.dist_checkpointing.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    canonical,
-    config_digest,
-)
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, Manifest, canonical
 from megatron.core.dist_checkpointing.planning import PieceFacts, PlanCache, place_pieces, plan_save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport.parallel_state import ParallelState
@@ -222,7 +216,7 @@ class PendingSave:
             consumed_train_samples=int(common.get("consumed_train_samples", 0)),
             world_size=world_size_of(ps),
             topology={axis: 1 if ps is None else ps.grid.size(axis) for axis in AXES},
-            config_hash=config_digest(common),
+            config_hash=manifest.config_digest(common),
             code_version=code_version(),
             torch_version=torch.__version__,
             files=files,

@@ -23,16 +23,9 @@ from torch import Tensor, nn
 
 from megatron.core.param_meta import LOOKUP, InitKind
 from megatron.core.protocols import WeightGradSink
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import mappings, sink_module
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
-from megatron.core.tensor_parallel.sink_module import (
-    Band,
-    LayerFactory,
-    SinkModule,
-    band_regions,
-    even_bands,
-    whole_region,
-)
+from megatron.core.tensor_parallel.sink_module import Band, LayerFactory, SinkModule
 
 
 class Activation(Protocol):
@@ -155,19 +148,19 @@ class _ParallelLinear(SinkModule):
     ) -> None:
         super().__init__(factory)
         shape, tp = (out_features, in_features), self.tp
-        bands = even_bands(shape[self.cut], tp) if bands is None else bands
+        bands = sink_module.even_bands(shape[self.cut], tp) if bands is None else bands
         self.weight = self.new_parameter(
             "weight",
             shape,
             InitKind.NORMAL,
-            band_regions(shape, bands, self.cut, tp),
+            sink_module.band_regions(shape, bands, self.cut, tp),
             init_std=factory.residual_std if self.cut else factory.init_std,
             embedding_or_output=embedding_or_output,
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            whole = whole_region(shape[:1], tp, partial=False)
-            regions = whole if self.cut else band_regions(shape[:1], bands, 0, tp)
+            whole = sink_module.whole_region(shape[:1], tp, partial=False)
+            regions = whole if self.cut else sink_module.band_regions(shape[:1], bands, 0, tp)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
         keys = {"key": self.key("weight"), "bias_key": self.key("bias") if bias else None}
         self._route: dict[str, Any] = {"sink": self.sink, "tp": tp, **keys}
@@ -261,7 +254,7 @@ class VocabParallelEmbedding(SinkModule):
             "weight",
             shape,
             InitKind.NORMAL,
-            band_regions(shape, even_bands(rows, self.tp), 0, self.tp),
+            sink_module.band_regions(shape, sink_module.even_bands(rows, self.tp), 0, self.tp),
             init_std=factory.init_std,
             embedding_or_output=True,
             uses=(key, self._lookup_key) if two_uses else (),
@@ -280,7 +273,7 @@ class PositionEmbedding(SinkModule):
     def __init__(self, rows: int, hidden_size: int, factory: LayerFactory) -> None:
         super().__init__(factory)
         shape, std = (rows, hidden_size), factory.init_std
-        regions = whole_region(shape, self.tp, partial=self.tp.sequence_parallel)
+        regions = sink_module.whole_region(shape, self.tp, partial=self.tp.sequence_parallel)
         self.weight = self.new_parameter("weight", shape, InitKind.NORMAL, regions, init_std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
