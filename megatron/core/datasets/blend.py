@@ -129,5 +129,4 @@ def sequence_range(bounds: Bounds, num_sequences: int) -> range:
 def normalize(weights: Sequence[float]) -> list[float]:
     """Weights over their sum, in numpy's float64 arithmetic (its summation order decides the last bit)."""
     array = np.array(weights, dtype=np.float64)
-    normalized: list[float] = (array / np.sum(array)).tolist()
-    return normalized
+    return (array / np.sum(array)).tolist()

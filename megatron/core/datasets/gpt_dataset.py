@@ -180,8 +180,7 @@ class GPTDataset:
     def _bounds(self, i: int) -> list[list[int]]:
         """Where sample i starts, and where it ends: position in the document order, offset in that document."""
         k = int(self._arrays["shuffle_index"][i])
-        bounds: list[list[int]] = self._arrays["sample_index"][k : k + 2].tolist()
-        return bounds
+        return self._arrays["sample_index"][k : k + 2].tolist()
 
     # ----------------------------------------------------------------------------------------------------------
 

@@ -88,5 +88,4 @@ class MockDataset(GPTDataset):
         starts = self.plan.starts(k, k + 2)
         positions = np.searchsorted(self._ends, starts, side="right" if self.plan.extra_token else "left")
         befores = np.where(positions > 0, self._ends[positions - 1], 0)
-        bounds: list[list[int]] = np.stack([positions, starts - befores], axis=1).tolist()
-        return bounds
+        return np.stack([positions, starts - befores], axis=1).tolist()

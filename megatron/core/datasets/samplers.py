@@ -98,8 +98,7 @@ class CyclicSampler(_Sampler):
             whole = self.num_samples // self.micro_batch_size * self.micro_batch_size
             # Ranks beyond the remainder would get a sample more: cut to what all of them have.
             order = torch.randperm(whole, generator=generator)[self.dp_rank :: self.dp_size][:per_rank]
-        indices: list[int] = order.tolist()
-        return indices
+        return order.tolist()
 
 
 def build_data_loader(
@@ -120,7 +119,7 @@ def build_data_loader(
     GPUs. `single` ends with the dataset's last full step; `cyclic` never ends.
     """
     if dataset is None or dataloader_type == "external":
-        return dataset  # type: ignore[no-any-return]
+        return dataset
     assert dataloader_type in ("single", "cyclic"), f"dataloader_type {dataloader_type!r}"
     sampler: _Sampler = SequentialSampler(len(dataset), **place)
     if dataloader_type == "cyclic":

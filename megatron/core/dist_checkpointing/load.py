@@ -150,10 +150,9 @@ def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     if len({stored.key for stored, _ in placed}) != len(placed):
         raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
     expected, places = safetensors.build_header([stored for stored, _ in placed])
+    prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
     try:
-        length = safetensors.header_length(
-            bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES)), manifest.files[name].bytes
-        )
+        length = safetensors.header_length(prefix, manifest.files[name].bytes)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     if safetensors.LENGTH_BYTES + length != len(expected) or places[:-1] != [begin for _, begin in placed]:

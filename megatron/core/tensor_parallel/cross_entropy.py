@@ -61,5 +61,4 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParal
     logits [..., v/tp] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
     pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. Communicates over tp.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels, tp)
-    return losses
+    return _CrossEntropy.apply(logits, labels, tp)

@@ -112,8 +112,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route
     route: sink and key of the weight, bias_key where there is a bias, tp. Under sequence parallel x is [s/tp, ..., in].
     Communicates over tp: gathers x (sequence parallel only), and in the backward pass adds the input's gradient.
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, bias, _Route(**route))
-    return out
+    return _ColumnLinear.apply(x, weight, bias, _Route(**route))
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
@@ -124,8 +123,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: A
     parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
     the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    out: Tensor = _RowLinear.apply(x, weight, bias, _Route(**route))
-    return out
+    return _RowLinear.apply(x, weight, bias, _Route(**route))
 
 
 class _ParallelLinear(SinkModule):
@@ -263,8 +261,7 @@ class VocabParallelEmbedding(SinkModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-        rows: Tensor = _Lookup.apply(ids, self.weight, self.tp, self.sink, self._lookup_key)
-        return rows
+        return _Lookup.apply(ids, self.weight, self.tp, self.sink, self._lookup_key)
 
 
 class PositionEmbedding(SinkModule):
@@ -279,5 +276,4 @@ class PositionEmbedding(SinkModule):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
         ids = mappings.sequence_slice(ids, self.tp)
-        rows: Tensor = _Lookup.apply(ids, self.weight, ALONE, self.sink, self.key("weight"))
-        return rows
+        return _Lookup.apply(ids, self.weight, ALONE, self.sink, self.key("weight"))

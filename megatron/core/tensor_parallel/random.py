@@ -64,8 +64,7 @@ def dropout(x: Tensor, probability: float, site: DropoutSite, training: bool) ->
     """x with elements zeroed with `probability` and the rest scaled by 1 / (1 - probability)."""
     if not training or probability == 0.0:
         return x
-    out: Tensor = _Dropout.apply(x, probability, site.seed())
-    return out
+    return _Dropout.apply(x, probability, site.seed())
 
 
 @contextlib.contextmanager

@@ -27,12 +27,10 @@ class _Backend(Tokenizer):
         self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
-        return text
+        return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)

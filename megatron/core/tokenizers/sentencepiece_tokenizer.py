@@ -37,20 +37,17 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.eod = int(self.model.eos_id())
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.model.encode(text)
-        return ids
+        return self.model.encode(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self.model.decode(list(ids))
-        return text
+        return self.model.decode(list(ids))
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """Like the model, with its begin-of-sentence id before each text."""
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.model.encode(text, add_bos=self.bos >= 0)
-        return ids
+        return self.model.encode(text, add_bos=self.bos >= 0)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):

@@ -61,5 +61,4 @@ def recomputed(
     """
     if not torch.is_grad_enabled():
         return segment(*inputs)
-    output: Tensor = _Recompute.apply(segment, context, anchor, *inputs)
-    return output
+    return _Recompute.apply(segment, context, anchor, *inputs)

@@ -89,5 +89,4 @@ class _Rope(torch.autograd.Function):
 
 def apply_rope(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's dtype."""
-    out: Tensor = _Rope.apply(t, cos, sin, interleaved)
-    return out
+    return _Rope.apply(t, cos, sin, interleaved)
