@@ -108,9 +108,8 @@ def write_checksums(prefix: str, threads: int = 1) -> str:
 def read_checksums(prefix: str) -> Checksums | None:
     """The checksums of a corpus, None where it has none. Raises DataError for a file that is none or was changed."""
     path = checksums_path(prefix)
-    remedy = (
-        f"remove it, check the corpus, and write it anew: tools/inspect_data.py --write-checksums {prefix}"
-    )
+    anew = f"tools/inspect_data.py --write-checksums {prefix}"
+    remedy = f"remove it, check the corpus, and write it anew: {anew}"
     with data_errors(path):
         try:
             text = safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
@@ -139,26 +138,24 @@ def _parsed(content: Any) -> Checksums:
     return Checksums(block_bytes, *sums)
 
 
-def check_corpus(
-    prefix: str, checksums: Checksums, *, part: int = 0, parts: int = 1, threads: int = 1
-) -> None:
+def check_corpus(prefix: str, sums: Checksums, *, part: int = 0, parts: int = 1, threads: int = 1) -> None:
     """Compare both files with their checksums; of several readers each takes one block in `parts`.
 
     Raises DataError naming the file and the bytes that are not what was written.
     """
     assert 0 <= part < parts, f"part {part} of {parts}"
-    for ending, (num_bytes, digests) in zip(FILES, checksums[1:], strict=True):
+    for ending, (num_bytes, digests) in zip(FILES, sums[1:], strict=True):
         path = f"{prefix}.{ending}"
         with data_errors(path), safe_files.open_regular(path, follow=True) as fd:
             size = os.fstat(fd).st_size
             if size != num_bytes:
                 raise bad_field(path, "size", None, f"{num_bytes} bytes, as in its checksums", size)
             blocks = range(part, len(digests), parts)
-            found = _digests(fd, blocks, checksums.block_bytes, size, threads)
+            found = _digests(fd, blocks, sums.block_bytes, size, threads)
         damaged = [block for block, digest in zip(blocks, found, strict=True) if digest != digests[block]]
         if damaged:
             raise DataError(
-                f"{path}: not what was written (SHA-256): {_ranges(damaged, checksums.block_bytes, size)}; "
+                f"{path}: not what was written (SHA-256): {_ranges(damaged, sums.block_bytes, size)}; "
                 f"restore it or make it anew, or, if it was changed on purpose, remove {checksums_path(prefix)}"
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 from megatron.core.available_memory import available_bytes
@@ -22,15 +21,13 @@ def data_errors(path: str, flag: str = "", more: str = "") -> Iterator[None]:
         raise DataError(f"{flag}{error.filename or path}: {error.strerror or error}{more}") from error
 
 
-def bad_field(
-    path: str | os.PathLike[str], field: str, offset: int | None, expected: object, found: object
-) -> DataError:
+def bad_field(path: str, field: str, offset: int | None, expected: object, found: object) -> DataError:
     """The error for one field of a file.
 
     offset: byte where the field starts; None for what has no place in the file (its size).
     """
     place = "" if offset is None else f" at byte {offset}"
-    return DataError(f"{os.fspath(path)}: {field}{place}: expected {expected}, found {found}")
+    return DataError(f"{path}: {field}{place}: expected {expected}, found {found}")
 
 
 def require_memory(num_bytes: int, of_what: str) -> None:

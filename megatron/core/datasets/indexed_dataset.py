@@ -38,6 +38,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 LARGEST_UINT16_VOCABULARY = 65500
 READ_BLOCK_BYTES = 1 << 26
 DIGEST_BLOCK_BYTES = 1 << 16
+Ints = NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -210,13 +211,7 @@ def _check_header(path: str, data: bytes, size: int) -> tuple[np.dtype[Any], int
     return DTYPES[code], num_sequences, num_boundaries
 
 
-def _check_body(
-    path: str,
-    lengths: NDArray[np.int32],
-    pointers: NDArray[np.int64],
-    places: NDArray[np.int64],
-    boundaries: NDArray[np.int64],
-) -> None:
+def _check_body(path: str, lengths: Ints, pointers: Ints, places: Ints, boundaries: Ints) -> None:
     """Lengths are not negative; pointers are `places`, those of back-to-back storage; document boundaries run from 0
     to the number of sequences and never fall."""
     count, last, first_boundary = len(lengths), len(boundaries) - 1, HEADER.size + 12 * len(lengths)

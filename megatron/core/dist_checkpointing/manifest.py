@@ -141,9 +141,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 
 def _size_limit(directory: Path) -> int:
     """A manifest that is large beside little data is a bomb, not a checkpoint."""
-    data = sum(
-        one.stat(follow_symlinks=False).st_size for one in directory.iterdir() if one.suffix == ".safetensors"
-    )
+    data = sum(one.lstat().st_size for one in directory.iterdir() if one.suffix == ".safetensors")
     return min(MAX_BYTES, FREE_BYTES + data // MAX_SHARE)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,7 @@ def chunk_metadata(offset: Dims, shape: Dims) -> dcp.ChunkStorageMetadata:
 
 
 Place = tuple[str, Dims]  # name of a tensor, offset in it
+Plans = list[list[PieceFacts]]  # of each rank
 
 
 def place_pieces(pieces: Iterable[LocalPiece]) -> dict[Place, LocalPiece]:
@@ -89,34 +90,29 @@ def place_pieces(pieces: Iterable[LocalPiece]) -> dict[Place, LocalPiece]:
     return out
 
 
-def global_plan(held: Sequence[Sequence[PieceFacts]]) -> tuple[list[list[PieceFacts]], dcp.Metadata]:
+def global_plan(held: Plans) -> tuple[Plans, dcp.Metadata]:
     """What every rank writes of what each rank holds, every element once; and DCP's description of it all."""
     _check_replicas(held)
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    plans, metadata = planner.create_global_plan(
-        [SavePlan([one.write_item() for one in own]) for own in held]
-    )
+    local = [SavePlan([one.write_item() for one in own]) for own in held]
+    plans, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(local)
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, dcp.TensorStorageMetadata), f"{name}: only tensors enter DCP, found {entry}"
         boxes = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
         problem = fill_error(tuple(entry.size), boxes)
         assert problem is None, f"{name}: {problem}"
     facts = {(one.name, one.offset): one for own in held for one in own}
-    return [
-        [facts[item.index.fqn, tuple(item.index.offset or ())] for item in plan.items] for plan in plans
-    ], metadata
+    places = [[(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items] for plan in plans]
+    return [[facts[place] for place in own] for own in places], metadata
 
 
-def _check_replicas(held: Sequence[Sequence[PieceFacts]]) -> None:
+def _check_replicas(held: Plans) -> None:
     """Ranks that name a tensor must mean the same one, and those at the same place the same piece of it."""
     known: dict[str | Place, tuple[int, tuple[object, ...]]] = {}
-    for rank, own in enumerate(held):
-        for name, dtype, global_shape, offset, shape in own:
-            for place, facts in ((name, (dtype, global_shape)), ((name, offset), shape)):
-                first, theirs = known.setdefault(place, (rank, facts))
-                assert theirs == facts, (
-                    f"{name} at {offset}: rank {first} holds {theirs}, rank {rank} holds {facts}"
-                )
+    for rank, one in ((rank, one) for rank, own in enumerate(held) for one in own):
+        whole, place = (one.dtype, one.global_shape), (one.name, one.offset)
+        for key, facts in ((one.name, whole), (place, one.shape)):
+            first, theirs = known.setdefault(key, (rank, facts))
+            assert theirs == facts, f"{place}: rank {first} holds {theirs}, rank {rank} holds {facts}"
 
 
 @dataclasses.dataclass
@@ -124,21 +120,17 @@ class PlanCache:
     """The plan of the last save. Ranks' pieces rarely change, so most saves exchange digests only."""
 
     digests: list[str] = dataclasses.field(default_factory=list)
-    plans: list[list[PieceFacts]] = dataclasses.field(default_factory=list)
+    plans: Plans = dataclasses.field(default_factory=list)
 
 
-def plan_save(
-    pieces: Iterable[LocalPiece], ps: ParallelState | None, cache: PlanCache
-) -> list[list[PieceFacts]]:
+def plan_save(pieces: Iterable[LocalPiece], ps: ParallelState | None, cache: PlanCache) -> Plans:
     """What every rank writes. Communicates over the whole world."""
     local = [PieceFacts.of(piece) for piece in pieces]
     digests = gather_json(hashlib.sha256(canonical(local)).hexdigest(), ps)
     if digests != cache.digests:
-        told = [
-            [PieceFacts(name, dtype, *map(tuple, dims)) for name, dtype, *dims in own]
-            for own in gather_json(local, ps)
-        ]
-        cache.plans, _ = global_plan(told)
+        told = gather_json(local, ps)
+        held = [[PieceFacts(name, dtype, *map(tuple, dims)) for name, dtype, *dims in own] for own in told]
+        cache.plans, _ = global_plan(held)
         cache.digests = digests
     return cache.plans
 

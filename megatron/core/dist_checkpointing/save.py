@@ -189,7 +189,7 @@ class PendingSave:
         """On rank 0. answers: each rank's file and its `per_rank`."""
         self._guard()
         try:
-            write_file(self.temporary / MANIFEST_NAME, self._manifest(answers).to_bytes())
+            write_file(self.temporary / MANIFEST_NAME, [self._manifest(answers).to_bytes()])
             may_replace = self._owned is None or self.iteration in self._owned
             notes = commit.commit(self.temporary, self.root, self.iteration, may_replace=may_replace)
         except OSError as error:

@@ -7,12 +7,11 @@ while overwriting one (docs/checkpoints.md). The reader also serves the stock en
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.core.dist_checkpointing import manifest as stated
-from megatron.core.dist_checkpointing.files import HashingFile, open_regular, read_into
+from megatron.core.dist_checkpointing.files import open_regular, read_into, write_file
 from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, Manifest, TensorEntry
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts, chunk_metadata
 from megatron.core.dist_checkpointing.safetensors_format import build_header
@@ -62,14 +61,16 @@ def write_shard(path: Path, layout: ShardFile, resolve: Callable[[PieceFacts], T
     """Write one rank's file, durably, one tensor in host memory at a time. No tensors, no file: None."""
     if not layout.pieces:
         return None
-    with contextlib.closing(HashingFile(path)) as file:
-        file.write(layout.header)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield layout.header
         for piece in layout.pieces:
             flat = resolve(piece).detach().contiguous().cpu().reshape(-1)  # sync: to be written
-            file.write(_memory(flat) if flat.numel() else b"")
-        digest = file.sync()
-    assert file.num_bytes == layout.num_bytes, f"{path}: {file.num_bytes} bytes, planned {layout.num_bytes}"
-    return FileEntry(file.num_bytes, digest)
+            yield _memory(flat) if flat.numel() else b""
+
+    num_bytes, digest = write_file(path, parts())
+    assert num_bytes == layout.num_bytes, f"{path}: {num_bytes} bytes, planned {layout.num_bytes}"
+    return FileEntry(num_bytes, digest)
 
 
 def describe_tensors(plans: Sequence[Sequence[PieceFacts]]) -> dict[str, TensorEntry]:
@@ -111,9 +112,7 @@ class SafeStorageReader(StorageReader):
                 where[dcp.MetadataIndex(name, place.offsets)] = (chunk, dtype)
         return dcp.Metadata(state_dict_metadata=state, storage_data=where)
 
-    def set_up_storage_reader(
-        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: dcp.Metadata, *args: Any, **kwargs: Any) -> None:
         self._where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -131,9 +130,7 @@ class SafeStorageReader(StorageReader):
                 for chunk, dtype, item in parts:
                     source = _read_part(fd, path, chunk, dtype, item)
                     target = planner.resolve_tensor(item).detach()
-                    assert target.shape == source.shape, (
-                        f"{item.dest_index}: {target.shape} != {source.shape}"
-                    )
+                    assert target.shape == source.shape, f"{item}: {target.shape}, {source.shape}"
                     target.copy_(source)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()

@@ -199,9 +199,7 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: WeightGradSink, key: str
-    ) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: Any, key: str) -> Tensor:
         ctx.tp, ctx.sink, ctx.key = tp, sink, key
         if tp.size == 1:
             ctx.save_for_backward(ids)

@@ -9,6 +9,7 @@ state to save.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ def stable_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@dataclasses.dataclass(frozen=True)
 class DropoutSite:
     """One place of the model where numbers are dropped.
 
@@ -34,14 +36,15 @@ class DropoutSite:
     every rank holds all of it.
     """
 
-    def __init__(self, context: ModelContext, layer: int, site: str, tp_rank: int | None = None) -> None:
-        self.context = context
-        self.place = (layer, site, -1 if tp_rank is None else tp_rank)
+    context: ModelContext
+    layer: int
+    site: str
+    tp_rank: int | None = None
 
     def seed(self) -> int:
         """The seed of this site in the context's microbatch."""
-        clock = self.context
-        return stable_seed(clock.seed, clock.iteration, clock.microbatch, *self.place)
+        clock, rank = self.context, -1 if self.tp_rank is None else self.tp_rank
+        return stable_seed(clock.seed, clock.iteration, clock.microbatch, self.layer, self.site, rank)
 
 
 class _Dropout(torch.autograd.Function):

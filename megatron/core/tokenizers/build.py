@@ -43,7 +43,6 @@ def build_from_config(config: TokenizerConfig) -> Tokenizer:
     tokenizer = _BY_TYPE[kind](config)
     has_its_own = kind not in ("NullTokenizer", "TikTokenizer")
     if vocab_size is not None and has_its_own and tokenizer.vocab_size != vocab_size:
-        raise TokenizerError(
-            f"--vocab-size {vocab_size}: {kind} has {tokenizer.vocab_size} ids; leave --vocab-size out"
-        )
+        told = f"{kind} has {tokenizer.vocab_size} ids; leave --vocab-size out"
+        raise TokenizerError(f"--vocab-size {vocab_size}: {told}")
     return tokenizer

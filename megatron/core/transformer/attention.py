@@ -125,10 +125,8 @@ def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tup
     group, place = divmod(tp.rank, copies)
     query_rows = per_group // copies * head_dim
     start = group * group_rows
-    return (
-        Band(start + place * query_rows, query_rows),
-        Band(start + per_group * head_dim, 2 * head_dim, copies),
-    )
+    shared = Band(start + per_group * head_dim, 2 * head_dim, copies)
+    return Band(start + place * query_rows, query_rows), shared
 
 
 class SelfAttention(nn.Module):

@@ -97,8 +97,6 @@ class Norm(SinkModule):
         return weight + 1.0 if self.less_one else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        rms = self.bias is None
-        y: Tensor = (
-            _RMSNorm.apply(x, self.weight, self) if rms else _LayerNorm.apply(x, self.weight, self.bias, self)
-        )
-        return y
+        if self.bias is None:
+            return _RMSNorm.apply(x, self.weight, self)
+        return _LayerNorm.apply(x, self.weight, self.bias, self)

@@ -102,7 +102,7 @@ def run_job(job: Job, progress: ProgressOf = lambda done, total_bytes: None) -> 
         done = sum((part for part in finished if part is not None), Statistics())
         progress(done, total)
         todo = [(index, chunk) for index, chunk in enumerate(chunks) if finished[index] is None]
-        for part in _make_parts(job, tokenizer, todo):
+        for part in _parts(job, tokenizer, todo):
             done += part
             progress(done, total)
         for key in job.keys:
@@ -156,9 +156,7 @@ def _tidy(job: Job, description: str) -> None:
         safe_files.publish_text(path, description)
 
 
-def _make_parts(
-    job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, TextChunk]]
-) -> Iterator[Statistics]:
+def _parts(job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, TextChunk]]) -> Iterator[Statistics]:
     """Statistics of each part, as it is finished, in any order."""
     if job.workers == 1 or len(todo) <= 1:
         for index, chunk in todo:
