@@ -139,9 +139,8 @@ class GPTDataset:
     def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
         if folder is None:
             return self._build()
-        kind = type(self).__name__
         key = {
-            "class": kind,
+            "class": type(self).__name__,
             "path_prefix": self.corpus.prefix,
             "num_samples": self._requested,
             "index_split": self.split,
@@ -152,8 +151,7 @@ class GPTDataset:
             "sequences": [self.sequences.start, self.sequences.stop],
             **identity,
         }
-        fingerprint = self.corpus.fingerprint()
-        cache = IndexCache(folder, kind, self.split, key, fingerprint, self._layouts(), self._fault)
+        cache = IndexCache(folder, key, self.corpus.fingerprint(), self._layouts(), self._fault)
         return cache.load_or_build(self._build)
 
     # Which indices there are and what they say: others of mock data -------------------------------------------

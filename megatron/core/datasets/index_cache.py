@@ -44,13 +44,11 @@ Arrays = dict[str, NDArray[Any]]
 class IndexCache:
     """One index in a folder.
 
-    kind, split: parts of the file names.  key: what the index depends on.  corpus: fingerprint of its corpus.
-    layouts: of its arrays.  fault: says what is wrong with arrays of these layouts.
+    key: what the index depends on, its class and split, which are in the files' names, among it.  corpus: fingerprint
+    of its corpus.  layouts: of its arrays.  fault: says what is wrong with arrays of these layouts.
     """
 
     folder: str
-    kind: str
-    split: str
     key: Mapping[str, object]
     corpus: Mapping[str, object]
     layouts: Mapping[str, Layout]
@@ -60,7 +58,7 @@ class IndexCache:
     def stem(self) -> str:
         text = json.dumps(self.key, indent=4)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-        return os.path.join(self.folder, f"{digest}-{self.kind}-{self.split}")
+        return os.path.join(self.folder, f"{digest}-{self.key['class']}-{self.key['index_split']}")
 
     @property
     def description_path(self) -> str:
