@@ -5,11 +5,10 @@ import threading
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import load_pieces
-from megatron.core.dist_checkpointing.save import PendingSave, save
+from megatron.core.dist_checkpointing.save import AsyncSaver, PendingSave, save
 from tests.harness.faults import FileFaults
 from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import run_ranks
