@@ -7,6 +7,7 @@ build first, then the others, which find the cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class _Builder:
 
     def __init__(self, spec: GPTDatasetSpec, allow_empty: bool, skip_empty: bool) -> None:
         self.spec, self.allow_empty, self.skip_empty = spec, allow_empty, skip_empty
-        self.corpora: dict[str, Corpus] = {}
+        self.corpus = functools.cache(self._open)
         self.split = MOCK_SPLIT if spec.mock else spec.split or blends.DEFAULT_SPLIT
         self.matrix = blends.parse_split(self.split)
         if spec.blend_per_split:
@@ -117,7 +118,7 @@ class _Builder:
         if blend is None:
             return None
         if size == 0 or self.skip_empty:
-            if not any(len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes):
+            if not any(len(self._sequences(self.corpus(prefix), which)) for prefix in blend.prefixes):
                 return None
         if len(blend.prefixes) == 1 and (blend.weights is None or self.spec.blend_per_split is not None):
             return self._member(blend.prefixes[0], which, size)
@@ -141,7 +142,7 @@ class _Builder:
         return BlendedDataset(members, shares, sum(taken))
 
     def _member(self, prefix: str, which: int, size: int | None) -> GPTDataset:
-        corpus, name, spec = self._corpus(prefix), SPLIT_NAMES[which], self.spec
+        corpus, name, spec = self.corpus(prefix), SPLIT_NAMES[which], self.spec
         sequences = self._sequences(corpus, which)
         if not len(sequences):
             raise DataError(
@@ -163,11 +164,6 @@ class _Builder:
                 f"--seq-length {spec.sample_format.sequence_length}"
             )
         return dataset
-
-    def _corpus(self, prefix: str) -> Corpus:
-        if prefix not in self.corpora:
-            self.corpora[prefix] = self._open(prefix)
-        return self.corpora[prefix]
 
     def _open(self, prefix: str) -> Corpus:
         if self.spec.mock:
