@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import checksums
-from megatron.core.datasets.corpus_report import verify_corpus
+from megatron.core.datasets.checksums import verify_corpus
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
