@@ -22,8 +22,7 @@ from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import MegatronModule, ModelUnit
+from megatron.core.module import MegatronModule, ModelChunks, ModelUnit
 from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
 from megatron.core.sharding_table import Sharding, ShardOver
 from megatron.core.units import Unit, UnitModule, derive_units, find_units, matched_units

@@ -7,8 +7,7 @@ from megatron.core.distributed import sharding
 from megatron.core.distributed.custom_fsdp.reshard_policy import budget_misfits, keeps_nothing
 from megatron.core.optional import available
 from megatron.core.transformer.transformer_config import ACTIVATIONS
-from megatron.core.transport.rank_grid import RankGridError
-from megatron.core.transport.rank_groups import check_instances
+from megatron.core.transport.rank_grid import RankGridError, check_instances
 from megatron.training.config.resolve import known_vocabulary
 from megatron.training.config.rule_table import Predicate, RuleContext, exclusive, refusal, spelled
 

@@ -17,9 +17,8 @@ from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.weight_check import NonFiniteWeightsError, check_replicas
 from megatron.training.report import metrics
-from megatron.training.report.reporter import Reporter
+from megatron.training.report.reporter import Reporter, log_memory, report_model
 from megatron.training.report.session import Session
-from megatron.training.report.start_report import log_memory, report_model
 from megatron.training.report.step_metrics import StepMetrics
 from megatron.training.report.timers import RunClock
 from megatron.training.run.data import DataIterators, DatasetsProvider, build_data_iterators
@@ -108,8 +107,8 @@ class TrainingLoop:
         self._reporter = self.checkpoints.reporter = Reporter(session, self.engine, state, self._clock)
         first = state.iteration + 1
         self._replanner = Replanner(session, self._runner, self.engine, self._reporter, self._clock, first)
-        writers = self._reporter.writers
-        global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
+        handle = self._reporter.writers.handle
+        global_vars.provide(tensorboard_writer=handle("TensorBoard"), wandb_writer=handle("wandb"))
         return data
 
     # --- the loop

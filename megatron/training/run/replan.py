@@ -19,9 +19,8 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training.engine import Engine
-from megatron.training.report.reporter import Reporter
+from megatron.training.report.reporter import Reporter, check_same_plan
 from megatron.training.report.session import Session
-from megatron.training.report.start_report import check_same_plan
 from megatron.training.report.timers import RunClock
 from megatron.training.run.build import refuse_unsplittable
 from megatron.training.run.pipeline import PipelineRunner

@@ -30,8 +30,7 @@ from megatron.core.distributed.distributed_data_parallel import (
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.gradient_sources import Sinks
 from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits, unit_costs
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError, ModelUnit
+from megatron.core.module import ModelChunks, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta
 from megatron.core.protocols import GradListener
 from megatron.core.sharding_table import ShardOver, sharding_of
