@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from megatron.core import optional
 from megatron.core.config_base import flag_names
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS, Config
@@ -36,16 +37,35 @@ class RuleContext:
             raise AttributeError(name)
         return getattr(getattr(self.config, FIELDS[name][0]), name)
 
+    @property
+    def launched_ranks(self) -> int:
+        return self.env.world_size
+
     def given(self, name: str) -> bool:
         return self.config.given(name)
 
-    def known(self, *names: str) -> bool:
-        """Whether all of these have values."""
-        return all(getattr(self, name) is not None for name in names)
+    def differs(self, name: str) -> bool:
+        return differs(name, getattr(self, name))
 
-    def differing(self, names: Iterable[str]) -> list[str]:
-        """Those of the settings that are not at their defaults."""
-        return [name for name in names if differs(name, getattr(self, name))]
+    def uses(self, name: str) -> bool:
+        """Whether a flag that is no setting is on the command line."""
+        return any(used.entry.name == name for used in self.used)
+
+    def available(self, package: str) -> bool:
+        return optional.available(package)
+
+    def told(self, name: str) -> str:
+        """The flag of a setting, and its value."""
+        return f"{spelled(name)} {getattr(self, name)}"
+
+    def flags(self, *names: str) -> str:
+        """The flags of those settings that ask for something."""
+        return ", ".join(spelled(name) for name in names if getattr(self, name))
+
+    def exclusive(self, *names: str) -> str | None:
+        """That several of these were given; of one or none nothing."""
+        told = [spelled(name) for name in names if getattr(self, name)]
+        return f"{' and '.join(told)} exclude each other" if len(told) > 1 else None
 
     def undivided(self, whole: str, part: str) -> str | None:
         """That one size is no multiple of another; sizes that make no sense have rules of their own."""
@@ -53,14 +73,6 @@ class RuleContext:
         if not size or not by or by < 1 or size % by == 0:
             return None
         return f"{self.told(whole)} is not divisible by {self.told(part)}"
-
-    def told(self, name: str) -> str:
-        """The flag of a setting, and its value."""
-        return f"{spelled(name)} {getattr(self, name)}"
-
-
-# Of a configuration that breaks a rule: what is wrong, or True where the table has the words. Else False or None.
-Predicate = Callable[[RuleContext], bool | str | None]
 
 
 def refusal(make: Callable[[], object], *errors: type[Exception]) -> str | None:
@@ -70,12 +82,6 @@ def refusal(make: Callable[[], object], *errors: type[Exception]) -> str | None:
     except errors as error:
         return str(error)
     return None
-
-
-def exclusive(flags: Iterable[str]) -> str | None:
-    """That several of these were given; of one or none nothing."""
-    told = list(flags)
-    return f"{' and '.join(told)} exclude each other" if len(told) > 1 else None
 
 
 def spelled(name: str) -> str:
