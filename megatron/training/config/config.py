@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import functools
@@ -84,9 +85,11 @@ class Config:
 
     def replace(self, *, origin: str = "derived", **values: Any) -> Config:
         """A copy with some settings changed, named by destination, and with their origin."""
-        origins = {**self.origin, **dict.fromkeys(values, origin)}
-        changed = Config.from_flat(self.flat() | values, extra=self.extra, origin=origins)
-        return dataclasses.replace(changed, warnings=self.warnings, notes=self.notes)
+        changed: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+        for name, value in values.items():
+            changed[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
+        groups = {group: dataclasses.replace(getattr(self, group), **told) for group, told in changed.items()}
+        return dataclasses.replace(self, **groups, origin={**self.origin, **dict.fromkeys(values, origin)})
 
     def given(self, name: str) -> bool:
         return is_given(self.origin.get(name, DEFAULT_ORIGIN))

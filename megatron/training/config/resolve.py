@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
 import os.path
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.distributed.sharding import main_grads_dtype
+from megatron.core.distributed import sharding
 from megatron.core.model_parallel_config import asked_schedules
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
@@ -32,10 +31,9 @@ from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
 from megatron.core.transport.rank_grid import RankGridError
 from megatron.core.transport.rank_groups import check_instances
-from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
-from megatron.training.config.expressions import filled, parsed, rows, value_of
-from megatron.training.config.rule_table import differs as differs_from_default
-from megatron.training.config.rule_table import refusal, spelled
+from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
+from megatron.training.config.expressions import Names, filled, parsed, rows, value_of
+from megatron.training.config.rule_table import Context, refusal, spelled
 from megatron.training.config.state_bytes import SPEEDS
 
 BYTE_VOCABULARY = 257  # of the built-in byte tokenizer: 256 bytes and the end of a document
@@ -57,32 +55,20 @@ class Machine:
 
 
 @dataclasses.dataclass
-class Settings:
-    """Values by destination name with their origins, as far as they are derived, and what is told of them."""
+class Settings(Context):
+    """A configuration as far as it is derived, and what is told of it. Facts about the machine are attributes too."""
 
-    values: dict[str, Any]
-    origin: dict[str, str]
+    config: Config
     machine: Machine
     warnings: list[str]
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    @property
-    def config(self) -> Config:
-        return Config.from_flat(self.values)
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in FIELDS else getattr(self.machine, name)
 
     def derive(self, name: str, value: Any, origin: str = "derived") -> None:
-        if self.values[name] != value:
-            self.values[name], self.origin[name] = value, origin
-
-    def named(self, name: str) -> Any:
-        """The value of a name in the table, or the function."""
-        if name in FIELDS:
-            return self.values[name]
-        function = _FUNCTIONS.get(name)
-        return getattr(self.machine, name) if function is None else functools.partial(function, self)
-
-    def filled(self, message: str, found: Any = None) -> str:
-        return filled(message, self.named, lambda name: f"{spelled(name)} {self.values[name]}", found)
+        if getattr(self, name) != value:
+            self.config = self.config.replace(origin=origin, **{name: value})
 
     def tell(self, message: str) -> None:
         told = message.removeprefix("note: ")
@@ -98,148 +84,137 @@ def resolve(
     warnings: tuple[str, ...] = (),
 ) -> Config:
     """Fill everything that follows from other values. Never fails: what makes no sense is left for the rules."""
-    defaults = {name: field.default for name, (_, field) in FIELDS.items()}
     origins = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
-    s = Settings(defaults | dict(values), origins, machine, list(warnings))
-    if s.values["world_size"] is None:
+    s = Settings(Config.from_flat(values, extra=extra, origin=origins), machine, list(warnings))
+    if s.world_size is None:
         s.derive("world_size", machine.world_size, "launcher")
+    names = s.named(FUNCTIONS)
     for row in rows("derived.csv"):
-        _apply(row, s)
-    return Config.from_flat(
-        s.values, extra=extra, origin=s.origin, warnings=tuple(s.warnings), notes=tuple(s.notes)
-    )
+        name, only = row["name"], row["only"]
+        stays = (only == "unset" and getattr(s, name) is not None) or (only == "not given" and s.given(name))
+        if not stays and (found := not row["when"] or value_of(parsed(row["when"]), names)):
+            _apply(row, s, found, names)
+    return dataclasses.replace(s.config, warnings=tuple(s.warnings), notes=tuple(s.notes))
 
 
-def _apply(row: Mapping[str, str], s: Settings) -> None:
-    """One row of the table."""
-    name, only = row["name"], row["only"]
-    found = not row["when"] or value_of(parsed(row["when"]), s.named)
-    if (
-        not found
-        or (only == "unset" and s.values[name] is not None)
-        or (only == "not given" and given(s, name))
-    ):
+def _apply(row: Mapping[str, str], s: Settings, found: Any, names: Names) -> None:
+    """One row of the table, whose condition has come to `found`."""
+    message = filled(row["message"], names, s.told, found)
+    if row["only"] not in ("no effect", "dropped"):
+        if message:
+            s.tell(message)
+        if row["value"]:
+            s.derive(row["name"], value_of(parsed(row["value"]), names))
         return
-    message = s.filled(row["message"], found)
-    if only in ("no effect", "dropped"):
-        for idle in (one for one in name.split() if given(s, one) and differs(s, one)):
-            value = s.values[idle]
+    for name in row["name"].split():
+        value = getattr(s, name)
+        if s.given(name) and s.differs(name):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            s.tell(f"{spelled(idle)}{'' if value is True else ' ' + shown} has no effect {message}")
-            if only == "dropped":
-                s.derive(idle, FIELDS[idle][1].default)
-        return
-    if message:
-        s.tell(message)
-    if row["value"]:
-        s.derive(name, value_of(parsed(row["value"]), s.named))
+            s.tell(f"{spelled(name)}{'' if value is True else ' ' + shown} has no effect {message}")
+            if row["only"] == "dropped":
+                s.derive(name, FIELDS[name][1].default)
 
 
-# The functions of the table
+# Functions of this table, and of the rules
 
 
-def given(s: Settings, name: str) -> bool:
-    return is_given(s.origin[name])
+def tflops(c: Context) -> float:
+    return SPEEDS[c.distributed_backend][0]
 
 
-def differs(s: Settings, name: str) -> bool:
-    return differs_from_default(name, s.values[name])
+def gb_per_s(c: Context) -> float:
+    return SPEEDS[c.distributed_backend][1]
 
 
-def tflops(s: Settings) -> float:
-    return SPEEDS[s.values["distributed_backend"]][0]
-
-
-def gb_per_s(s: Settings) -> float:
-    return SPEEDS[s.values["distributed_backend"]][1]
-
-
-def model_size(s: Settings, name: str) -> Any:
+def model_size(c: Context, name: str) -> Any:
     with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):  # rules tell
-        return getattr(s.config.model.resolved(), name)
-    return s.values[name]
+        return getattr(c.config.model.resolved(), name)
+    return getattr(c, name)
 
 
-def schedule(s: Settings) -> str | None:
+def schedule(c: Context) -> str | None:
     """What the flags of schedules ask for, else what the number of chunks says; a plan of a file has its own."""
-    if s.values["num_layers"] is None or s.values["pipeline_schedule_file"] is not None:
+    if c.num_layers is None or c.pipeline_schedule_file is not None:
         return None
-    if asked := list(asked_schedules(s.config.parallel).values()):
+    if asked := list(asked_schedules(c.config.parallel).values()):
         return asked[0]
-    if s.values["rank_memory_limit"] is not None:
+    if c.rank_memory_limit is not None:
         return AUTO
-    chunked = interleaves(s)
+    chunked = interleaves(c)
     return None if chunked is None else "interleaved" if chunked else "1f1b"
 
 
-def interleaves(s: Settings) -> bool | None:
+def interleaves(c: Context) -> bool | None:
     """Whether a rank has several stages; None where layers do not divide over stages."""
-    parallel, layers = s.config.parallel, s.values["num_layers"]
-    if layers is None or s.values["pipeline_schedule_file"] is not None:
+    parallel, layers = c.config.parallel, c.num_layers
+    if layers is None or c.pipeline_schedule_file is not None:
         return None
     with contextlib.suppress(StageLayersError):  # a rule tells
-        stages = stages_of(parallel, layers, s.values["pipeline_schedule"])
+        stages = stages_of(parallel, layers, c.pipeline_schedule)
         return len(stages) > parallel.pipeline_model_parallel_size
     return None
 
 
-def running(s: Settings) -> str | None:
+def running(c: Context) -> str | None:
     """The schedule's name; a file says it by itself."""
-    return s.values["pipeline_schedule"] if s.values["pipeline_schedule_file"] is None else "of the file"
+    return c.pipeline_schedule if c.pipeline_schedule_file is None else "of the file"
 
 
-def what_runs(s: Settings) -> str:
-    if s.values["pipeline_schedule_file"] is not None:
+def what_runs(c: Context) -> str:
+    if c.pipeline_schedule_file is not None:
         return "with --pipeline-schedule-file: the file says what is run"
-    return f"with the schedule {s.values['pipeline_schedule']}"
+    return f"with the schedule {c.pipeline_schedule}"
 
 
-def fixed_order(s: Settings) -> bool:
+def fixed_order(c: Context) -> bool:
     """Whether the schedule is known and not one that is searched."""
-    name = running(s)
+    name = running(c)
     return name is not None and (name not in SCHEDULES or not SCHEDULES[name].searched)
 
 
-def takes_groups(s: Settings) -> bool:
-    row = SCHEDULES.get(running(s) or "")
+def takes_groups(c: Context) -> bool:
+    row = SCHEDULES.get(running(c) or "")
     return row is not None and row.group_size == "microbatch_group_size_per_vp_stage"
 
 
-def weights_sharded(s: Settings) -> bool:
-    return weights_are_sharded(s.values["data_parallel_sharding_strategy"])
+def weights_sharded(c: Context) -> bool:
+    return weights_are_sharded(c.data_parallel_sharding_strategy)
 
 
-def grads_sharded(s: Settings) -> bool:
-    return grads_are_sharded(s.values["data_parallel_sharding_strategy"])
+def grads_sharded(c: Context) -> bool:
+    return grads_are_sharded(c.data_parallel_sharding_strategy)
 
 
-def grads_dtype(s: Settings) -> str:
-    return main_grads_dtype(s.config.params_flag, s.config.ddp)
+def accumulated_dtype(c: Context) -> str:
+    return sharding.main_grads_dtype(c.config.params_flag, c.config.ddp)
 
 
-def instances_divide(s: Settings) -> bool:
-    grid, instances = s.config.grid, s.values["num_distributed_optimizer_instances"]
-    return refusal(lambda: check_instances(grid(), instances), RankGridError) is None
+def grid_fault(c: Context) -> str | None:
+    return refusal(c.config.grid, RankGridError)
 
 
-def data_parallel_size(s: Settings) -> int | None:
-    with contextlib.suppress(RankGridError):  # a rule tells
-        return s.config.data_parallel_size
-    return None
+def instances_fault(c: Context) -> str | None:
+    instances = c.num_distributed_optimizer_instances
+    if instances < 1 or grid_fault(c):
+        return None  # has a rule of its own
+    return refusal(lambda: check_instances(c.config.grid(), instances), RankGridError)
 
 
-def unfinished_schedules(s: Settings) -> str | None:
+def data_parallel_size(c: Context) -> int | None:
+    return None if grid_fault(c) else c.config.data_parallel_size
+
+
+def unfinished_schedules(c: Context) -> str | None:
     """Say so when a ramp keeps a run that is counted in iterations from the end of its schedule."""
-    v, config = s.values, s.config
-    constant, batches = v["weight_decay_incr_style"] == "constant", config.batch_schedule_or_none()
-    if not v["train_iters"] or (v["lr_decay_iters"] or 0) > v["train_iters"] or batches is None:
+    constant, batches = c.weight_decay_incr_style == "constant", c.config.batch_schedule_or_none()
+    if not c.train_iters or (c.lr_decay_iters or 0) > c.train_iters or batches is None:
         return None  # of a batch a rule tells
-    if constant and v["lr_decay_style"] == "constant":
+    if constant and c.lr_decay_style == "constant":
         return None
-    run, batch = batches.samples_of(v["train_iters"]), v["global_batch_size"]
-    o, iterations = config.optimizer, v["train_iters"]
+    o, iterations, batch = c.config.optimizer, c.train_iters, c.global_batch_size
     lengths = schedule_lengths(o, train_iters=iterations, train_samples=None, global_batch_size=batch)
     schedule = lengths.decay_samples if constant else max(lengths.decay_samples, lengths.total_samples)
+    run = batches.samples_of(iterations)
     if run >= schedule:
         return None
     return (
@@ -249,26 +224,26 @@ def unfinished_schedules(s: Settings) -> str | None:
     )
 
 
-def names_corpus(s: Settings) -> bool:
-    return any(s.values[name] for name in CORPORA)
+def names_corpus(c: Context) -> bool:
+    return any(getattr(c, name) for name in CORPORA)
 
 
-def padded_vocabulary_size(s: Settings) -> int | None:
-    vocabulary = known_vocabulary(s.values["tokenizer_type"], s.values["vocab_size"])
-    multiple, ranks = s.values["make_vocab_size_divisible_by"], s.values["tensor_model_parallel_size"]
+def padded_vocabulary_size(c: Context) -> int | None:
+    vocabulary = known_vocabulary(c.tokenizer_type, c.vocab_size)
+    multiple, ranks = c.make_vocab_size_divisible_by, c.tensor_model_parallel_size
     if vocabulary is None or multiple < 1 or ranks < 1:
         return None
     return padded_vocabulary(vocabulary, multiple, ranks)
 
 
-def metrics_in_save(s: Settings) -> str:
-    return os.path.join(s.values["save"], "metrics.jsonl")
+def metrics_in_save(c: Context) -> str:
+    return os.path.join(c.save, "metrics.jsonl")
 
 
-def kept_every(s: Settings) -> int | None:
+def kept_every(c: Context) -> int | None:
     """Iterations between the checkpoints that --save-retain-interval keeps, where some that it names are not saved."""
-    retain, interval = s.values["save_retain_interval"], s.values["save_interval"]
-    if s.values["save"] is None or not retain or not interval or min(retain, interval) < 1:
+    retain, interval = c.save_retain_interval, c.save_interval
+    if c.save is None or not retain or not interval or min(retain, interval) < 1:
         return None
     return None if retain % interval == 0 else math.lcm(retain, interval)
 
@@ -283,6 +258,6 @@ def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int 
     return vocab_size + 1 if tokenizer_type == "NullTokenizer" and vocab_size is not None else None
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     name: one for name, one in vars().items() if inspect.isfunction(one) and one.__module__ == __name__
 }

@@ -2,9 +2,9 @@
 
 rules.csv has them in the order in which they are told: its id, the flags concerned, when it is broken, what is wrong
 (where that is empty, the condition says it), and what to do about it. A row without an id is another way to break the
-rule above. `expressions` says how conditions and messages are read; the functions in them are those of the rules_*.py
-files beside this one, and what `RuleContext` has. Sources of the combinations: Megatron's own checks, and those that
-users break most often.
+rule above. `expressions` says how conditions and messages are read; the functions in them are those of resolve.py and
+of the rules_*.py files beside this one, and what `RuleContext` has. Sources of the combinations: Megatron's own checks,
+and those that users break most often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.config_base import arg_info, bounds_of
-from megatron.training.config import rules_model, rules_pipeline, rules_training
+from megatron.training.config import resolve, rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
 from megatron.training.config.expressions import filled, parsed, rows, value_of
@@ -51,9 +51,9 @@ def can_plan(c: RuleContext) -> bool:
     return all(rule.fault(c) is None for rule in RULES if rule.id in _BEFORE_PLANS)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"can_plan": can_plan} | {
+FUNCTIONS: dict[str, Callable[..., Any]] = {"can_plan": can_plan} | {
     name: function
-    for module in (rules_training, rules_model, rules_pipeline)
+    for module in (resolve, rules_training, rules_model, rules_pipeline)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__
 }
@@ -61,10 +61,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"can_plan": can_plan} | {
 
 def _fault(ways: Sequence[tuple[ast.expr, str]], c: RuleContext) -> str | None:
     """Of the first way that the configuration goes."""
-
-    def names(name: str) -> Any:
-        return functools.partial(_FUNCTIONS[name], c) if name in _FUNCTIONS else getattr(c, name)
-
+    names = c.named(FUNCTIONS)
     for when, message in ways:
         if found := value_of(when, names):
             return filled(message, names, c.told, found) if message else str(found)

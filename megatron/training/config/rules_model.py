@@ -7,10 +7,8 @@ from megatron.core import sharding_table
 from megatron.core.distributed import sharding
 from megatron.core.distributed.custom_fsdp import reshard_policy
 from megatron.core.transformer.transformer_config import ACTIVATIONS
-from megatron.core.transport.rank_grid import RankGridError
-from megatron.core.transport.rank_groups import check_instances
-from megatron.training.config.resolve import known_vocabulary
-from megatron.training.config.rule_table import RuleContext, refusal, spelled
+from megatron.training.config.resolve import grads_sharded, known_vocabulary, weights_sharded
+from megatron.training.config.rule_table import RuleContext, spelled
 
 
 def rotated_channels(c: RuleContext) -> int | None:
@@ -46,21 +44,6 @@ def vocabulary_fault(c: RuleContext) -> str | None:
 
 
 # What data parallel ranks shard
-
-
-def weights_sharded(c: RuleContext) -> bool:
-    return sharding_table.weights_are_sharded(c.data_parallel_sharding_strategy)
-
-
-def grads_sharded(c: RuleContext) -> bool:
-    return sharding_table.grads_are_sharded(c.data_parallel_sharding_strategy)
-
-
-def instances_fault(c: RuleContext) -> str | None:
-    instances = c.num_distributed_optimizer_instances
-    if instances < 1 or refusal(c.config.grid, RankGridError):
-        return None  # has a rule of its own
-    return refusal(lambda: check_instances(c.config.grid(), instances), RankGridError)
 
 
 def contradicts_optimizer(c: RuleContext) -> bool:
@@ -115,7 +98,3 @@ def holds_weights(c: RuleContext) -> bool:
 
 def params_dtype(c: RuleContext) -> str:
     return c.config.params_flag
-
-
-def main_grads_dtype(c: RuleContext) -> str:
-    return sharding.main_grads_dtype(c.config.params_flag, c.config.ddp)

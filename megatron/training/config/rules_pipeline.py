@@ -101,13 +101,6 @@ def needs_ranks(c: RuleContext) -> bool:
     return row is not None and c.pipeline_model_parallel_size == 1 and not row.alone
 
 
-def takes_groups(c: RuleContext) -> bool:
-    """Whether the schedule takes groups of microbatches in turn; for others their size has no effect, a warning."""
-    row = _schedule(c)
-    by_name = c.pipeline_schedule == AUTO and c.pipeline_schedule_file is None
-    return by_name or (row is not None and row.group_size == _GROUP)
-
-
 def group_fault(c: RuleContext) -> str | None:
     """A step with fewer microbatches than interleaving takes in turn."""
     group, row = getattr(c, _GROUP), _schedule(c)

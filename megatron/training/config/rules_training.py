@@ -14,7 +14,7 @@ from megatron.core.safe_files import open_regular, read_json
 from megatron.core.transport.rank_grid import RankGridError
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import BatchScheduleError
-from megatron.training.config.resolve import CORPORA
+from megatron.training.config.resolve import grid_fault
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.values import shortened
 
@@ -28,10 +28,6 @@ _NEEDED_BY_TOKENIZER = {
     "NullTokenizer": ("vocab_size",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
 }  # all others: a model
-
-
-def grid_fault(c: RuleContext) -> str | None:
-    return refusal(c.config.grid, RankGridError)
 
 
 def expert_grid_fault(c: RuleContext) -> str | None:
@@ -104,10 +100,6 @@ def schedule_fault(c: RuleContext, which: str) -> str | None:
 
 def reads_data(c: RuleContext) -> bool:
     return c.needs_data and c.dataloader_type != "external"
-
-
-def names_corpus(c: RuleContext) -> bool:
-    return any(getattr(c, name) for name in CORPORA)
 
 
 def data_fault(c: RuleContext) -> str | None:
