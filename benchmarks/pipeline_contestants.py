@@ -43,6 +43,7 @@ from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 
 NUM_RANKS = 2
 LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP, SEED = 3e-4, 0.1, (0.9, 0.95), 1.0, 1234
@@ -144,7 +145,7 @@ class OurPipeline:
         """One of the trainer's steps; the mean loss."""
         self.iteration += 1
         batches = StepBatches(iter(self.batches), reads=self.runner.spec.reads_data(self.ps.pp_rank))
-        numbers = self.runner.train(batches, iteration=self.iteration, num_microbatches=self.count)
+        numbers = self.runner.train(batches, StepTask(self.iteration, self.count))
         total, count = numbers.reduce(self.ps).losses["lm loss"]
         divisor = float(self.count * self.ps.dp_size)
         stats = self.engine.optimizer.prepare(divisor)

@@ -46,6 +46,7 @@ from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 from tests.harness.ranks import RankContext, run_ranks
 
 BASE = "1f1b"
@@ -155,7 +156,7 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
 
     def step(iteration: int) -> None:
         drawn = StepBatches(iter(batches), reads=spec.reads_data(ps.pp_rank))
-        runner.train(drawn, iteration=iteration, num_microbatches=work.num_microbatches)
+        runner.train(drawn, StepTask(iteration, work.num_microbatches))
 
     step(1)  # buffers are allocated, routes know their shapes
     found = []

@@ -27,6 +27,7 @@ from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 from tests.harness.ranks import RankContext
 from tests.harness.reference_gpt import ReferenceConfig
 from tests.harness.tiny_models import VOCAB, tiny_batch
@@ -156,7 +157,7 @@ class Run:
         gradients complete and nothing updated."""
         batches = StepBatches(self.microbatches(step), reads=self.spec.reads_data(self.ps.pp_rank))
         batches.begin_step()
-        numbers = self.runner.train(batches, iteration=step, num_microbatches=self.num_microbatches)
+        numbers = self.runner.train(batches, StepTask(step, self.num_microbatches))
         totals = numbers.reduce(self.ps)
         divisor = totals.num_tokens if self._per_token else float(self.global_batch)
         stats = self.engine.optimizer.prepare(divisor, count_zero_grads=count_zeros)

@@ -45,6 +45,7 @@ from megatron.training.report.step_metrics import (
 from megatron.training.report.timers import Timers
 from megatron.training.run.pipeline_memory import check_validated, settled
 from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 
 
 @dataclasses.dataclass
@@ -60,8 +61,8 @@ class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
     spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. work: of all stages, what their
-    units take by formula, see `units_of_all_stages`. recorder: of the measured timeline,
-    if any. profiler: of what the schedule is solved again for, if it is to be measured.
+    units take by formula, see `units_of_all_stages`. recorder: of the measured timeline, if any. profiler: of what the
+    schedule is solved again for, if it is to be measured. validator: to be set before the first `train_and_step`.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PipelineRunner:
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
         self._channel = P2P(ps)
-        self._validator: PostValidator | None = None
+        self.validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
         self._stages: Mapping[int, Stage] = self._own_stages
@@ -104,32 +105,26 @@ class PipelineRunner:
         self.step_s = 0.0  # of the last training step, until its gradients were summed
         self._began_s = 0.0
 
-    def train(
-        self, batches: StepBatches, *, iteration: int, num_microbatches: int, reduce_gradients: bool = True
-    ) -> StepMetrics:
+    def train(self, batches: StepBatches, task: StepTask, *, reduce_gradients: bool = True) -> StepMetrics:
         """Forward and backward of every microbatch; main gradients hold the sums afterwards.
 
         With `reduce_gradients` they are summed over data parallel ranks too, complete on return; without, they stay
         this rank's own. Communicates over the pipeline and over dp_reduce.
         """
-        self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
-        step = self._begin(batches, iteration)
-        self._execute(num_microbatches, iteration, PlanPurpose.TRAIN)
+        self._engine.model.begin_step(task.num_microbatches, reduce_gradients=reduce_gradients)
+        step = self._begin(batches, task)
+        self._execute(task, PlanPurpose.TRAIN)
         numbers = self.finish_gradients() if reduce_gradients else self._named(step.numbers, True)
         self._step = None
         return numbers
 
-    def validate_by(self, validator: PostValidator) -> None:
-        """Before the first `train_and_step`."""
-        self._validator = validator
-
-    def train_and_step(self, batches: StepBatches, *, iteration: int, num_microbatches: int) -> bool:
+    def train_and_step(self, batches: StepBatches, task: StepTask) -> bool:
         """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
         owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
-        self._begin(batches, iteration)
-        keep = self._validator is not None and self._validator.pending
-        self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
-        done = self._execute(num_microbatches, iteration, PlanPurpose.TRAIN_AND_STEP)
+        self._begin(batches, task)
+        keep = self.validator is not None and self.validator.pending
+        self._engine.model.begin_step(task.num_microbatches, keep_gradients=keep)
+        done = self._execute(task, PlanPurpose.TRAIN_AND_STEP)
         self._step = None
         return done
 
@@ -143,18 +138,16 @@ class PipelineRunner:
         self.step_s = time.monotonic() - self._began_s
         return self._named(self._step.numbers, True)
 
-    def evaluate(
-        self, batches: StepBatches, numbers: StepMetrics, *, iteration: int, num_microbatches: int
-    ) -> None:
+    def evaluate(self, batches: StepBatches, numbers: StepMetrics, task: StepTask) -> None:
         """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
-        self._step = _Step(batches, iteration, numbers)
+        self._begin(batches, task, numbers)
         self._engine.model.settle_weights()  # a plan of forwards gathers only what comes and goes
         modules = [chunk.module for chunk in self._engine.chunks]
         was_training = [module.training for module in modules]
         for module in modules:
             module.eval()
         with torch.no_grad():
-            self._execute(num_microbatches, iteration, PlanPurpose.EVALUATE)
+            self._execute(task, PlanPurpose.EVALUATE)
         self._step = None
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
@@ -190,8 +183,10 @@ class PipelineRunner:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _begin(self, batches: StepBatches, iteration: int) -> _Step:
-        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
+    def _begin(self, batches: StepBatches, task: StepTask, numbers: StepMetrics | None = None) -> _Step:
+        if numbers is None:
+            numbers = StepMetrics(self._ps.device.torch_device)
+        self._step = _Step(batches, task.iteration, numbers)
         return self._step
 
     def _named(self, numbers: StepMetrics, training: bool) -> StepMetrics:
@@ -202,27 +197,26 @@ class PipelineRunner:
             numbers.agree(self._loss_names[training])
         return numbers
 
-    def _execute(self, num_microbatches: int, iteration: int, purpose: PlanPurpose) -> bool:
-        key = (num_microbatches, purpose)
+    def _execute(self, task: StepTask, purpose: PlanPurpose) -> bool:
+        key = (task.num_microbatches, purpose)
         if key not in self._executors:
-            self._executors[key] = self._executor(num_microbatches, purpose)
+            self._executors[key] = self._executor(*key)
         self._began_s = time.monotonic()
-        return self._executors[key].run(iteration)
+        return self._executors[key].run(task.iteration)
 
     def _executor(self, num_microbatches: int, purpose: PlanPurpose) -> Executor:
-        training = purpose is not PlanPurpose.EVALUATE
-        handlers: Mapping[Kind, Handler] | None = None
+        handlers: dict[Kind, Handler] = {}
         validation: Validation | None = None
         if purpose is PlanPurpose.TRAIN_AND_STEP:
-            assert self._validator is not None, "train_and_step() before validate_by()"
-            handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
-            step = handlers[Kind.STEP]
+            assert self.validator is not None, "train_and_step() without a validator"
+            validation = Validation(self.validator.decide, self._forget)
+            step = self.validator.handlers[Kind.STEP]
 
             def timed_step(op: RawOp) -> None:
                 with self._timers("optimizer", log_level=1):
                     step(op)
 
-            handlers = {**handlers, Kind.STEP: timed_step}
+            handlers = {**self.validator.handlers, Kind.STEP: timed_step}
         units = self.spec.stages_units
         return Executor(
             plan_for(self.spec, num_microbatches, purpose),
@@ -232,7 +226,7 @@ class PipelineRunner:
             self._engine.model,
             units=None if units is None else {stage: units[stage] for stage in self._own_stages},
             boundaries=self._boundaries,
-            recorder=self._recorder if training else None,
+            recorder=None if purpose is PlanPurpose.EVALUATE else self._recorder,
             handlers=handlers,
             validation=validation,
         )
