@@ -37,14 +37,12 @@ def build_param_groups(
     """One group for each kind of parameter that the buffer holds, in order of first use in the model. parameters: of
     torch's optimizer, by the layout's group."""
     groups: dict[str, ParamGroup] = {}
+    floor = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
     for meta in (buffer.param_meta[name] for name in buffer.names):
-        decoupled = meta.embedding_or_output and config.decoupled_lr is not None
-        max_lr, min_lr = config.lr, config.min_lr
-        if meta.embedding_or_output and config.decoupled_lr is not None:
-            max_lr = config.decoupled_lr
-            min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
-        wd_mult = 1.0 if meta.decay else 0.0
-        group = ParamGroup(
+        max_lr, min_lr, wd_mult = config.lr, config.min_lr, 1.0 if meta.decay else 0.0
+        if decoupled := meta.embedding_or_output and config.decoupled_lr is not None:
+            max_lr, min_lr = config.decoupled_lr or 0.0, floor
+        groups[meta.group] = ParamGroup(
             params=[],
             name=meta.group,
             lr=max_lr,
@@ -54,7 +52,6 @@ def build_param_groups(
             min_lr=min_lr,
             decoupled=decoupled,
         )
-        groups.setdefault(meta.group, group)
     for key, parameter in parameters:
         groups[key]["params"].append(parameter)
     return list(groups.values())
