@@ -88,7 +88,9 @@ class Executor:
             assert set(stages) <= set(self._units), f"units of {sorted(self._units)}, stages {sorted(stages)}"
             chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
             self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
-            table |= {kind: self._on_lane for kind in Kind if kinds.IS_DATA_PARALLEL[kind]}
+            lane = self._lane
+            on_lane = (kind for kind in Kind if kinds.IS_DATA_PARALLEL[kind])
+            table |= dict.fromkeys(on_lane, lambda placed: lane.perform(placed))
         if validation is not None:
             table[Kind.VALIDATE] = self._validate
         both = [kind.name for kind in handlers or {} if kind in table or kinds.IS_TRANSFER[kind]]
@@ -138,10 +140,6 @@ class Executor:
             stage.check_empty()
         return done
 
-    def _on_lane(self, placed: Placed) -> None:
-        assert self._lane is not None
-        self._lane.perform(placed)
-
     def _crossing(self, op: RawOp, within: Sequence[Placed]) -> Crossing | None:
         """Of a computation. within: operations in its middle."""
         if self._lane is None:
@@ -161,7 +159,7 @@ class Executor:
             start = recorder.now()
             yield step
             end = recorder.now()
-            if step.call == self._on_lane:
+            if kinds.IS_DATA_PARALLEL[self._row[step.places[0]][0]]:
                 continue  # recorded by the lane, once it is known when it was through
             spent_s = 0.0 if lane is None else lane.spent_s - lane_s
             for place in step.places:
@@ -215,11 +213,9 @@ class Executor:
         one = self._incoming.pop(key)
         if isinstance(one, Tensor):
             return one
-        if self._recorder is None:
-            tensor = one.wait()
-        else:
-            start = self._recorder.now()
-            tensor = one.wait()
+        start = 0.0 if self._recorder is None else self._recorder.now()
+        tensor = one.wait()
+        if self._recorder is not None:
             self._waited_s += self._recorder.now() - start
         if key in self._completed:
             self._channel.release(self._completed[key])
