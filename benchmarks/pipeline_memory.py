@@ -44,8 +44,8 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask
 from tests.harness.ranks import RankContext, run_ranks
 

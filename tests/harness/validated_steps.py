@@ -11,9 +11,9 @@ from megatron.training.config.config import Config
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NanPolicy
 from megatron.training.report.timers import Timers
+from megatron.training.run.data import StepBatches
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.run.validated_step import ValidatedStepRunner
 from megatron.training.state import StepTask, TrainState
 from tests.harness.layouts import Layout, Pieces, Run

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import BufferSpan
 from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup, build_param_groups
 
 # Elements: a multiple of what any CPU's vectors hold, and of the cache lines that threads share work by.
 VECTOR = 64
@@ -36,6 +35,22 @@ Batches = Iterable[tuple[Mapping[int, Tensor], bool]]
 def vector_of(device: torch.device) -> int:
     """Elements that slices are multiples of. CUDA's kernels treat all elements alike."""
     return VECTOR if device.type == "cpu" else 1
+
+
+class ParamGroup(TypedDict):
+    """One of torch's parameter groups, with what the scheduler needs to set its `lr` and `weight_decay`.
+
+    wd_mult: 1.0, or 0.0 where nothing decays. decoupled: max_lr and min_lr are --decoupled-lr's.
+    """
+
+    params: list[nn.Parameter]
+    name: str
+    lr: float
+    weight_decay: float
+    wd_mult: float
+    max_lr: float
+    min_lr: float
+    decoupled: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,3 +240,29 @@ def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, BufferSpan, int]]
         for span in arena.layout.spans_at_rest(buffer.place, cut) if arena.trained else ():
             first = arena.layout.rest_start(span.bucket, buffer.place, cut)
             yield memory_of[index, span.bucket], span, first
+
+
+def build_param_groups(
+    config: OptimizerConfig, buffer: FlatBuffer, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[ParamGroup]:
+    """One group for each kind of parameter that the buffer holds, in order of first use in the model. parameters: of
+    torch's optimizer, by the layout's group."""
+    groups: dict[str, ParamGroup] = {}
+    floor = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+    for meta in (buffer.param_meta[name] for name in buffer.names):
+        max_lr, min_lr, wd_mult = config.lr, config.min_lr, 1.0 if meta.decay else 0.0
+        if decoupled := meta.embedding_or_output and config.decoupled_lr is not None:
+            max_lr, min_lr = config.decoupled_lr or 0.0, floor
+        groups[meta.group] = ParamGroup(
+            params=[],
+            name=meta.group,
+            lr=max_lr,
+            weight_decay=config.weight_decay * wd_mult,
+            wd_mult=wd_mult,
+            max_lr=max_lr,
+            min_lr=min_lr,
+            decoupled=decoupled,
+        )
+    for key, parameter in parameters:
+        groups[key]["params"].append(parameter)
+    return list(groups.values())

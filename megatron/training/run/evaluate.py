@@ -10,10 +10,9 @@ from megatron.training.config.config import Config
 from megatron.training.config.microbatches import ends_at
 from megatron.training.report.reporter import Evaluated
 from megatron.training.report.step_metrics import StepMetrics
-from megatron.training.run.data import EvaluationSet
+from megatron.training.run.data import EvaluationSet, StepBatches
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask, TrainState
 
 

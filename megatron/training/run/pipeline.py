@@ -43,8 +43,8 @@ from megatron.training.report.step_metrics import (
     loss_to_differentiate,
 )
 from megatron.training.report.timers import Timers
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline_memory import check_validated, settled
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask
 
 

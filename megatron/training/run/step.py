@@ -22,8 +22,8 @@ from megatron.core.transport import collectives, host_data
 from megatron.training.guard.nan_policy import NonFiniteError, RerunResult, StepAction, Verdict, compare_rerun
 from megatron.training.guard.weight_check import WeightCheck, find_site, step_digest
 from megatron.training.report.step_metrics import StepMetrics, Totals
+from megatron.training.run.data import StepBatches
 from megatron.training.run.parts import RunParts
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepResult, StepTask
 
 

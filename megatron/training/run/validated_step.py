@@ -23,9 +23,9 @@ from megatron.core.pipeline_parallel.post_validation.validator import Completed,
 from megatron.training.guard.nan_policy import StepAction, Verdict
 from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.step_metrics import StepMetrics, Totals
+from megatron.training.run.data import StepBatches
 from megatron.training.run.parts import RunParts
 from megatron.training.run.step import Attempt, StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepResult, StepTask
 
 

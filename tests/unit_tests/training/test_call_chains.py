@@ -17,8 +17,8 @@ import torch
 import megatron
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.training.guard.nan_policy import NanPolicy
+from megatron.training.run.data import StepBatches
 from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask
 from tests.harness.layouts import Layout, Run
 from tests.harness.ranks import run_ranks

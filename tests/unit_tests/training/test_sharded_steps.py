@@ -16,10 +16,10 @@ from megatron.training.guard.weight_check import check_replicas
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.evaluate import evaluate
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask
 from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
 from tests.harness.ranks import RanksError, run_ranks

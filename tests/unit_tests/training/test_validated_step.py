@@ -24,9 +24,9 @@ from megatron.training.guard.weight_check import NonFiniteWeightsError
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.run.validated_step import ValidatedStepRunner
 from megatron.training.state import StepTask
 from tests.harness.gradient_faults import LARGE, Fault, Faults

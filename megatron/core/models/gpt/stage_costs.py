@@ -104,7 +104,7 @@ class ModelCosts:
         """Each of a stage's layers, without the input of the first, which the stage has."""
         one, hidden = self.layer(), self._hidden(self._sizes.residual)
         works: list[StageWork] = []
-        for first, end, recomputed in self.recomputed(count):
+        for first, end, recomputed in self.config.recompute_chunks(count):
             if recomputed:  # only the chunk's input is kept
                 again = dataclasses.replace(one, b=one.b + one.f, saved=0.0)
                 kept = dataclasses.replace(again, saved=hidden if first else 0.0)
@@ -114,17 +114,6 @@ class ModelCosts:
                 if not first and works:
                     works[0] = dataclasses.replace(one, saved=one.saved - hidden)
         return works
-
-    def recomputed(self, count: int) -> list[tuple[int, int, bool]]:
-        """(first, end, whether its activations are computed again in the backward) of runs of a stage's layers."""
-        config = self.config
-        if config.recompute_granularity != "full":
-            return [(0, count, False)]
-        step = config.recompute_num_layers or 1
-        if config.recompute_method == "block":
-            dropped = min(step, count)
-            return [(at, at + 1, True) for at in range(dropped)] + [(dropped, count, False)]
-        return [(at, min(at + step, count), True) for at in range(0, count, step)]
 
     def layer(self) -> StageWork:
         """One decoder layer."""

@@ -248,10 +248,11 @@ class Crossing:
         over = lane.came_late(stage, unit, read=read, reductions=reductions)
         if over is not None:
             before = lane.names(stage, self._accesses[self._begun - 1])
+            late = lane.names(stage, [unit])
             raise ModelError(
-                f"{op_text(self._op)}: unit {lane.names(stage, [unit])} runs after {before}, where the plan has it over:"
-                f" its {over} by then. Units must run in one order, the model's own or that of --fsdp-unit-modules:"
-                " name the module around those that run in turn, or leave this one out"
+                f"{op_text(self._op)}: unit {late} runs after {before}, where the plan has it over: "
+                f"its {over} by then. Units must run in one order, the model's own or that of --fsdp-unit-modules: "
+                "name the module around those that run in turn, or leave this one out"
             )
 
 
