@@ -246,7 +246,11 @@ def build_param_groups(
     config: OptimizerConfig, buffer: FlatBuffer, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[ParamGroup]:
     """One group for each kind of parameter that the buffer holds, in order of first use in the model. parameters: of
-    torch's optimizer, by the layout's group."""
+    torch's optimizer, by the layout's group.
+
+    Biases and 1-D parameters never decay (`ParamMeta.decay`). `--decoupled-lr` applies to the word embeddings and the
+    output layer only (`ParamMeta.embedding_or_output`), as in Megatron: learned positions have the ordinary rate.
+    """
     groups: dict[str, ParamGroup] = {}
     floor = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
     for meta in (buffer.param_meta[name] for name in buffer.names):

@@ -44,16 +44,11 @@ def schedule_lengths(
     assert (train_iters is None) != (train_samples is None), (
         f"{train_iters} iterations, {train_samples} samples"
     )
-    c, fraction = config, config.lr_warmup_fraction
-    if train_iters is None:
-        unit, decay, warmup, tail = 1, c.lr_decay_samples, c.lr_warmup_samples, c.lr_wsd_decay_samples
-    else:
-        unit, decay, warmup, tail = (
-            global_batch_size,
-            c.lr_decay_iters,
-            c.lr_warmup_iters,
-            c.lr_wsd_decay_iters,
-        )
+    counted, unit = ("samples", 1) if train_iters is None else ("iters", global_batch_size)
+    decay, warmup, tail = (
+        getattr(config, f"lr_{name}_{counted}") for name in ("decay", "warmup", "wsd_decay")
+    )
+    fraction = config.lr_warmup_fraction
     total = (train_samples or train_iters or 0) * unit
     decay = total if decay is None else decay * unit
     return ScheduleLengths(
