@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -130,12 +131,10 @@ class OurPipeline:
         set_schedule(self.engine.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
         self.profiler = Profiler(ps.device, ps.pp_group.ranks, start=2, end=2 + measured)
         self.runner = PipelineRunner(
-            config.schedule_spec,
-            ps,
+            SimpleNamespace(config=config, ps=ps, timers=Timers(0)),
             self.engine,
             _forward_step,
-            Timers(0),
-            per_token_loss=False,
+            config.schedule_spec,
             recorder=None if timeline is None else TimelineWriter(timeline, ps),
             profiler=self.profiler,
         )

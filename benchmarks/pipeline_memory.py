@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
     spec = config.schedule_spec
     engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
     heap = HeapRecorder(ctx)
-    runner = PipelineRunner(spec, ps, engine, forward_step, Timers(0), per_token_loss=False, recorder=heap)
+    session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
+    runner = PipelineRunner(session, engine, forward_step, spec, recorder=heap)
     batches = work.batches()
 
     def step(iteration: int) -> None:

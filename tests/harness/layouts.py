@@ -6,10 +6,13 @@ optimizer. Only data and loss are the tests'.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.engine import Engine
 from megatron.training.report.timers import Timers
@@ -108,6 +112,16 @@ class Trained:
     moments: Pieces
 
 
+class NoWatchdog:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def session_of(config: Config, ps: ParallelState) -> Any:
+    """What pipelines and steps take of a session, with timers that are off and nobody who watches."""
+    return SimpleNamespace(config=config, ps=ps, timers=Timers(0), watchdog=NoWatchdog())
+
+
 class Run:
     """The trainer's engine on this rank, with `layout` over all ranks of `ctx`.
 
@@ -134,12 +148,10 @@ class Run:
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
         self.runner = PipelineRunner(
-            self.spec,
-            self.ps,
+            session_of(self.config, self.ps),
             self.engine,
             forward_step,
-            Timers(0),
-            per_token_loss=self._per_token,
+            self.spec,
             work=self.spec.stages_units,
         )
         self.global_batch, self.masked = global_batch, masked

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.timers import Timers
 from megatron.training.run.data import StepBatches
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
 from megatron.training.state import StepTask, TrainState
-from tests.harness.layouts import Layout, Pieces, Run
+from tests.harness.layouts import Layout, Pieces, Run, session_of
 from tests.harness.ranks import RankContext
-
-
-class NoWatchdog:
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 def parts_of(
     config: Config, ps: ParallelState, engine: Engine, runner: PipelineRunner, policy: NanPolicy
 ) -> RunParts:
-    """What steps take of a run, with timers that are off and nobody who watches."""
-    session = SimpleNamespace(config=config, ps=ps, timers=Timers(0), watchdog=NoWatchdog())
-    return RunParts(session, engine, runner, policy, TrainState.start(config))  # type: ignore[arg-type]
+    """What steps take of a run."""
+    return RunParts(session_of(config, ps), engine, runner, policy, TrainState.start(config))
 
 
 def train_validated(

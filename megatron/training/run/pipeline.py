@@ -31,7 +31,6 @@ from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
-from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.report.session import Session
@@ -42,7 +41,6 @@ from megatron.training.report.step_metrics import (
     evaluate_loss,
     loss_to_differentiate,
 )
-from megatron.training.report.timers import Timers
 from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline_memory import check_validated, settled
 from megatron.training.state import StepTask
@@ -60,30 +58,29 @@ class _Step:
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. work: of all stages, what their
-    units take by formula, see `units_of_all_stages`. recorder: of the measured timeline, if any. profiler: of what the
-    schedule is solved again for, if it is to be measured. validator: to be set before the first `train_and_step`.
+    spec: by which steps are planned. work: of all stages, what their units take by formula, see `units_of_all_stages`.
+    recorder: of the measured timeline, if any. profiler: of what the schedule is solved again for, if it is to be
+    measured. validator: to be set before the first `train_and_step`.
     """
 
     def __init__(
         self,
-        spec: ScheduleSpec,
-        ps: ParallelState,
+        session: Session,
         engine: Engine,
         forward_step: ForwardStep,
-        timers: Timers,
+        spec: ScheduleSpec,
         *,
-        per_token_loss: bool,
         work: Sequence[StageUnits] | None = None,
         recorder: Recorder | None = None,
         profiler: Profiler | None = None,
     ) -> None:
         self.profiler = profiler
-        self._ps, self._engine, self._timers = ps, engine, timers
-        self._forward_step, self._per_token_loss = forward_step, per_token_loss
+        self._ps, self._timers, self._engine = session.ps, session.timers, engine
+        self._forward_step = forward_step
+        self._per_token_loss = session.config.model.calculate_per_token_loss
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
-        self._channel = P2P(ps)
+        self._channel = P2P(session.ps)
         self.validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
@@ -96,7 +93,7 @@ class PipelineRunner:
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
         self.spec = spec.bare
         if residency.moves:
-            units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
+            units = units_of_all_stages(engine.model, spec.local_stages(self._ps.pp_rank), work)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
@@ -279,12 +276,10 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
     runner = PipelineRunner(
-        spec,
-        session.ps,
+        session,
         engine,
         forward_step,
-        session.timers,
-        per_token_loss=session.config.model.calculate_per_token_loss,
+        spec,
         work=spec.stages_units or session.config.staged_model.work_of_units(spec),
         recorder=recorder,
         profiler=Profiler.of_run(

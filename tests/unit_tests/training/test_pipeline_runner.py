@@ -32,13 +32,13 @@ def test_closing_a_runner_closes_its_recorder():
         SimpleNamespace(chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"))),
     )
 
+    config = SimpleNamespace(model=SimpleNamespace(calculate_per_token_loss=False))
+    session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
     placement = Placement("linear", 1)
     spec = ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement))
 
     def runner(recorder):
-        return PipelineRunner(
-            spec, ps, engine, None, Timers(0), per_token_loss=False, recorder=recorder
-        ).close()
+        return PipelineRunner(session, engine, None, spec, recorder=recorder).close()
 
     runner(None)
     with pytest.raises(ClosedError):

@@ -13,7 +13,6 @@ from megatron.core.transport import shm_transport
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.weight_check import check_replicas
-from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.data import StepBatches
@@ -21,7 +20,7 @@ from megatron.training.run.evaluate import evaluate
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step import StepRunner
 from megatron.training.state import StepTask
-from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
+from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch, session_of
 from tests.harness.ranks import RanksError, run_ranks
 from tests.harness.tiny_models import VOCAB
 from tests.harness.validated_steps import parts_of
@@ -60,7 +59,7 @@ class Trainer:
             self.config, self.ps, provider or partial(build_gpt_model, self.config, self.ps)
         )
         self.runner = PipelineRunner(
-            self.config.schedule_spec, self.ps, self.engine, forward_step, Timers(0), per_token_loss=False
+            session_of(self.config, self.ps), self.engine, forward_step, self.config.schedule_spec
         )
         parts = parts_of(self.config, self.ps, self.engine, self.runner, NanPolicy(policy, 3))
         self.steps = StepRunner(parts)

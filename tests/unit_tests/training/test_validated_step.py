@@ -21,7 +21,6 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.weight_check import NonFiniteWeightsError
-from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.data import StepBatches
@@ -30,7 +29,7 @@ from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
 from megatron.training.state import StepTask
 from tests.harness.gradient_faults import LARGE, Fault, Faults
-from tests.harness.layouts import MODEL
+from tests.harness.layouts import MODEL, session_of
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import tiny_batch
 from tests.harness.validated_steps import parts_of
@@ -96,10 +95,7 @@ class Trainer:
         self.spec = spec = self.config.schedule_spec
         self.engine = build_engine(self.config, ps, partial(build_gpt_model, self.config, ps))
         self.faults = Faults(list(setting.faults))
-        per_token = self.config.model.calculate_per_token_loss
-        self.runner = PipelineRunner(
-            spec, ps, self.engine, self._forward_step, Timers(0), per_token_loss=per_token
-        )
+        self.runner = PipelineRunner(session_of(self.config, ps), self.engine, self._forward_step, spec)
         self.policy = NanPolicy(
             setting.policy, setting.max_skips, dynamic_loss_scale=self.engine.scaler.dynamic
         )
