@@ -188,20 +188,18 @@ class _WeighedStage:
     def __init__(self, stage: Stage, profiler: Profiler) -> None:
         self._stage, self._profiler = stage, profiler
         self.forward = stage.forward
-        # Bytes that BW's, B's and W's gave back.
-        self._by_bw, self._by_b, self._by_w = (deque[int](maxlen=MOST_WEIGHINGS) for _ in range(3))
+        self.clear()
 
     def clear(self) -> None:
-        for one in (self._by_bw, self._by_b, self._by_w):
-            one.clear()
+        # Bytes that BW's, B's and W's gave back.
+        self._by_bw, self._by_b, self._by_w = (deque[int](maxlen=MOST_WEIGHINGS) for _ in range(3))
 
     def sizes(self) -> tuple[int, int] | None:
         """(what F leaves, what is held of it between B and W). Where no B was seen, all is held until W."""
         if self._by_b and self._by_w:
             by_w = max(0, median(self._by_w))
             return max(0, median(self._by_b) + by_w), by_w
-        whole = max(0, median(self._by_bw)) if self._by_bw else None
-        return None if whole is None else (whole, whole)
+        return (max(0, median(self._by_bw)),) * 2 if self._by_bw else None
 
     @property
     def splits(self) -> bool:
