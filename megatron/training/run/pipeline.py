@@ -275,6 +275,17 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
+    profiler = None
+    if session.ps.pp_size > 1:  # there are messages
+        live, (start, end) = engine.memory_tracker.live, parallel.timers_window
+        profiler = Profiler(
+            session.device,
+            session.ps.pp_group.ranks,
+            start=start,
+            end=end,
+            interval=session.config.logging.log_interval,
+            transient_bytes=lambda: sum(live(kind) for kind in ("gathered", "grads", "extra")),
+        )
     runner = PipelineRunner(
         session,
         engine,
@@ -282,12 +293,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         spec,
         work=spec.stages_units or session.config.staged_model.work_of_units(spec),
         recorder=recorder,
-        profiler=Profiler.of_run(
-            session.ps,
-            parallel.timers_window,
-            session.config.logging.log_interval,
-            lambda: sum(engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")),
-        ),
+        profiler=profiler,
     )
     if recorder is not None:
         recorder.lanes, recorder.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()

@@ -84,7 +84,7 @@ def test_only_the_window_is_measured_where_measuring_waits(kind, measured):
     """On a device that queues its work, --log-interval measures nothing."""
     window = "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 5"
     config = parse_config([*launch.TINY, "--train-iters", "9", *window.split()])
-    group = SimpleNamespace(ranks=(0, 1))
-    ps = SimpleNamespace(pp_size=2, device=Device(kind), pp_group=group)
-    profiler = Profiler.of_run(ps, config.parallel.timers_window, config.logging.log_interval, lambda: 0)
+    start, end = config.parallel.timers_window
+    interval = config.logging.log_interval
+    profiler = Profiler(Device(kind), (0, 1), start=start, end=end, interval=interval)
     assert [number for number in range(3, 7) if profiler.watches(number)] == measured
