@@ -80,6 +80,7 @@ class TrainingLoop:
             raise
         finally:
             reporter.close()
+            del self._parts.data  # with it its loaders' processes end, which the interpreter would wait for
 
     def _start(self, datasets_provider: DatasetsProvider) -> None:
         """What the log says of a run first; then its checkpoint, data, and who reports."""

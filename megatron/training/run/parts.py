@@ -16,7 +16,8 @@ from megatron.training.state import TrainState
 
 @dataclasses.dataclass
 class RunParts:
-    """One on every rank. reporter and data are there once the run's checkpoint is loaded."""
+    """One on every rank. reporter and data are there once the run's checkpoint is loaded, data until the
+    loop ends."""
 
     session: Session
     engine: Engine
