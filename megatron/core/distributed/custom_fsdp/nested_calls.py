@@ -22,8 +22,7 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
-from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS
+from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS, ShownShards
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
@@ -52,7 +51,7 @@ class InnerCalls:
             )
         known = [driver.shards for driver in self.drivers.values()]
         for own in (one.__dict__["_parameters"] for one in module.modules()):
-            if isinstance(own, OwnParameters) and not any(own.view is one for one in (None, *known)):
+            if isinstance(own, ShownShards) and own.shards not in known:
                 raise ModelError(
                     f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard from "
                     "the inside out: each layer, then the model"
