@@ -24,8 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
-from megatron.core.distributed.buffer_maker import Reading, as_they_are
+from megatron.core.distributed.bucket_memory import ArenaGroups, Reading, as_they_are, num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline

@@ -10,7 +10,7 @@ weights are sharded):
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
-on (`buffer_maker`): where a buffer is unsharded these are the buffer at rest, where it is sharded they are transient,
+on: where a buffer is unsharded these are the buffer at rest, where it is sharded they are transient,
 and whoever gathers or frees them gives their storage memory or takes it away.
 
 A parameter with several uses (tied embeddings) has one accumulator a use: the first is its slot in the full gradients,
@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed import bucket_memory
 from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMemory, num_bytes, trained
-from megatron.core.distributed.buffer_maker import BufferMaker, NewFull, Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
 from megatron.core.distributed.transient_memory import own_storage, with_memory
@@ -64,8 +64,8 @@ class FlatBuffer:
         device: torch.device,
         stages: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
-        new_full: NewFull = own_storage,
-        reading: Reading = as_they_are,
+        new_full: bucket_memory.NewFull = own_storage,
+        reading: bucket_memory.Reading = bucket_memory.as_they_are,
         placement: Placement = "flat",
         groups: ArenaGroups | None = None,
         tracker: MemoryTracker | None = None,
@@ -89,16 +89,14 @@ class FlatBuffer:
             by_unit=units is not None,
             placement=placement,
         )
-        made = BufferMaker(parameters, self.param_meta, config, sharding, place, device, new_full, reading)
+        made = bucket_memory.BufferMaker(
+            parameters, self.param_meta, config, sharding, place, device, new_full, reading
+        )
         made.make(layouts, groups)
         self.arenas, self.buckets = tuple(made.arenas), tuple(made.buckets)
         self._bucket_of = {name: memory for memory in self.buckets for name in memory.bucket.names}
-        self._flat_grads, self._shapes, self._weights, self._grads = (
-            made.flat_grads,
-            made.shapes,
-            made.weights,
-            made.grads,
-        )
+        self._flat_grads, self._shapes = made.flat_grads, made.shapes
+        self._weights, self._grads = made.weights, made.grads
         self.extra_grads = made.extra_grads  # key of a further use -> its accumulator, 1-D
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()

@@ -142,6 +142,17 @@ class FlatLayout:
         """Where that part begins in the buffer at rest."""
         return self.buckets[bucket].start // self._ways(place, cut)
 
+    def bucket_at_rest(self, bucket: Bucket, place: ShardPlace, cut: ShardOver) -> slice:
+        """Where this rank's part of a bucket is in the buffer at rest."""
+        start = self.rest_start(bucket.index, place, cut)
+        return slice(start, start + bucket.numel // self._ways(place, cut))
+
+    def inner_part(self, bucket: Bucket, place: ShardPlace, cut: ShardOver, finer: ShardOver) -> slice:
+        """Where this rank's part by the finer cut is in its part of a bucket."""
+        outside, _ = self.shard(bucket.index, place, cut)
+        start, end = self.shard(bucket.index, place, finer)
+        return slice(start - outside, end - outside)
+
     def part_of(self, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
         """Elements [start, end) *of the parameter* that lie in this rank's part; may be empty."""
         slot = self.by_name[name]

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.buffer_maker import Reading, as_they_are
+from megatron.core.distributed.bucket_memory import Reading, as_they_are
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.reshard_policy import UnitFacts, UnitPolicy, check_policy, policies
 from megatron.core.distributed.custom_fsdp.run_order import ReductionOrder
