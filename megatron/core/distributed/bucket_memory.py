@@ -130,8 +130,8 @@ def num_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def bucket_name(arena: int, bucket: Bucket) -> str:
-    """Its units; its number where the model has none."""
-    return "+".join(unit for unit in bucket.units if unit) or f"bucket {arena}.{bucket.index}"
+    """Its unit; its number where the model has none."""
+    return bucket.unit or f"bucket {arena}.{bucket.index}"
 
 
 def main_grad_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:

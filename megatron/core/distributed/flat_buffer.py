@@ -44,8 +44,8 @@ class FlatBuffer:
 
     parameters: by global name, in the order of the model. stages: name -> global pipeline stage (0 where left out);
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
-    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
-    (config's sizes of buckets have no effect); None: buckets by size.
+    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket (config's
+    sizes of buckets have no effect); None: all are one.
     new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
     reduces; None where nobody does. tracker: is told of weights that are rounded for checkpoints.
 
@@ -84,9 +84,6 @@ class FlatBuffer:
                 if p.requires_grad or sharding.weights is not ShardOver.NONE
             ],
             place.dp_size,
-            bucket_size=config.ddp_bucket_size if units is None else None,
-            num_buckets=config.ddp_num_buckets if units is None else None,
-            by_unit=units is not None,
             placement=placement,
         )
         made = bucket_memory.BufferMaker(
@@ -103,7 +100,7 @@ class FlatBuffer:
 
     def buckets_of_unit(self, unit: str) -> tuple[BucketMemory, ...]:
         """The buckets that hold parameters of a unit, trained and frozen."""
-        return tuple(memory for memory in self.buckets if unit in memory.bucket.units)
+        return tuple(memory for memory in self.buckets if memory.bucket.unit == unit)
 
     def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
         """Buckets by who communicates about them."""

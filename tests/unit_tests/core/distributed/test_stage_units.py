@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from megatron.core.distributed.stage_units import find_units_of
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, merged_groups
 from megatron.core.pipeline_parallel.plan.held.units import UnitCosts
 from tests.harness.tiny_models import tiny_config, tiny_stage
 
@@ -193,3 +196,14 @@ def test_units_of_two_chunks_are_not_merged():
         "decoder.layers.0..decoder.layers.1",
         "decoder.layers.2..head",
     ]
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
+def test_merged_units_are_no_larger_than_it_takes_to_reach_the_size(numel, limit):
+    forward = tuple((unit,) for unit in range(len(numel)))
+    groups = merged_groups([ChunkUnits(forward, forward[::-1])], numel, limit)
+    assert sorted(unit for group in groups for unit in group) == list(range(len(numel)))
+    for group in groups:  # gradients come in the reverse order
+        assert sum(numel[unit] for unit in group[1:]) < limit
+        assert group[0] == 0 or sum(numel[unit] for unit in group) >= limit

@@ -79,10 +79,9 @@ def laid_out(chunks, found):
         for name, p in parameters.items()
     ]
     sizes = dict.fromkeys((unit.name for unit in found.units), 0)
-    for layout in plan_layouts(specs, RANKS, by_unit=True):
+    for layout in plan_layouts(specs, RANKS):
         for bucket in layout.buckets:
-            (unit,) = bucket.units
-            sizes[unit] += bucket.numel
+            sizes[bucket.unit] += bucket.numel
     return sizes
 
 
