@@ -227,12 +227,13 @@ class BufferMaker:
         rest = None if arena.gathers_from_main else arena.weights[layout.bucket_at_rest(bucket, place, cut)]
         whole = self.new_full("weights", name, bucket.numel, dtype, self.device) if is_sharded else rest
         assert whole is not None, "nothing is gathered"
-        with with_memory(whole), self.reading([self.parameters[param] for param in bucket.names]):
+        with with_memory(whole):
             weights = whole[mine] if rest is None else rest
-            trained = self._trained(arena, bucket, name, weights) if arena.trained else {}
-            memory = BucketMemory(
-                index, bucket, arena.trained, weights, whole, arena.gathers_from_main, **trained
-            )
+        trained = self._trained(arena, bucket, name, weights) if arena.trained else {}
+        memory = BucketMemory(
+            index, bucket, arena.trained, weights, whole, arena.gathers_from_main, **trained
+        )
+        with with_memory(whole), self.reading([self.parameters[param] for param in bucket.names]):
             if is_sharded:
                 whole.zero_()
             views = self._views(arena, bucket, whole)
@@ -255,7 +256,9 @@ class BufferMaker:
         for param in bucket.names:
             for key in self.param_meta[param].grad_keys[1:]:
                 self._add_extra(key, param, name, full_grads.dtype)
-        optimizer_weights = weights[layout.inner_part(bucket, place, cuts.weights, cuts.optimizer)]
+        optimizer_weights = weights  # where the main ones alone rest, both are cut alike
+        if not arena.gathers_from_main:
+            optimizer_weights = weights[layout.inner_part(bucket, place, cuts.weights, cuts.optimizer)]
         own, rest = arena.own_main_weights, layout.bucket_at_rest(bucket, place, cuts.optimizer)
         return {
             "main_weights": optimizer_weights if own is None else own[rest],
