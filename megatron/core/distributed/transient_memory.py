@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 
-CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the memory tracker, by role
+# Of the memory tracker, by role.
+CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra", "rest": "main_grads"}
 
 
 def own_storage(role: str, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,8 +43,7 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class AllocatedMemory:
-    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library. Roles are "weights",
-    "grads" and "extra"."""
+    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library. Roles: see `CATEGORY`."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
@@ -171,31 +171,24 @@ class RestingGrads:
     """
 
     def __init__(self, unit: str, grads: Iterable[Tensor], tracker: MemoryTracker) -> None:
-        self._unit = unit
-        self._storages = [tensor.untyped_storage() for tensor in grads]
-        self._bytes = [storage.nbytes() for storage in self._storages]
-        self._tracker = tracker
+        self._unit, self._grads, self._memory = unit, tuple(grads), AllocatedMemory(tracker)
         self._views: list[int] | None = None  # references to each storage when the first step began
         self._held = True
-        tracker.hold("main_grads", unit, sum(self._bytes))
+        tracker.hold("main_grads", unit, sum(grad.nbytes for grad in self._grads))
 
     def release(self) -> None:
         """What they hold is of no more use."""
+        storages = [grad.untyped_storage() for grad in self._grads]
         # How many tensors share each storage (torch keeps no public word for it).
-        views = [int(torch._C._storage_Use_Count(storage._cdata)) for storage in self._storages]
-        if self._views is None:
-            self._views = views
-        pinned = not all(storage.resizable() for storage in self._storages)
+        views = [int(torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
+        self._views = views if self._views is None else self._views
+        pinned = not all(storage.resizable() for storage in storages)
         if self._held and not pinned and all(now <= old for now, old in zip(views, self._views, strict=True)):
-            for storage in self._storages:
-                storage.resize_(0)
-            self._tracker.free("main_grads", self._unit, sum(self._bytes))
+            self._memory.release("rest", self._unit, self._grads)
             self._held = False
 
     def hold(self) -> None:
         """They have memory on return; their values are anything."""
         if not self._held:
-            for storage, num_bytes in zip(self._storages, self._bytes, strict=True):
-                storage.resize_(num_bytes)
-            self._tracker.hold("main_grads", self._unit, sum(self._bytes))
+            self._memory.acquire("rest", self._unit, self._grads)
             self._held = True

@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.dist_checkpointing import state_pieces
 from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
-from megatron.core.distributed.custom_fsdp.hooks import in_backward
-from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
+from megatron.core.distributed.custom_fsdp.hooks import OwnParameters, in_backward
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
