@@ -32,11 +32,7 @@ from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
 from megatron.core.distributed.sharding import debug_in_slots, residency_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.distributed.transient_memory import (
-    AllocatedMemory,
-    DoubleBuffer,
-    plan_slots,
-)
+from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.model_chunks import ModelChunks
 from megatron.core.module import MegatronModule, ModelError, ModelUnit

@@ -61,11 +61,7 @@ def connect(
 
 
 def _autograd_hook(
-    name: str,
-    main_grad: Tensor,
-    listener: GradListener,
-    scale: float,
-    sinks: Sequence[WeightGradAccumulator],
+    name: str, main_grad: Tensor, listener: GradListener, scale: float, sinks: Sequence[WeightGradAccumulator]
 ) -> Callable[[Tensor], None]:
     """sinks: of the chunks that use the parameter; the one whose B is under way files the gradient for W."""
     heard = weakref.ref(listener)  # see [Note: hooks of parameters]
