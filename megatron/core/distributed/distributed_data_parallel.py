@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
 from megatron.core.distributed.bucket_memory import ArenaGroups, Reading, as_they_are, num_bytes
@@ -107,10 +106,7 @@ class DistributedDataParallel(GradSync):
         order = units.backward_order
         self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
-        self._hooks: list[RemovableHandle] = []
-        self._reports = connect(
-            own, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
-        )
+        self._hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
         self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
         held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit

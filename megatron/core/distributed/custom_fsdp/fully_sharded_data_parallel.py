@@ -81,9 +81,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
         found = find_units(modules, ModelChunks(modules).parameters, declared_units(modules), unit_modules)
         forwards = [tuple((unit,) for unit in forward_order([module], found)) for module in modules]
         accesses = EngineUnits(found, tuple(ChunkUnits(forward, forward[::-1]) for forward in forwards))
-        super().__init__(modules, ps, config, units=accesses, reading=reading)
         self._forward_order = [unit for (unit,) in itertools.chain(*forwards)]
-        self.driver = self._new_driver()
+        super().__init__(modules, ps, config, units=accesses, reading=reading)
         if sharded or config.overlap_param_gather:
             self._hooks += UnitHooks(modules, self.units, self.driver, backward=sharded).handles
 
@@ -92,7 +91,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
         return self.chunks[0](*args, **kwargs)
 
-    def _new_driver(self) -> UnitDriver:
+    def _grad_listener(self) -> GradListener:
         frees, forward, config = self.sharding.weights is not ShardOver.NONE, self._forward_order, self.config
         numel = [
             sum(bucket.bucket.numel for bucket in self.buffer.buckets_of_unit(unit.name))
@@ -106,11 +105,11 @@ class FullyShardedDataParallel(DistributedDataParallel):
         # microbatch tell that backward is through these.
         frozen = set(self.buffer.frozen)
         told = [one for one in self.units if not (one.lasts or one.nests) and frozen.isdisjoint(one.names)]
-        return UnitDriver(
+        self.driver = UnitDriver(
             self.units,
             self.gathers,
             self.reductions,
-            ReductionOrder([unit.keys for unit in self.reductions.units], self._reports, registered),
+            ReductionOrder([unit.keys for unit in self.reductions.units], registered),
             overlap=overlap or self.sharding.main_grads is not ShardOver.NONE,
             numel=numel,
             bound=math.ceil(2 * sum(numel) / max(1, len(numel))) if bound is None else bound,
@@ -118,6 +117,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
             frees=frees,
             passed_by_gradients=frozenset(unit.index for unit in told),
         )
+        return self.driver
 
     # A step ---------------------------------------------------------------------------------------------
 
@@ -126,15 +126,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
         super().begin_step(1 if num_microbatches is None else num_microbatches, **how)
         calls = None if num_microbatches is None else num_microbatches * len(self.chunks)
         self.driver.begin_step(calls, self._policies(num_microbatches or 1))
-
-    def _grad_listener(self) -> GradListener:
-        return self  # the driver is made behind what is connected
-
-    def grad_begins(self, key: str) -> bool:
-        return self.driver.grad_begins(key)
-
-    def grad_ready(self, key: str, microbatch: int) -> None:
-        self.driver.grad_ready(key, microbatch)
 
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""

@@ -116,13 +116,6 @@ class InnerCalls:
                 inside.enter_context(engine.gathered([unit]))
             yield
 
-    def hand_over(self, driver: StepDriver) -> None:
-        """From here on `driver` drives the modules of the calls inside."""
-        for inner in self.drivers.values():
-            for module in inner.module.modules():
-                if DRIVER in module.__dict__:
-                    module.__dict__[DRIVER] = driver
-
 
 def refuse_optimizers(module: nn.Module) -> None:
     """Raises ModelError where an optimizer has parameters of a module that is about to be sharded."""

@@ -10,7 +10,7 @@ gradients longer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 class RunOrder:
@@ -82,16 +82,13 @@ class RunOrder:
 class ReductionOrder:
     """Counts a microbatch's gradients, and says which units are reduced: see [Note: order of reductions].
 
-    keys: of each unit's gradients. reports: how often each key is reported in a microbatch. registered: the units in
-    the order of registration, for an order of reductions that does not depend on the run; None: that of the run. late:
-    units that are reduced with a step's last microbatch only; held_back: all of them are. is_last: this microbatch is
-    the step's last.
+    keys: of each unit's gradients, each reported once a microbatch. registered: the units in the order of registration,
+    for an order of reductions that does not depend on the run; None: that of the run. late: units that are reduced with
+    a step's last microbatch only; held_back: all of them are. is_last: this microbatch is the step's last.
     """
 
-    def __init__(
-        self, keys: Sequence[Collection[str]], reports: Mapping[str, int], registered: Sequence[int] | None
-    ) -> None:
-        self._keys, self._reports = keys, reports
+    def __init__(self, keys: Sequence[Collection[str]], registered: Sequence[int] | None) -> None:
+        self._keys = keys
         self._unit_of = {key: unit for unit, own in enumerate(keys) for key in own}
         self._registered = dict.fromkeys(registered or ())
         self._reached: dict[int, None] = {}  # units by first forward of the microbatch
@@ -106,8 +103,7 @@ class ReductionOrder:
         self._order: list[int] | None = None
         self._begun = 0  # of the order
         self._completed: set[int] = set()
-        self._missing = dict(self._reports)
-        self._open_keys = [len(own) for own in self._keys]
+        self._missing = [set(own) for own in self._keys]
 
     def forward_reached(self, unit: int) -> None:
         """The forward of this microbatch has reached a unit (again, perhaps)."""
@@ -118,16 +114,13 @@ class ReductionOrder:
     def too_late(self, key: str) -> int | None:
         """The key's unit, where no more gradients of it were to come."""
         unit = self._unit_of[key]
-        return unit if self._missing[key] == 0 or unit in self._in_order()[: self._begun] else None
+        return unit if key not in self._missing[unit] or unit in self._in_order()[: self._begun] else None
 
     def contributed(self, key: str) -> int | None:
         """A contribution is complete. The unit, if it was the last one of it."""
-        self._missing[key] -= 1
-        if self._missing[key] != 0:
-            return None
         unit = self._unit_of[key]
-        self._open_keys[unit] -= 1
-        return unit if self._open_keys[unit] == 0 else None
+        self._missing[unit].discard(key)
+        return None if self._missing[unit] else unit
 
     def complete(self, units: Collection[int]) -> list[int]:
         """What of these has not come by now does not come in this microbatch. The units to be reduced now, in order."""
