@@ -62,7 +62,7 @@ class UnitDriver:
         self.on_gradient: Callable[[], None] | None = None
         self.on_backward: Callable[[], None] | None = None
         self._left: int | None = None  # microbatches of the step; None where nobody has said how many
-        self._training = self._evaluating = False
+        self._training = False
         self._keep = (Keep.NOTHING,) * len(units)  # for how long each unit stays gathered
         self._for: dict[int, _For] = {}  # of all that is gathered
         self._orders = {True: RunOrder(), False: RunOrder()}  # training or not
@@ -166,7 +166,7 @@ class UnitDriver:
         Its units may find their slots of a double buffer taken: by an earlier forward that waits for its backward, or
         that ended with an error. They take these.
         """
-        self._training, self._evaluating = training, not training
+        self._training = training
         if self._is_open and any(self._gathers.is_blocked(unit) for unit in range(len(self._units))):
             self._free_all(lambda unit: self._keep[unit] is not Keep.STEP)
         self.order = self._orders[training]
@@ -176,7 +176,6 @@ class UnitDriver:
 
     def end_forward(self, *, training: bool) -> None:
         """Of a forward without backward nothing stays gathered but what training held before it."""
-        self._evaluating = False
         if not training:
             held, self._training_holds = self._training_holds or set(), None
             self._free_all(lambda unit: unit not in held)
@@ -184,7 +183,7 @@ class UnitDriver:
                 self.order = self._orders[True]
 
     def enter_forward(self, unit: int, *, recomputing: bool) -> None:
-        if not recomputing and not self._evaluating:
+        if not recomputing and self._training_holds is None:
             self._to_reduce.forward_reached(unit)
         self._need(unit)
 
