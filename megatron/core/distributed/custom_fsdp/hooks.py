@@ -59,10 +59,11 @@ class UnitHooks:
         # stay): their input tensors, and the versions of these when they began.
         self._runs: list[tuple[list[Tensor], list[int]]] = []
         self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
-        self._calls = _CallsOf(weakref.WeakSet)
-        self._sources = _CallsOf(weakref.WeakSet)  # see [Note: sources]
+        self._calls = _CallsOf(weakref.WeakSet)  # that are not passed
         self._readers = _CallsOf(weakref.WeakSet)  # forwards that have read a unit, as calls
-        self._entered: dict[int, _Call] = {}  # sources whose forward is under way, by module
+        self._sources: dict[
+            int, _Call
+        ] = {}  # of those whose forward is under way, by module; see [Note: sources]
         self._in_chunk = False  # a chunk's forward is under way
         self._reads = ParameterReads(units, self._read)
         self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
@@ -81,7 +82,7 @@ class UnitHooks:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._runs.clear()  # of a forward that ended with an error
-            self._entered.clear()
+            self._sources.clear()
             self._read_units.clear()
             for ran in self._ran.values():
                 ran.clear()
@@ -141,7 +142,7 @@ class UnitHooks:
                     "new tensors, because its input's gradient tells when its backward is over: use the operation that "
                     "is not in place"
                 )
-            source = self._entered.pop(id(module), None)
+            source = self._sources.pop(id(module), None)
             if self._backward and torch.is_grad_enabled():
                 self._watch_outputs(unit, output, source)
             if not (recomputing or self._runs or self._in_chunk):  # a unit called without the whole
@@ -158,18 +159,17 @@ class UnitHooks:
         """A module may run several times: the unit is passed once all of its calls are. See [Note: sources]."""
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
         call, calls = _Call(), self._calls[unit.index]
-        if not inputs or any(tensor.is_leaf for tensor in inputs):
-            self._entered[id(module)] = call
-            self._sources[unit.index].add(call)
-            return
         calls.add(call)
+        if not inputs or any(tensor.is_leaf for tensor in inputs):
+            self._sources[id(module)] = call
+            return
 
         def through(_: Any) -> None:
             if torch.is_grad_enabled():  # create_graph=True
                 return
             calls.discard(call)
             if not self._readers[unit.index]:
-                self._driver.passed(unit.index, last=not calls and not self._sources[unit.index])
+                self._driver.passed(unit.index, last=not calls)
 
         if len(inputs) == 1:
             inputs[0].register_hook(through)
