@@ -10,8 +10,8 @@ weights are sharded):
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
-on: where a buffer is unsharded these are the buffer at rest, where it is sharded they are transient,
-and whoever gathers or frees them gives their storage memory or takes it away.
+on (`bucket_memory`): where a buffer is sharded, whoever gathers or frees these gives their storage memory or takes it
+away.
 
 A parameter with several uses (tied embeddings) has one accumulator a use: the first is its slot in the full gradients,
 the others live outside the layout, and whoever reduces adds them to it. Where weights are unsharded, frozen

@@ -60,9 +60,11 @@ class RunOrder:
         There it ends, because that unit is freed between its two uses: were a later one gathered ahead across it, the
         unit would be demanded while the later one is held, and no bound on what is gathered would hold.
         """
+        if not self.follows:
+            return
         demands = self._demands or []
         seen = set(demands[-1:])
-        for unit in self.recorded[len(demands) :] + self.recorded * self._repeats if self.follows else ():
+        for unit in self.recorded[len(demands) :] + self.recorded * self._repeats:
             if unit in seen:
                 return
             seen.add(unit)
