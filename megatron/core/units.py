@@ -89,9 +89,7 @@ def find_units(
                 lasts=spans or len(set(between)) > 1,
             )
         )
-    inside = [
-        set(_registered(unit.modules, units)) - {unit.index} for unit in units
-    ]  # units in others' modules
+    inside = [set(_registered(unit.modules, units)) - {unit.index} for unit in units]
     nested = {inner for unit in units if not unit.lasts for inner in inside[unit.index]}
     return tuple(
         dataclasses.replace(unit, nests=bool(inside[unit.index]), nested=unit.index in nested)

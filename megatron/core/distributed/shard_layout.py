@@ -164,10 +164,9 @@ class FlatLayout:
         """Elements [start, end) of the buffer at rest where these are."""
         slot = self.by_name[name]
         low, high = self.part_of(name, place, cut)
-        rest, (first, _) = self.rest_start(slot.bucket, place, cut), self.shard(slot.bucket, place, cut)
-        start = (
-            rest if low == high else slot.start + low - first + rest
-        )  # nowhere: before or behind this rank's part
+        start = self.rest_start(slot.bucket, place, cut)
+        if low < high:  # else it is before or behind this rank's part
+            start += slot.start + low - self.shard(slot.bucket, place, cut)[0]
         return start, start + high - low
 
     def spans_at_rest(self, place: ShardPlace, cut: ShardOver) -> tuple[BufferSpan, ...]:

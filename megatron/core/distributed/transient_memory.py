@@ -9,6 +9,7 @@ reads freed memory; `released_tensors.py` finds those.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.module import ModelError
 
 # Of the memory tracker, by role.
 CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra", "rest": "main_grads"}
+_BOUNDARY = 256  # bytes; where a tensor in a slot begins: any kernel is content with it
 
 
 def own_storage(role: str, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -100,9 +102,7 @@ class DoubleBuffer(AllocatedMemory):
             return super().new(role, unit, numel, dtype, device)
         if slot not in self._storages:
             self._storages[slot] = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        start = (
-            -(-self._used_bytes.get((role, unit), 0) // 256) * 256
-        )  # a boundary that any kernel is content with
+        start = math.ceil(self._used_bytes.get((role, unit), 0) / _BOUNDARY) * _BOUNDARY
         end = start + numel * dtype.itemsize
         self._used_bytes[role, unit] = end
         self._slot_bytes[slot] = max(self._slot_bytes.get(slot, 0), end)
@@ -121,9 +121,7 @@ class DoubleBuffer(AllocatedMemory):
             super().acquire(role, unit, tensors)
             return
         other = self._held_by.setdefault(slot, unit)
-        if (
-            other != unit
-        ):  # parameters and accumulators are views of the slot: there is no other memory for them
+        if other != unit:  # parameters and accumulators are views of the slot, and of no other
             raise ModelError(
                 f"--fsdp-double-buffer: unit {unit!r} needs its slot for {CATEGORY[role]} {role} while unit {other!r} "
                 "still uses it: units take the slots in turns, in the order in which they are registered, and these "

@@ -61,17 +61,15 @@ class UnitHooks:
         self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
         self._calls = _CallsOf(weakref.WeakSet)  # that are not passed
         self._readers = _CallsOf(weakref.WeakSet)  # forwards that have read a unit, as calls
-        self._sources: dict[
-            int, _Call
-        ] = {}  # of those whose forward is under way, by module; see [Note: sources]
+        self._sources: dict[int, _Call] = {}  # under way, by module; see [Note: sources]
         self._in_chunk = False  # a chunk's forward is under way
         self._reads = ParameterReads(units, self._read)
         self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
         self.handles = [chunk.register_forward_pre_hook(self._begin_forward) for chunk in chunks]
         for module, unit in ((module, one) for one in units for module in one.modules):
             self.handles += [
-                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True),
-                module.register_forward_hook(self._leave(unit), with_kwargs=True),
+                module.register_forward_pre_hook(functools.partial(self._enter, unit), with_kwargs=True),
+                module.register_forward_hook(functools.partial(self._leave, unit), with_kwargs=True),
             ]
         for chunk in chunks:
             self.handles += [
@@ -117,43 +115,37 @@ class UnitHooks:
                 self._watch_outputs(unit, output, reader)
         self._read_units.clear()
 
-    def _enter(self, unit: Unit) -> Any:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recomputing = in_backward()
-            self._reads.called(module)
-            self._driver.enter_forward(unit.index, recomputing=recomputing)
-            graph = self._backward and torch.is_grad_enabled()
-            inputs = list(tensors_in((args, kwargs))) if graph else []
-            if not recomputing:
-                tracked = [tensor for tensor in inputs if not tensor.is_inference()]
-                self._runs.append((tracked, [tensor._version for tensor in tracked]))
-            if graph:
-                self._watch_inputs(unit, module, inputs)
+    def _enter(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recomputing = in_backward()
+        self._reads.called(module)
+        self._driver.enter_forward(unit.index, recomputing=recomputing)
+        graph = self._backward and torch.is_grad_enabled()
+        inputs = list(tensors_in((args, kwargs))) if graph else []
+        if not recomputing:
+            tracked = [tensor for tensor in inputs if not tensor.is_inference()]
+            self._runs.append((tracked, [tensor._version for tensor in tracked]))
+        if graph:
+            self._watch_inputs(unit, module, inputs)
 
-        return enter
-
-    def _leave(self, unit: Unit) -> Any:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            recomputing = in_backward()
-            inputs, versions = ([], []) if recomputing else self._runs.pop()
-            if [tensor._version for tensor in inputs] != versions:
-                raise ModelError(
-                    f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
-                    "new tensors, because its input's gradient tells when its backward is over: use the operation that "
-                    "is not in place"
-                )
-            source = self._sources.pop(id(module), None)
-            if self._backward and torch.is_grad_enabled():
-                self._watch_outputs(unit, output, source)
-            if not (recomputing or self._runs or self._in_chunk):  # a unit called without the whole
-                self._watch_read(output)
-            ran = self._ran[unit.index]
-            ran.add(id(module))
-            if len(ran) == len(unit.modules):
-                ran.clear()
-                self._driver.leave_forward(unit.index, recomputing=recomputing)
-
-        return leave
+    def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recomputing = in_backward()
+        inputs, versions = ([], []) if recomputing else self._runs.pop()
+        if [tensor._version for tensor in inputs] != versions:
+            raise ModelError(
+                f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
+                "new tensors, because its input's gradient tells when its backward is over: use the operation that "
+                "is not in place"
+            )
+        source = self._sources.pop(id(module), None)
+        if self._backward and torch.is_grad_enabled():
+            self._watch_outputs(unit, output, source)
+        if not (recomputing or self._runs or self._in_chunk):  # a unit called without the whole
+            self._watch_read(output)
+        ran = self._ran[unit.index]
+        ran.add(id(module))
+        if len(ran) == len(unit.modules):
+            ran.clear()
+            self._driver.leave_forward(unit.index, recomputing=recomputing)
 
     def _watch_inputs(self, unit: Unit, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         """A module may run several times: the unit is passed once all of its calls are. See [Note: sources]."""
