@@ -112,7 +112,7 @@ class DistributedDataParallel(GradSync):
         held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit
         self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
-            watch_released(self, self.buffer, self.units)
+            watch_released(self, self.buffer)
 
     # The model ------------------------------------------------------------------------------------------
 
