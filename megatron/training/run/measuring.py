@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
+from megatron.training.report.reporter import check_same_plan
 from megatron.training.run.build import refuse_unsplittable
 from megatron.training.run.parts import RunParts
 from megatron.training.state import StepTask
