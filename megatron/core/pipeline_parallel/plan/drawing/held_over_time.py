@@ -1,13 +1,15 @@
-"""What a rank holds over the time of a simulation: the walk over its row, on the simulation's clock."""
+"""What ranks hold over the time of a simulation: the walk over each row, on the simulation's clock."""
 
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
-from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.timeline import execute
+
+Moments = list[tuple[float, Held]]  # from each of these times on
 
 
 def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
@@ -28,34 +30,35 @@ def activation_text(simulation: Simulation, size: float) -> str:
     return size_text(size, "bytes" if counts_bytes(simulation) else "")
 
 
-def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]]:
-    """From each of these times on, what the rank holds beside its states at rest. A plan without gathers and reductions
-    has activations alone, one with them has activations where all is counted in bytes, else none."""
+def held_over_time(simulation: Simulation) -> list[Moments]:
+    """By rank what it holds beside its states at rest. A plan without gathers and reductions has activations alone, one
+    with them has activations where all is counted in bytes, else none."""
+    if not simulation.timeline.lanes:
+        return [_activations(simulation, rank) for rank in range(len(simulation.plan.rows))]
+    plan, costs, found = simulation.plan, simulation.costs, []
+    lanes = execute(plan, costs, simulation.timeline.lanes[0].lanes, accesses=True).lanes
+    counted = costs if counts_bytes(simulation) else None
+    for rank, (row, lane) in enumerate(zip(plan.rows, lanes, strict=True)):
+        asked, forward_only = lane.lanes.residency, plan.forward_only
+        walk = walk_row(row, lane.units, asked, counted, forward_only=forward_only, boundaries=True)
+        *held, last = walk.boundaries
+        known = [
+            (lane.moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one)
+            for one in held
+        ]
+        clock = max([simulation.timeline.end(rank), *(at for at, _ in known[-1:])])
+        found.append([*known, (clock, last)])
+    return found
+
+
+def _activations(simulation: Simulation, rank: int) -> Moments:
     plan, costs, timeline = simulation.plan, simulation.costs, simulation.timeline
-    row, starts = plan.rows[rank], timeline.starts[rank]
-    clock = 0.0
-    if not timeline.lanes:
-        found, durations = [], costs.durations()
-        for place, during, after in activations(row, costs, forward_only=plan.forward_only):
-            op, clock = row[place], max(clock, starts[place])
-            found.append((clock, Held(place, 0, 0, 0, 0, during)))
-            end = timeline.ends[rank][place]
-            # Of an overlapped pair both end where the second does.
-            clock = min(end, clock + durations[op[0]][op[1]]) if op[7] >= 0 else end
-            found.append((clock, Held(place, -1, 0, 0, 0, after)))
-        return found
-    lane = timeline.lanes[rank]
-    again = LaneClock(lane.units, lane.lanes, lane.durations, clock)
-    moments = again.moments = {}
-    for place, op in enumerate(row):
-        if IS_DATA_PARALLEL[op[0]]:
-            clock = again.issue(place, op, clock)
-            continue
-        clock = max(clock, starts[place])
-        if IS_COMPUTE[op[0]]:
-            clock = moments[place, -1] = again.compute(place, op, clock)
-    counted, asked = costs if counts_bytes(simulation) else None, lane.lanes.residency
-    walk = walk_row(row, lane.units, asked, counted, forward_only=plan.forward_only, boundaries=True)
-    *held, last = walk.boundaries
-    known = [(moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one) for one in held]
-    return [*known, (max(clock, lane.free), last)]
+    row, durations, found, clock = plan.rows[rank], costs.durations(), [], 0.0
+    for place, during, after in activations(row, costs, forward_only=plan.forward_only):
+        op, clock = row[place], max(clock, timeline.starts[rank][place])
+        found.append((clock, Held(place, 0, 0, 0, 0, during)))
+        end = timeline.ends[rank][place]
+        # Of an overlapped pair both end where the second does.
+        clock = min(end, clock + durations[op[0]][op[1]]) if op[7] >= 0 else end
+        found.append((clock, Held(place, -1, 0, 0, 0, after)))
+    return found
