@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
-from megatron.core.pipeline_parallel.post_validation.verify import verify_state
+from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
 _DOES = {F: _DONE_F, B: _DONE_B, W: _DONE_W, BW: _DONE_B | _DONE_W}

@@ -207,7 +207,7 @@ class PostValidator:
             counts = self._count_zero_grads
             state = self._stepper.stage_state(nonfinite, count_zero_grads=counts, extras=extras)
             if self._from_before is not None:
-                state = state.like(self._from_before.wait()) + state
+                state = state.like(self._from_before.wait(len(state.numbers))) + state
                 self._from_before = None
             norm = self._stepper.norm(state.sums, divisor)
             steps = self._optimistic and self._decides(state, norm).clean
@@ -218,7 +218,8 @@ class PostValidator:
     def _whole(self, pending: _Pending) -> ValidationState:
         if pending.whole is None:
             assert pending.arrival is not None, "the whole state was not asked for"
-            pending.whole = pending.known.state.like(pending.arrival.wait())
+            known = pending.known.state
+            pending.whole = known.like(pending.arrival.wait(len(known.numbers)))
         return pending.whole
 
     def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[StepOutcome, bool, bool]:

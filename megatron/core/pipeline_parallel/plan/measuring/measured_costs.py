@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTime
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 Times = Sequence[float | None]  # by global stage, None where it has no such computation
-_COMPUTED = (F, B, W, BW)
 
 
 class Figures(TypedDict):
@@ -123,14 +122,11 @@ def costs_of(figures: Sequence[Figures], placement: Placement) -> CostModel:
     for one in figures:
         for kind, stage, value in one["times"]:
             times[kind, stage] = max(value, times.get((kind, stage), 0))
-    forwards, *backwards = (
-        [times.get((kind, at)) for at in range(placement.num_stages)] for kind in _COMPUTED
-    )
-    missing = [stage for stage, value in enumerate(forwards) if value is None]
+    f, b, w, bw = ([times.get((kind, at)) for at in range(placement.num_stages)] for kind in (F, B, W, BW))
+    missing = [stage for stage, value in enumerate(f) if value is None]
     assert not missing, f"no rank has measured the forwards of stages {missing}"
-    return cost_model(
-        forwards, *backwards, _activations(figures, placement), float(max(one["link_ns"] for one in figures))
-    )
+    comm = float(max(one["link_ns"] for one in figures))
+    return cost_model(f, b, w, bw, _activations(figures, placement), comm)
 
 
 def cost_model(
@@ -138,8 +134,9 @@ def cost_model(
 ) -> CostModel:
     """Of times by global stage. held: by global stage, after F and between B and W."""
     backwards, weights = divide_backwards(b, w, bw)
-    every = ([value or 0 for value in f], backwards, weights, *held)
-    return CostModel(*(tuple(map(float, one)) for one in every), comm)
+    times = [value or 0 for value in f], backwards, weights
+    f_times, b_times, w_times, after_f, after_b = (tuple(map(float, one)) for one in (*times, *held))
+    return CostModel(f_times, b_times, w_times, after_f, after_b, comm)
 
 
 def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[float], list[float]]:
