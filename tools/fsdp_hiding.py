@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,15 @@ def bytes_per_param(strategy: str, ways: int, wire: tuple[int, int]) -> float:
 
 def feeding(seq_length: int, batch: int, hidden_size: int, interval: int) -> list[Row]:
     """FLOP a byte moved (ZeRO-Infinity, section 4): seq * bsz, a quarter of that, 24 * hd * ci."""
-    of_weights = seq_length * batch
-    intensities = of_weights, of_weights / 4, 24 * hidden_size * interval
+    intensities = seq_length * batch, seq_length * batch / 4, 24 * hidden_size * interval
     moved = zip(TABLES["efficiency"]["moved"], intensities, strict=True)
     return [{"moved": one, "flop_per_byte": ait} for one, ait in moved]
+
+
+def filled(name: str, form: Callable[[Row], Row], rows: Sequence[Row] | None = None) -> list[Row]:
+    """A table: of each row what is given, and what the form computes of that."""
+    made = [row | form(row) for row in rows or TABLES[name]["rows"]]
+    return [{column: row[column] for column in TABLES[name]["columns"]} for row in made]
 
 
 def published_tables(args: argparse.Namespace) -> dict[str, list[Row]]:
@@ -179,87 +185,86 @@ def published_tables(args: argparse.Namespace) -> dict[str, list[Row]]:
     flop_per_s, bytes_per_s = args.rates
     layer = argparse.Namespace(**{**vars(args), "hidden_size": 8192, "tokens": 8192})
     experts = {"num_experts": 256, "moe_router_topk": 8, "expert_model_parallel_size": 8}
-    dense, moe, criteria, cases = [], [], [], []
-    for tp in (1, 2, 4, 8):
-        row = {"tp": tp, "bandwidth_gb_per_s": bytes_per_s / tp / 1e9}
-        dense.append(row | min_tokens(layer, "{}_min_tokens", rates=(flop_per_s, bytes_per_s / tp)))
-    for ep in (8, 16, 32, 64, 128, 256):
-        one = experts | {"expert_model_parallel_size": ep}
-        moe.append({"ep": ep} | min_tokens(layer, "{}_min_tokens", **one))
-    for dtype, recompute in (("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True)):
-        row = {"grad_dtype": dtype, "recompute": "full" if recompute else "none"}
-        one = {"wire": (2, DTYPE_BYTES[dtype]), "recompute": recompute}
-        row |= min_tokens(layer, "{}", **one)
-        criteria.append(row | min_tokens(layer, "moe_{}", **one, **experts))
-    for case in TABLES["case_study"]["rows"]:
-        tokens = 8192 / case["cp"]
-        (forward, backward), _, useful = phases_of(layer, tokens=tokens, recompute=case["recompute"])
-        row = {"setting": case["setting"], "tokens_per_gpu": tokens, "useful_fraction": useful}
-        row |= {"forward_ratio": forward["ratio"], "backward_ratio": backward["ratio"]}
-        cases.append(row | {name: case[name] for name in ("published_tflops", "published_memory_gb")})
-    intensity = feeding(1024, 2, 8192, 1)
-    for row in intensity:  # bandwidth of a share e of a V100's 70 TFLOP/s: peak / ait * e / (1 - e)
-        row |= {f"gb_per_s_at_{e}%": 70e3 / row["flop_per_byte"] * e / (100 - e) for e in (50, 90)}
-    states = TABLES["zero"]["rows"]
-    zero = [row | {"gb": 7.5 * bytes_per_param(row["strategy"], 64, (2, 2))} for row in states]
-    every = {"zero": zero, "dense": dense, "moe": moe, "criteria": criteria}
-    return every | {"case_study": cases, "intensity": intensity}
+
+    def dense(row: Row) -> Row:
+        rates = flop_per_s, bytes_per_s / row["tp"]
+        return {"bandwidth_gb_per_s": rates[1] / 1e9} | min_tokens(layer, "{}_min_tokens", rates=rates)
+
+    def criterion(row: Row) -> Row:
+        own = {"wire": (2, DTYPE_BYTES[row["grad_dtype"]]), "recompute": row["recompute"] == "full"}
+        return min_tokens(layer, "{}", **own) | min_tokens(layer, "moe_{}", **own, **experts)
+
+    def case(row: Row) -> Row:
+        tokens, recompute = 8192 / row["cp"], row["recompute"]
+        (forward, backward), _, useful = phases_of(layer, tokens=tokens, recompute=recompute)
+        ratios = {"forward_ratio": forward["ratio"], "backward_ratio": backward["ratio"]}
+        return {"tokens_per_gpu": tokens, "useful_fraction": useful} | ratios
+
+    def moe(row: Row) -> Row:
+        return min_tokens(layer, "{}_min_tokens", **experts | {"expert_model_parallel_size": row["ep"]})
+
+    def intensity(row: Row) -> Row:  # bandwidth of a share e of a V100's 70 TFLOP/s: peak / ait * e / (1 - e)
+        return {f"gb_per_s_at_{e}%": 70e3 / row["flop_per_byte"] * e / (100 - e) for e in (50, 90)}
+
+    zero = filled("zero", lambda row: {"gb": 7.5 * bytes_per_param(row["strategy"], 64, (2, 2))})
+    forms = {"dense": dense, "moe": moe, "criteria": criterion, "case_study": case}
+    by_row = {name: filled(name, form) for name, form in forms.items()}
+    return {"zero": zero, **by_row, "intensity": filled("intensity", intensity, feeding(1024, 2, 8192, 1))}
 
 
 def model_tables(args: argparse.Namespace) -> dict[str, list[Row]]:
     """What a model of equal layers of 12 h^2 keeps and sends, its working sets, and how well it is fed."""
     hidden, layers, seq = args.hidden_size, args.num_layers, args.seq_length // args.context_parallel_size
-    heads = args.num_attention_heads or max(1, hidden // 128)
+    heads, of_layer = args.num_attention_heads or max(1, hidden // 128), 12 * hidden**2
     ways, batch, interval = args.data_parallel_size, args.micro_batch_size, args.checkpoint_interval
-    of_layer, strategies = 12 * hidden**2, []
-    for strategy in STRATEGIES:
-        gathers, reductions = (0, 0)
-        if ways > 1:
-            gathers, reductions = moves_of_one_stage(strategy, layers, args.num_microbatches, ways)
+
+    def sends(row: Row) -> Row:
+        strategy = row["strategy"]
+        moves = moves_of_one_stage(strategy, layers, args.num_microbatches, ways) if ways > 1 else (0, 0)
         whole = strategy == "no_shard"  # an all-reduce goes round its ring twice
-        sent = gathers * args.wire[0] + (2 if whole else 1) * reductions * args.wire[1]
-        kept = layers * of_layer * bytes_per_param(strategy, ways, args.wire)
-        row = {"strategy": strategy, "persistent_gb": kept / 1e9, "all_gathers": gathers}
-        row |= {"reduce_scatters": 0 if whole else reductions, "all_reduces": reductions if whole else 0}
-        strategies.append(row | {"sent_gb": sent * of_layer * (ways - 1) / ways / 1e9})
+        sent = moves[0] * args.wire[0] + (2 if whole else 1) * moves[1] * args.wire[1]
+        return {
+            "persistent_gb": layers * of_layer * bytes_per_param(strategy, ways, args.wire) / 1e9,
+            "all_gathers": moves[0],
+            "reduce_scatters": 0 if whole else moves[1],
+            "all_reduces": moves[1] if whole else 0,
+            "sent_gb": sent * of_layer * (ways - 1) / ways / 1e9,
+        }
+
+    def fed(row: Row) -> Row:
+        return {"efficiency": (rate := row["flop_per_byte"] * args.rates[1]) / (rate + args.rates[0])}
+
     sizes = (  # ZeRO-Infinity, section 3
         2 * batch * seq * hidden * layers / interval,
         batch * seq * interval * (16 * hidden + 2 * heads * seq),
         4 * hidden * 4 * hidden,
         2 * of_layer * sum(args.wire),
     )
-    efficiency = feeding(seq, batch, hidden, interval)
-    for row in efficiency:
-        fed = row["flop_per_byte"] * args.rates[1]
-        row["efficiency"] = fed / (fed + args.rates[0])
     held = zip(TABLES["working_sets"]["held"], sizes, strict=True)
-    sets = [{"held": what, "gb": size / 1e9} for what, size in held]
-    return {"strategies": strategies, "working_sets": sets, "efficiency": efficiency}
+    return {
+        "strategies": filled("strategies", sends, [{"strategy": one} for one in STRATEGIES]),
+        "working_sets": [{"held": what, "gb": size / 1e9} for what, size in held],
+        "efficiency": filled("efficiency", fed, feeding(seq, batch, hidden, interval)),
+    }
 
 
 # What is printed -----------------------------------------------------------------------------------------
 
 
-def rows_text(head: list[str], rows: list[list[str]]) -> str:
-    """Columns as wide as their widest word."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [[word.ljust(width) for word, width in zip(row, widths, strict=True)] for row in [head, *rows]]
-    return "".join("  ".join(line).rstrip() + "\n" for line in lines)
-
-
-def tables_text(tables: dict[str, list[Row]], **facts: object) -> str:
-    """Titles, heads and rows, every figure in its column's form. facts: of the titles."""
-    texts = []
-    for name, rows in tables.items():
-        columns = TABLES[name]["columns"]
-        words = [[form.format(row[column]) for column, form in columns.items()] for row in rows]
-        texts.append(f"{TABLES[name]['title'].format(**facts)}\n{rows_text(list(columns), words)}")
-    return "\n".join(texts)
+def table_text(name: str, rows: Sequence[Row], **facts: object) -> str:
+    """Title and head, and every figure in its column's form, in columns as wide as their widest word. facts: of the
+    title."""
+    columns, title = TABLES[name]["columns"], TABLES[name]["title"].format(**facts)
+    words = [list(columns), *([form.format(row[column]) for column, form in columns.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+    lines = [f"{title}\n" if title else ""]
+    for row in words:
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
+    return "".join(lines)
 
 
 def hiding_text(phases: list[Row], exposed_share: float, useful: float) -> str:
     """Need and have, phase by phase, then the sum in words."""
-    head = "part phase need_tokens have_tokens ratio compute_ms communication_ms exposed_ms verdict".split()
     rows, exposed = [], []
     for row in phases:
         told = f"hidden, {1 - row['ratio']:.0%} of the computing to spare"
@@ -267,44 +272,38 @@ def hiding_text(phases: list[Row], exposed_share: float, useful: float) -> str:
             sends = "gather" if row["phase"] == "forward" else "gather and reduce-scatter"
             told = f"exposed: {row['exposed_s'] / row['communication_s']:.0%} of {sends}"
             exposed.append(f"{row['part']} {row['phase']}")
-        times = (f"{1e3 * row[f'{name}_s']:.3f}" for name in ("compute", "communication", "exposed"))
-        tokens = f"{row['need_tokens']:.2f}", f"{row['have_tokens']:g}", f"{row['ratio']:.2f}"
-        rows.append([row["part"], row["phase"], *tokens, *times, told])
+        times = {f"{name}_ms": 1e3 * row[f"{name}_s"] for name in ("compute", "communication", "exposed")}
+        rows.append({**row, **times, "verdict": told})
     most = math.ceil(max(row["need_tokens"] for row in phases))
     verdict = f"All communication is hidden; {most} tokens a rank would be enough.\n"
     if exposed:
         verdict = f"Exposed: {', '.join(exposed)}; {exposed_share:.1%} of a layer's time is waiting. "
         verdict += f"{most} tokens a rank would hide all of it.\n"
     useful_text = f"Useful fraction of the computing rate (recompute is not useful): {useful:.3f}\n"
-    return rows_text(head, rows) + verdict + useful_text
+    return table_text("phases", rows) + verdict + useful_text
 
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises UsageError."""
     args = checked(args)
-    if not args.described:
-        tables = published_tables(args)
-        if not 1e-100 <= args.tflops / args.bandwidth_gb_per_s <= 1e100:
-            raise UsageError(BEYOND_RANGE)
-        rates = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
-        return json.dumps(tables, allow_nan=False) + "\n" if args.json else tables_text(tables, rates=rates)
-    phases, exposed, useful = phases_of(args)
-    if not all(
-        1e-100 <= row[f"{name}_s"] <= 1e100 for row in phases for name in ("compute", "communication")
-    ):
-        raise UsageError(BEYOND_RANGE)
-    tables = model_tables(args) if args.num_layers else {}
-    if args.json:
+    phases: list[Row] = []
+    figures: Row = {}
+    if args.described:
+        phases, exposed, useful = phases_of(args)
         told = [{name: row[name] for name in row if name != "useful_s"} for row in phases]
         figures = {"phases": told, "exposed_fraction": exposed, "useful_fraction": useful}
-        rates = dict(zip(("flop_per_s", "bandwidth_bytes_per_s"), args.rates, strict=True))
-        return json.dumps(figures | rates | tables, allow_nan=False) + "\n"
-    text = hiding_text(phases, exposed, useful)
-    if tables:
-        params = 12 * args.num_layers * args.hidden_size**2
-        facts = {"params": params, "ranks": args.data_parallel_size, "microbatches": args.num_microbatches}
-        text += "\n" + tables_text(tables, **facts)
-    return text
+        figures |= {"flop_per_s": args.rates[0], "bandwidth_bytes_per_s": args.rates[1]}
+    tables = model_tables(args) if args.num_layers else {} if args.described else published_tables(args)
+    times = [row[name] for row in phases for name in ("compute_s", "communication_s")]
+    if not all(1e-100 <= one <= 1e100 for one in times or [args.tflops / args.bandwidth_gb_per_s]):
+        raise UsageError(BEYOND_RANGE)
+    if args.json:
+        return json.dumps(figures | tables, allow_nan=False) + "\n"
+    facts = {"ranks": args.data_parallel_size, "microbatches": args.num_microbatches}
+    facts["params"] = 12 * (args.num_layers or 0) * (args.hidden_size or 0) ** 2
+    facts["rates"] = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
+    texts = [table_text(name, rows, **facts) for name, rows in tables.items()]
+    return "\n".join(([hiding_text(phases, exposed, useful)] if phases else []) + texts)
 
 
 def main(argv: list[str] | None = None) -> int:

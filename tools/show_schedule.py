@@ -39,7 +39,6 @@ from megatron.core.pipeline_parallel.plan.drawing.compare import (
     entry_of,
     longest,
     of_rank_totals,
-    over_limit,
     table,
 )
 from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, summary, to_text
@@ -52,7 +51,7 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text

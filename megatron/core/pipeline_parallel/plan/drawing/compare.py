@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
 
 _MOST_RANKS_IN_A_CELL = 8
 
@@ -45,9 +45,8 @@ def entry_of(
     if over is None or limits is None:
         return Entry(schedule, simulation)
     rank, peak = over
-    return Entry(
-        schedule, simulation, f"needs {peak:g} activations on rank {rank}, the limit is {limits[rank]:g}"
-    )
+    problem = f"needs {peak:g} activations on rank {rank}, the limit is {limits[rank]:g}"
+    return Entry(schedule, simulation, problem)
 
 
 def of_rank_totals(costs: CostModel, ran: Placement, placement: Placement) -> CostModel:
@@ -68,16 +67,6 @@ def of_rank_totals(costs: CostModel, ran: Placement, placement: Placement) -> Co
     )
     shares = tuple(held[rank] / placement.num_chunks for rank in placement.ranks())
     return dataclasses.replace(made, held_after_b=shares)
-
-
-def over_limit(simulation: Simulation, limits: Sequence[float] | None) -> tuple[int, float] | None:
-    """(rank, its peak) of the rank that is most over its limit; None where all fit, or nothing is limited."""
-    if limits is None:
-        return None
-    peaks = simulation.peak_activation
-    over = [peak - limit - 1e-9 * max(1.0, limit) for peak, limit in zip(peaks, limits, strict=True)]
-    rank = over.index(max(over))  # of several that are as much over, the first
-    return (rank, peaks[rank]) if over[rank] > 0 else None
 
 
 def longest(entries: Sequence[Entry]) -> float:

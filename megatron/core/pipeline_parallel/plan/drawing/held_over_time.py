@@ -34,7 +34,7 @@ def held_over_time(simulation: Simulation) -> list[Moments]:
     """By rank what it holds beside its states at rest. A plan without gathers and reductions has activations alone, one
     with them has activations where all is counted in bytes, else none."""
     if not simulation.timeline.lanes:
-        return [_activations(simulation, rank) for rank in range(len(simulation.plan.rows))]
+        return [activations_over_time(simulation, rank) for rank in range(len(simulation.plan.rows))]
     plan, costs, found = simulation.plan, simulation.costs, []
     lanes = execute(plan, costs, simulation.timeline.lanes[0].lanes, accesses=True).lanes
     counted = costs if counts_bytes(simulation) else None
@@ -51,7 +51,8 @@ def held_over_time(simulation: Simulation) -> list[Moments]:
     return found
 
 
-def _activations(simulation: Simulation, rank: int) -> Moments:
+def activations_over_time(simulation: Simulation, rank: int) -> Moments:
+    """What a rank's computations hold: at their beginnings and behind them."""
     plan, costs, timeline = simulation.plan, simulation.costs, simulation.timeline
     row, durations, found, clock = plan.rows[rank], costs.durations(), [], 0.0
     for place, during, after in activations(row, costs, forward_only=plan.forward_only):

@@ -228,13 +228,17 @@ def lanes_svg(
         where = f'x="{width - 4}" y="12.5" text-anchor="end"'
         where = where if small else f'x="{left}" y="{16 + 16 * line}" font-size="13"'
         head.append(f"<text {where}>{html.escape(title)}</text>")
-    high = y if small else y + 10
+    return _svg(width, y if small else y + 10, 9 if small else 10, [*boxes, *texts, *head, *below])
+
+
+def _svg(width: int, height: int, font_size: int, parts: Sequence[str]) -> str:
     begin = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{high}" viewBox="0 0 {width} {high}" '
-        f'font-family="sans-serif" font-size="{9 if small else 10}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="{font_size}">'
     )
-    ground = f'<rect width="{width}" height="{high}" fill="white"/>'
-    return "\n".join([begin, ground, *boxes, *texts, *head, *below, "</svg>"]) + "\n"
+    return (
+        "\n".join([begin, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>"]) + "\n"
+    )
 
 
 def _key(kinds: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.drawing.grid import bars
-from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, op_text
+from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activations_over_time
+from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Kind, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
@@ -75,7 +76,6 @@ def trace_slice(
 
 def _rank_events(simulation: Simulation, rank: int, process: int, name: str, unit_us: float) -> list[Event]:
     """Names of a rank's lanes, its computations, its counter of activations."""
-    plan, costs = simulation.plan, simulation.costs
     about: Event = {"ph": "M", "pid": process}
     events = [
         {**about, "name": "process_name", "args": {"name": name}},
@@ -86,18 +86,11 @@ def _rank_events(simulation: Simulation, rank: int, process: int, name: str, uni
         ),
     ]
 
-    def count(at: float) -> None:
-        counter = {"ph": "C", "pid": process, "name": "activation", "ts": at * unit_us}
-        events.append({**counter, "args": {"microbatches": round(held, 9)}})
-
-    held = 0.0
     for start, end, place, label in bars(simulation, rank):
-        kind, stage = plan.rows[rank][place][:2]
-        events.append(trace_slice(process, COMPUTE_LANE, label, Kind(kind).name, start, end, unit_us))
-        change = costs.activation[stage] if kind == F else -costs.released(kind, stage)
-        held += change
-        count(start if change > 0 else end)  # grows at once, shrinks at the end
-        if plan.forward_only:  # nothing is kept for a backward
-            held -= costs.activation[stage]
-            count(end)
+        kind = Kind(simulation.plan.rows[rank][place][0]).name
+        events.append(trace_slice(process, COMPUTE_LANE, label, kind, start, end, unit_us))
+    counter = {"ph": "C", "pid": process, "name": "activation"}
+    for at, held in activations_over_time(simulation, rank):
+        number = {"microbatches": round(held.activation, 9)}
+        events.append({**counter, "ts": at * unit_us, "args": number})
     return events

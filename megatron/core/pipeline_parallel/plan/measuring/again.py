@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figure
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 
 _NS_PER_MS = 1e6
 
@@ -136,18 +136,11 @@ def solve_again(
         after, later = (timed(again, count) for count in (num_microbatches, most_microbatches))
     except PlanError as error:
         return spec, f"nothing fits: {error}", ()
-    if _over(later, again.limits):
+    if over_limit(later, again.limits):
         return spec, f"a new one would hold too much with {most_microbatches} microbatches", ()
     better = after.cost < before.cost * (1 - TOLERANCE)
-    if better or (_over(before, again.limits) and not _over(after, again.limits)):
+    if better or (over_limit(before, again.limits) and not over_limit(after, again.limits)):
         return again, None, again.reasons
     share = after.cost / before.cost - 1 if before.cost else 0.0
     longer = f"{100 * share:.2f}% more" if share > TOLERANCE else "as long"
     return spec, f"a new one would take {longer}", again.reasons
-
-
-def _over(one: Simulation, limits: tuple[float, ...] | None) -> bool:
-    """Whether a rank holds more than it may."""
-    return limits is not None and any(
-        peak > limit * (1 + TOLERANCE) for peak, limit in zip(one.peak_activation, limits, strict=True)
-    )

@@ -8,11 +8,11 @@ from megatron.core.pipeline_parallel.plan.drawing.compare import (
     entry_of,
     longest,
     of_rank_totals,
-    over_limit,
     table,
 )
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.simulate import over_limit
 
 
 def entry(name, ranks=3, microbatches=4, limits=None):
