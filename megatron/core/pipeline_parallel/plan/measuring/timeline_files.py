@@ -25,12 +25,13 @@ that waited for it, which took wait_s of computations and, of those before it, o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core import safe_files, schema
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
@@ -74,7 +75,7 @@ _HEADER = {
     "rank": schema.integer(),
     "pipeline": schema.array(schema.integer()),
     "stages": schema.array(schema.integer()),
-    "num_ops": schema.integer(),
+    "num_ops": schema.integer(1),
     "clock_unix_s": _SECONDS,
     "residency": schema.optional(schema.anything),
     "at_rest": schema.optional(schema.integer()),
@@ -206,20 +207,28 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
     return read
 
 
-@dataclass
-class _RankPart:
+class _RankPart(NamedTuple):
     """What one rank did in one step."""
 
     iteration: int
     header: dict[str, Any]
-    ops: list[RawOp]
-    spans: list[OpTimes]
+    ops: tuple[RawOp, ...]
+    spans: tuple[OpTimes, ...]
 
 
 def _parts(file: Path) -> Iterator[_RankPart]:
-    """The steps of one file; a last line that is not finished is left out."""
+    """The steps of one file, of the last one as far as it came."""
+    for _, lines in itertools.groupby(_operations(file), key=lambda one: (id(one[0]), one[1])):
+        (header, iteration, *_), *_ = every = list(lines)
+        # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
+        for first in range(0, len(every), header["num_ops"]):
+            _, _, ops, spans = zip(*every[first : first + header["num_ops"]], strict=True)
+            yield _RankPart(iteration, header, ops, spans)
+
+
+def _operations(file: Path) -> Iterator[tuple[dict[str, Any], int, RawOp, OpTimes]]:
+    """Header, iteration, operation and times of each line; a last one that is not finished is left out."""
     header: dict[str, Any] | None = None
-    part: _RankPart | None = None
     with safe_files.opened(file) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE_BYTES), b""), 1):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
@@ -231,19 +240,10 @@ def _parts(file: Path) -> Iterator[_RankPart]:
                     continue
                 if header is None:
                     raise PlanError("an operation before the header")
-                iteration, op, span = _operation(content, header["clock_unix_s"])
+                found = _operation(content, header["clock_unix_s"])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
-            # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
-            same = part is not None and part.header is header and part.iteration == iteration
-            if part is None or not same or len(part.ops) == header["num_ops"]:
-                if part is not None:
-                    yield part
-                part = _RankPart(iteration, header, [], [])
-            part.ops.append(op)
-            part.spans.append(span)
-    if part is not None:
-        yield part
+            yield header, *found
 
 
 def _header(content: dict[str, Any]) -> dict[str, Any]:
@@ -274,9 +274,9 @@ def _since(begin: float, span: OpTimes) -> OpTimes:
     return dataclasses.replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin)
 
 
-def _plan(parts: list[_RankPart]) -> tuple[Plan, Lanes | None]:
+def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
     """What all ranks of a pipeline ran. Raises PlanError for what no run can have written."""
-    header, rows = parts[0].header, tuple(tuple(part.ops) for part in parts)
+    header, rows = parts[0].header, tuple(part.ops for part in parts)
     place = header["placement"]
     try:
         placement, residency = Placement(place["kind"], place["ranks"], place["chunks"]), None
