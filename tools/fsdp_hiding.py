@@ -82,46 +82,40 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     """With defaults where a configuration is described, and tokens, rates and bytes on the wire. Raises UsageError
     naming the flag that is wrong."""
     given = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in (*RATES, *COUNTS)}
-    ones = [given[flag] for flag in ("--tokens-per-gpu", *COUNTS)]
+    ones = {given[flag] for flag in ("--tokens-per-gpu", *COUNTS)}
     args.described = {*ones, args.param_dtype, args.grad_dtype, args.recompute} != {None}
-    wrong: list[tuple[object, str]] = []
     for flag, value in given.items():
         default, owner, _ = COUNTS.get(flag, (value, "", ""))
-        if value is not None and flag in RATES:
-            wrong.append((not 0 < value < math.inf, f"{flag} must be finite and more than 0, not {value:g}"))
-        elif value is not None:
-            wrong.append((value < 1, f"{flag} must be at least 1, not {value}"))
-            wrong.append((owner and given[owner] is None, f"{flag} goes with {owner}, which is not given"))
+        if value is not None and flag in RATES and not 0 < value < math.inf:
+            raise UsageError(f"{flag} must be finite and more than 0, not {value:g}")
+        if value is not None and flag in COUNTS and value < 1:
+            raise UsageError(f"{flag} must be at least 1, not {value}")
+        if value is not None and owner and given[owner] is None:
+            raise UsageError(f"{flag} goes with {owner}, which is not given")
         setattr(args, flag[2:].replace("-", "_"), default if value is None else value)
     seq, layers, experts = args.seq_length or 0, args.num_layers, args.num_experts or 0
     topk, cp, ep = args.moe_router_topk, args.context_parallel_size, args.expert_model_parallel_size
     alone = "--num-layers: a model's forms are of dense layers without TP; leave {} out"
     both = "--num-layers goes with --hidden-size and --seq-length: give both"
-    _refuse([*wrong, (layers and not (args.hidden_size and seq), both)])
-    _refuse(
-        [
-            (layers and experts, alone.format("--num-experts")),
-            (layers and args.tensor_model_parallel_size > 1, alone.format("--tensor-model-parallel-size")),
-            (args.described and not args.hidden_size, "--hidden-size must be given with a configuration"),
-            (
-                args.described and not (args.tokens_per_gpu or seq),
-                "--tokens-per-gpu or --seq-length must be given",
-            ),
-            (seq % cp, f"--context-parallel-size {cp} does not divide --seq-length {seq}"),
-            (0 < experts < topk, f"--moe-router-topk of {topk} is more than the {experts} experts"),
-            (experts % ep, f"--expert-model-parallel-size of {ep} does not divide {experts} experts"),
-        ]
-    )
+    for is_wrong, message in (
+        (layers and not (args.hidden_size and seq), both),
+        (layers and experts, alone.format("--num-experts")),
+        (layers and args.tensor_model_parallel_size > 1, alone.format("--tensor-model-parallel-size")),
+        (args.described and not args.hidden_size, "--hidden-size must be given with a configuration"),
+        (
+            args.described and not (args.tokens_per_gpu or seq),
+            "--tokens-per-gpu or --seq-length must be given",
+        ),
+        (seq % cp, f"--context-parallel-size {cp} does not divide --seq-length {seq}"),
+        (0 < experts < topk, f"--moe-router-topk of {topk} is more than the {experts} experts"),
+        (experts % ep, f"--expert-model-parallel-size of {ep} does not divide {experts} experts"),
+    ):
+        if is_wrong:
+            raise UsageError(message)
     args.tokens = args.tokens_per_gpu or seq / cp * args.micro_batch_size
     args.rates = args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9 / args.tensor_model_parallel_size
     args.wire = DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"]
     return args
-
-
-def _refuse(wrong: list[tuple[object, str]]) -> None:
-    for is_wrong, message in wrong:
-        if is_wrong:
-            raise UsageError(message)
 
 
 # Closed forms --------------------------------------------------------------------------------------------

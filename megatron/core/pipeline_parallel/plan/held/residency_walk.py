@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import (
+    HSDP_ALL_REDUCE,
     REDUCE,
     RESHARD,
     UNSHARD,
@@ -133,6 +134,8 @@ class RowWalk:
             {} for _ in range(len(units))
         ]  # stage -> microbatches to be summed
         self._in_use: tuple[int, ...] = ()
+        own = (self._unshard, self._reshard, self._reduce, self._outer_sum)
+        self._does = dict(zip((UNSHARD, RESHARD, REDUCE, HSDP_ALL_REDUCE), own, strict=True))
 
     @property
     def groups(self) -> tuple[tuple[dict[int, int], ...], ...]:
@@ -219,12 +222,12 @@ class RowWalk:
         numbers = self.units.of.get(op[1])
         if numbers is None:
             raise self._wrong(place, "the stage is not on this rank")
-        if op[5] > len(numbers) or max(op[2], op[6], op[7]) >= 0:
+        if op[5] > len(numbers) or op[2] >= 0 or op[6] >= 0 or op[7] >= 0:
             alone = f"stage {op[1]} has {len(numbers)} units on this rank, and these alone are named here"
             raise self._wrong(place, alone)
-        does = {UNSHARD: self._unshard, RESHARD: self._reshard, REDUCE: self._reduce}
+        does = self._does[op[0]]
         for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
-            if wrong := does.get(op[0], self._outer_sum)(unit):
+            if wrong := does(unit):
                 raise self._wrong(place, wrong)
         self._note(place, access)
 
