@@ -1,15 +1,50 @@
-"""What ranks hold over the time of a simulation: the walk over each row, on the simulation's clock."""
+"""What ranks compute and hold over the time of a simulation: what every drawing of one starts from."""
 
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
+from megatron.core.pipeline_parallel.plan.ir import op_text, partner_of
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.timeline import execute
 
+Bar = tuple[float, float, int, str]  # start, end, place in the row, text
 Moments = list[tuple[float, Held]]  # from each of these times on
+
+
+def summary(simulation: Simulation, *, held: bool = True) -> str:
+    """One line of figures. held: with what is held, which a measured step does not know."""
+    plan = simulation.plan
+    most = activation_text(simulation, max(simulation.peak_activation))
+    return (
+        f"{plan.schedule}: {plan.placement.num_ranks} stages x {plan.placement.num_chunks} chunks, "
+        f"{plan.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
+        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
+        + (f", peak activation {most}" if held else "")
+    )
+
+
+def bars(simulation: Simulation, rank: int) -> list[Bar]:
+    """A rank's computations in order; overlapped ones that were timed as one share the time in parts."""
+    row = simulation.plan.rows[rank]
+    starts, ends = simulation.timeline.starts[rank], simulation.timeline.ends[rank]
+    durations = simulation.costs.durations()
+    made: list[Bar] = []
+    first, second = -1, -1  # places of an overlapped pair
+    for place, op in enumerate(row):
+        if not IS_COMPUTE[op[0]]:
+            continue
+        start, end = starts[place], ends[place]
+        if op[7] >= 0 and place != second:
+            first, second = place, partner_of(row, place)
+        other = {first: second, second: first}.get(place, -1)
+        if other >= 0 and (starts[other], ends[other]) == (start, end):
+            own = min(durations[op[0]][op[1]], end - start)
+            start, end = (start, start + own) if place == first else (end - own, end)
+        made.append((start, end, place, op_text(op)))
+    return made
 
 
 def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:

@@ -1,22 +1,17 @@
-"""A measured step beside the planned one: times by kind and stage as costs, and both drawn on one axis of time."""
+"""A measured step beside the planned one: times by kind and stage as costs, and the step as a simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing import trace
-from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, to_text
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, Plan, PlanError, W, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, Plan, PlanError, W
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times, busy_times, cost_model
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep, OpTimes, read_timeline
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
-
-_US_PER_S = 1e6
 
 Spans = Sequence[Sequence[OpTimes]]  # by pipeline rank and place in its row
 
@@ -89,49 +84,3 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
         {},
     )
     return Simulation(plan, costs, timeline, busy, max(busy))
-
-
-def overlay_text(planned: Simulation, measured: Simulation) -> str:
-    """Two grids to one scale, planned above measured; times in seconds."""
-    scale = columns_per_unit(planned)
-    return f"planned {to_text(planned, scale)}measured {to_text(measured, scale)}"
-
-
-def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> str:
-    """Chrome trace JSON in real time: the planned ranks as one group of processes, the measured ones below.
-
-    Messages are planned from the time that both ends are posted; measured are the posting of each end and, in the
-    lane of receives, the waiting of computations for what they need.
-    """
-    num_ranks = len(planned.plan.rows)
-    events = trace.trace_events(planned, prefix="planned ", unit_us=_US_PER_S)
-    events += trace.trace_events(
-        measured, first_process=num_ranks, prefix="measured ", unit_us=_US_PER_S, transfers=False
-    )
-    for rank, row in enumerate(measured.plan.rows):
-        starts, ends = measured.timeline.starts[rank], measured.timeline.ends[rank]
-        for op, start, end, span in zip(row, starts, ends, spans[rank], strict=True):
-            told, begin, process = op_text(op), start - span.wait_s, num_ranks + rank
-            if IS_COMPUTE[op[0]] and begin < start:
-                at = process, trace.RECEIVE_LANE, f"wait for {told}", "wait"
-                events.append(trace.trace_slice(*at, begin, start, _US_PER_S))
-            elif IS_TRANSFER[op[0]]:
-                at = process, trace.transfer_lane(op[0]), told, "transfer"
-                events.append(trace.trace_slice(*at, begin, end, _US_PER_S))
-    return trace.trace_json(events)
-
-
-def overlay_figures(planned: Simulation, measured: Simulation, means: Mapping[Kind, Times]) -> dict[str, Any]:
-    """Both bubbles, costs and idle times, and the mean times; seconds."""
-    names = "makespan", "cost", "bubble_time", "bubble_rate", "idle"
-    plan = planned.plan
-    return {
-        "schedule": plan.schedule,
-        "stages": plan.placement.num_ranks,
-        "chunks": plan.placement.num_chunks,
-        "microbatches": plan.num_microbatches,
-        "planned": {name: getattr(planned, name) for name in names},
-        "measured": {name: getattr(measured, name) for name in names},
-        "mean_time": {kind.name: list(times) for kind, times in means.items()},
-        "peak_activation": list(planned.peak_activation),
-    }

@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.drawing.grid import bars, summary
 from megatron.core.pipeline_parallel.plan.drawing.held_over_time import (
+    bars,
     counts_bytes,
     held_over_time,
     limits_in_bytes,
+    summary,
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Kind
 from megatron.core.pipeline_parallel.plan.simulate import Simulation

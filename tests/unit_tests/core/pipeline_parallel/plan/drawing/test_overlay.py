@@ -8,9 +8,6 @@ from megatron.core.pipeline_parallel.plan.drawing.overlay import (
     mean_times,
     measured_costs,
     measured_simulation,
-    overlay_figures,
-    overlay_text,
-    overlay_trace,
 )
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, op_text, parse_row
@@ -20,6 +17,8 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tools.schedule_text import overlay_figures, overlay_text
+from tools.schedule_trace import overlay_trace
 
 
 def as_run(plan, costs, *, begin=100.0):
