@@ -11,6 +11,7 @@ import re
 
 MAX_ITEMS = 4096
 _MAX_NUMBER = 10**9
+_MAX_GROUPS = 8  # of a layout, inside of each other
 
 
 class ListExpressionError(ValueError):
@@ -101,29 +102,18 @@ def expand_layout(text: str, max_symbols: int = MAX_ITEMS) -> tuple[str, ...]:
     parenthesised group, commas and spaces are ignored, stages may be empty. Raises ListExpressionError.
     """
     text = re.sub(r"[,\s]", "", strip_quotes(text))
-    flat, rest = _layout_sequence(text, 0, 0, max_symbols)
-    if rest != len(text):
-        raise ListExpressionError(f"layout {text[:80]!r}: unexpected {text[rest]!r} at character {rest}")
-    return tuple(flat.split("|"))
-
-
-def _layout_sequence(text: str, at: int, depth: int, limit: int) -> tuple[str, int]:
-    out = ""
-    while at < len(text) and text[at] != ")":
-        if text[at] == "(" and depth < 8:
-            piece, at = _layout_sequence(text, at + 1, depth + 1, limit)
-            if at >= len(text):
-                raise ListExpressionError(f"layout {text[:80]!r}: a bracket is not closed")
-        elif text[at] in "EtmL|":
-            piece = text[at]
-        else:
-            raise ListExpressionError(f"layout {text[:80]!r}: unexpected {text[at]!r} at character {at}")
-        at += 1
-        times = re.match(r"\*(\d{1,6})", text[at:])
-        if times is not None:
-            at += times.end()
-        count = int(times[1]) if times is not None else 1
-        if len(out) + len(piece) * count > limit:
-            raise ListExpressionError(f"layout {text[:80]!r}: more than {limit} symbols")
-        out += piece * count
-    return out, at
+    told, groups = f"layout {text[:80]!r}", [""]  # the whole, and the groups that are open in it
+    for match in re.finditer(r"(\()|([EtmL|)])(?:\*(\d{1,6}))?|.", text):
+        opens, symbol, times = match.groups()
+        if opens and len(groups) <= _MAX_GROUPS:
+            groups.append("")
+            continue
+        if symbol is None or (symbol == ")" and len(groups) == 1):
+            raise ListExpressionError(f"{told}: unexpected {match[0][0]!r} at character {match.start()}")
+        piece, count = groups.pop() if symbol == ")" else symbol, int(times or 1)
+        if len(groups[-1]) + len(piece) * count > max_symbols:
+            raise ListExpressionError(f"{told}: more than {max_symbols} symbols")
+        groups[-1] += piece * count
+    if len(groups) > 1:
+        raise ListExpressionError(f"{told}: a bracket is not closed")
+    return tuple(groups[0].split("|"))

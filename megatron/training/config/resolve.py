@@ -128,9 +128,7 @@ def gb_per_s(c: Context) -> float:
 
 
 def model_size(c: Context, name: str) -> Any:
-    with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):  # rules tell
-        return getattr(c.config.model.resolved(), name)
-    return getattr(c, name)
+    return getattr(c.config.model.resolved(), name)
 
 
 def schedule(c: Context) -> str | None:
