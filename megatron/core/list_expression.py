@@ -11,7 +11,7 @@ import re
 
 MAX_ITEMS = 4096
 _MAX_NUMBER = 10**9
-_MAX_GROUPS = 8  # of a layout, inside of each other
+_SYMBOL = re.compile(r"([EtmL|()])(?:(?<!\()\*(\d{1,6}))?")  # of a layout, and how often
 
 
 class ListExpressionError(ValueError):
@@ -102,18 +102,19 @@ def expand_layout(text: str, max_symbols: int = MAX_ITEMS) -> tuple[str, ...]:
     parenthesised group, commas and spaces are ignored, stages may be empty. Raises ListExpressionError.
     """
     text = re.sub(r"[,\s]", "", strip_quotes(text))
-    told, groups = f"layout {text[:80]!r}", [""]  # the whole, and the groups that are open in it
-    for match in re.finditer(r"(\()|([EtmL|)])(?:\*(\d{1,6}))?|.", text):
-        opens, symbol, times = match.groups()
-        if opens and len(groups) <= _MAX_GROUPS:
-            groups.append("")
+    open_groups, at = [""], 0  # the whole first
+    while at < len(text):
+        match = _SYMBOL.match(text, at)
+        if match is None or (match[1] == ")" and len(open_groups) == 1):
+            raise ListExpressionError(f"layout {text[:80]!r}: unexpected {text[at]!r} at character {at}")
+        at = match.end()
+        if match[1] == "(":
+            open_groups.append("")
             continue
-        if symbol is None or (symbol == ")" and len(groups) == 1):
-            raise ListExpressionError(f"{told}: unexpected {match[0][0]!r} at character {match.start()}")
-        piece, count = groups.pop() if symbol == ")" else symbol, int(times or 1)
-        if len(groups[-1]) + len(piece) * count > max_symbols:
-            raise ListExpressionError(f"{told}: more than {max_symbols} symbols")
-        groups[-1] += piece * count
-    if len(groups) > 1:
-        raise ListExpressionError(f"{told}: a bracket is not closed")
-    return tuple(groups[0].split("|"))
+        piece, count = open_groups.pop() if match[1] == ")" else match[1], int(match[2] or 1)
+        if len(open_groups[-1]) + len(piece) * count > max_symbols:
+            raise ListExpressionError(f"layout {text[:80]!r}: more than {max_symbols} symbols")
+        open_groups[-1] += piece * count
+    if len(open_groups) > 1:
+        raise ListExpressionError(f"layout {text[:80]!r}: a bracket is not closed")
+    return tuple(open_groups[0].split("|"))

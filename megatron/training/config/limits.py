@@ -12,7 +12,7 @@ import resource
 import threading
 import traceback
 
-from megatron.core.transport.rank_groups import PURPOSES, own_ranks
+from megatron.core.transport.rank_grid import PURPOSES, own_ranks
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 

@@ -29,8 +29,7 @@ from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
-from megatron.core.transport.rank_grid import RankGridError
-from megatron.core.transport.rank_groups import check_instances
+from megatron.core.transport.rank_grid import RankGridError, check_instances
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.config.expressions import Names, filled, parsed, rows, value_of
 from megatron.training.config.rule_table import Context, refusal, spelled

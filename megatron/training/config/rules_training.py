@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from megatron.core.datasets import requested_sizes as sizes
+from megatron.core.datasets import gpt_dataset_config as sizes
 from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.safe_files import open_regular, read_json
