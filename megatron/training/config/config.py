@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
 import functools
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
@@ -59,25 +58,16 @@ class Config:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def from_flat(
-        cls,
-        values: Mapping[str, Any],
-        *,
-        extra: Mapping[str, Any] | None = None,
-        origin: Mapping[str, str] | None = None,
-        warnings: tuple[str, ...] = (),
-        notes: tuple[str, ...] = (),
-    ) -> Config:
-        """From destination names, the rest at their defaults. Lists become tuples. Unknown names: ValueError."""
+    def from_flat(cls, values: Mapping[str, Any], **told: Any) -> Config:
+        """From destination names, the rest at their defaults. Lists become tuples. told: extra, origin, warnings,
+        notes. Unknown names: ValueError."""
         unknown = sorted(set(values) - set(FIELDS))
         if unknown:
-            raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")
-        given: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-        for name, value in values.items():
-            given[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
-        groups = {group: of_group(**given[group]) for group, of_group in GROUPS.items()}
-        told: dict[str, Any] = {"warnings": warnings, "notes": notes}
-        return cls(**groups, extra=dict(extra or {}), origin=dict(origin or {}), **told)
+            guesses = {name: closest_name(name, FIELDS) for name in unknown}
+            meant = (f"{name} (did you mean {close}?)" if close else name for name, close in guesses.items())
+            raise ValueError(f"unknown settings: {', '.join(meant)}")
+        given = _by_group(values)
+        return cls(**{group: of_group(**given.get(group, {})) for group, of_group in GROUPS.items()}, **told)
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its destination name, the user's own flags left out."""
@@ -85,10 +75,8 @@ class Config:
 
     def replace(self, *, origin: str = "derived", **values: Any) -> Config:
         """A copy with some settings changed, named by destination, and with their origin."""
-        changed: dict[str, dict[str, Any]] = collections.defaultdict(dict)
-        for name, value in values.items():
-            changed[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
-        groups = {group: dataclasses.replace(getattr(self, group), **told) for group, told in changed.items()}
+        changed = _by_group(values).items()
+        groups = {group: dataclasses.replace(getattr(self, group), **told) for group, told in changed}
         return dataclasses.replace(self, **groups, origin={**self.origin, **dict.fromkeys(values, origin)})
 
     def given(self, name: str) -> bool:
@@ -269,6 +257,13 @@ FIELDS: Mapping[str, tuple[str, dataclasses.Field[Any]]] = {
 assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values()), "a name is in two groups"
 
 
+def _by_group(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(FIELDS[name][0], {})[name] = tuple(value) if isinstance(value, list) else value
+    return groups
+
+
 def is_given(origin: str) -> bool:
     """Whether a value was set by the user (flag, file or args_defaults), not by default or derivation."""
     return origin not in (DEFAULT_ORIGIN, "derived", "launcher")
@@ -287,10 +282,9 @@ def _scalar(value: Any) -> str:
     return json.dumps(str(value))
 
 
-def describe_unknown(name: str) -> str:
-    """An unknown setting with the closest known one."""
-    close = difflib.get_close_matches(name, FIELDS, n=1, cutoff=CLOSE_ENOUGH)
-    return f"{name} (did you mean {close[0]}?)" if close else name
+def closest_name(name: str, names: Iterable[str]) -> str | None:
+    """What an unknown setting may mean."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=CLOSE_ENOUGH)), None)
 
 
 def flops_per_token(model: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:

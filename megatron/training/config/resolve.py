@@ -84,7 +84,8 @@ def resolve(
 ) -> Config:
     """Fill everything that follows from other values. Never fails: what makes no sense is left for the rules."""
     origins = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
-    s = Settings(Config.from_flat(values, extra=extra, origin=origins), machine, list(warnings))
+    config = Config.from_flat(values, extra=dict(extra or {}), origin=origins)
+    s = Settings(config, machine, list(warnings))
     if s.world_size is None:
         s.derive("world_size", machine.world_size, "launcher")
     names = s.named(FUNCTIONS)
@@ -126,9 +127,7 @@ def gb_per_s(c: Context) -> float:
 
 
 def model_size(c: Context, name: str) -> Any:
-    with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):  # rules tell
-        return getattr(c.config.model.resolved(), name)
-    return getattr(c, name)
+    return getattr(c.config.model.resolved(), name)
 
 
 def schedule(c: Context) -> str | None:

@@ -8,7 +8,6 @@ alias repeats count each time.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from megatron.core.config_base import bounds_of
 from megatron.core.list_expression import parse_list_expression, parse_pair
 from megatron.core.safe_files import read_text
-from megatron.training.config.config import CLOSE_ENOUGH, FIELDS, GROUPS, MAX_GUESSES
+from megatron.training.config.config import FIELDS, GROUPS, MAX_GUESSES, closest_name
 from megatron.training.config.flag_table import FlagEntry
 from megatron.training.config.problems import Problem
 
@@ -210,9 +209,9 @@ def _settings(
             if name not in FIELDS and name not in known:
                 if num_unknown > MAX_GUESSES:  # told together
                     continue
-                raise _YamlError(
-                    f"has an unknown setting {shortened(key) or '(no name)'}", _guess(name, known)
-                )
+                close = closest_name(shortened(name), [*FIELDS, *sorted(known - FIELDS.keys())])
+                fix = f"did you mean {close}?" if close else "see docs/flags.md for the names"
+                raise _YamlError(f"has an unknown setting {shortened(key) or '(no name)'}", fix)
             _check_section(section, key, known)
             if not _plain(yaml, node):
                 raise _YamlError(f"{key} is no plain value or list", "write a value or a list")
@@ -247,12 +246,6 @@ def _check_section(section: str, key: str, known: frozenset[str]) -> None:
     section, home = dotted or section, FIELDS[name][0] if name in FIELDS else "extra"
     if section not in ("", home) and not (section == "extra" and name in known):
         raise _YamlError(f"has no setting {key} in section {section}", f"{name} belongs to {home}")
-
-
-def _guess(name: str, known: frozenset[str]) -> str:
-    names = [*FIELDS, *sorted(known - FIELDS.keys())]
-    close = difflib.get_close_matches(shortened(name), names, n=1, cutoff=CLOSE_ENOUGH)
-    return f"did you mean {close[0]}?" if close else "see docs/flags.md for the names"
 
 
 def _constructed(yaml: Any, key: str, node: Any) -> Any:
