@@ -17,6 +17,7 @@ from megatron.core.datasets.errors import DataError, data_errors
 MAX_FILE_BYTES = 1 << 26  # of files that name corpora
 SPLIT_NAMES = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
+MOCK_SPLIT = "1,1,1"
 Bounds = tuple[float, float]
 """A share of a corpus, from 0 to 1."""
 SplitMatrix = tuple[Bounds | None, Bounds | None, Bounds | None]
