@@ -35,9 +35,8 @@ class Blend:
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """Words of `--data-path`: one prefix, several, or weight prefix pairs.
 
-    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError
-    naming `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not
-    above zero.
+    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError naming
+    `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not above zero.
     """
     if not words:
         raise DataError(f"{flag}: no corpus given")

@@ -1,9 +1,8 @@
 """Read a checkpoint: choose it together, check all of it, and only then write into any tensor.
 
-Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared
-with what this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's
-findings before the first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks
-that make up its pieces.
+Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared with what
+this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's findings before the
+first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks that make up its pieces.
 """
 
 from __future__ import annotations
