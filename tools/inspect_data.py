@@ -36,9 +36,10 @@ from megatron.core.datasets.blend import (
     read_per_split_file,
 )
 from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, build_train_valid_test_datasets
-from megatron.core.datasets.checksums import checksums_path, verify_corpus, write_checksums
+from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from tools.corpus_report import CorpusReport, verify_corpus
 
 EXIT_DATA = 4
 THREADS = min(8, len(os.sched_getaffinity(0)))
@@ -278,7 +279,7 @@ def print_table(result: dict[str, Any]) -> None:
             print(f"  {i:>6}  {digests}  {documents}")
 
 
-def print_corpus(report: dict[str, Any]) -> None:
+def print_corpus(report: CorpusReport) -> None:
     print(f"{report['prefix']}: good")
     if report["checksums"] == "absent":
         print(

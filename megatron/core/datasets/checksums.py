@@ -19,11 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from megatron.core import safe_files
 from megatron.core.datasets.errors import DataError, bad_field, data_errors
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 VERSION = 1
 BLOCK_BYTES = 1 << 24
@@ -195,44 +192,3 @@ def _ranges(blocks: Sequence[int], block_bytes: int, size: int) -> str:
     ]
     more = len(starts) - len(told)
     return ", ".join([*told, f"and {more} more ranges"] if more else told)
-
-
-def verify_corpus(
-    prefix: str, eod: int | None = None, vocab_size: int | None = None, *, threads: int = 1
-) -> dict[str, Any]:
-    """Check the index (at open), all bytes against their checksums, where there are some, and every token.
-
-    Returns facts: counts, lengths, the range of tokens (None for a corpus without), eod_tokens (None also without eod).
-    vocab_size: ids must be below it.  eod: id to count.  threads: that compare checksums.
-    Raises DataError naming the file and the bytes that were changed, or the token that is out of range.
-    """
-    with IndexedDataset(prefix) as corpus:
-        if (checksums := read_checksums(prefix)) is not None:
-            check_corpus(prefix, checksums, threads=threads)
-        count, index, lengths = corpus.num_tokens, corpus.index, corpus.lengths
-        lows, highs, eods = [], [], 0
-        end = np.inf if vocab_size is None else vocab_size
-        for start in range(0, count, TOKENS_PER_BLOCK):
-            tokens = corpus.read_tokens(start, min(TOKENS_PER_BLOCK, count - start))
-            lows.append(tokens.min())
-            highs.append(tokens.max())
-            eods += 0 if eod is None else int(np.count_nonzero(tokens == eod))
-            if lows[-1] < 0 or highs[-1] >= end:
-                at = int(np.argmax((tokens < 0) | (tokens >= end)))
-                place = f"{prefix}.bin: token {start + at} at byte {(start + at) * index.dtype.itemsize}"
-                limit = "at least 0" if vocab_size is None else f"0 to {vocab_size - 1}"
-                raise DataError(f"{place}: expected {limit}, found {tokens[at]}")
-        return {
-            "prefix": prefix,
-            "dtype": index.dtype.name,
-            "documents": corpus.num_documents,
-            "empty_documents": int(np.count_nonzero(np.diff(index.starts[index.boundaries]) == 0)),
-            "sequences": len(corpus),
-            "tokens": count,
-            "shortest": int(lengths.min()) if len(lengths) else None,
-            "longest": int(lengths.max()) if len(lengths) else None,
-            "smallest_token": int(min(lows)) if lows else None,
-            "largest_token": int(max(highs)) if highs else None,
-            "eod_tokens": None if eod is None or not count else eods,
-            "checksums": "absent" if checksums is None else "good",
-        }

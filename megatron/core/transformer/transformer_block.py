@@ -43,21 +43,6 @@ class TransformerLayer(nn.Module):
         return residual + dropout(branch, self.hidden_dropout, site, self.training)
 
 
-def recompute_chunks(config: TransformerConfig, num_layers: int) -> list[tuple[int, int, bool]]:
-    """(first, end, recomputed) over a stage's layers.
-
-    uniform: all layers, in chunks of `recompute_num_layers` of which only the inputs are kept. block: the
-    first `recompute_num_layers` layers one by one, the others whole.
-    """
-    if config.recompute_granularity != "full":
-        return [(0, num_layers, False)]
-    step = config.recompute_num_layers or 1
-    if config.recompute_method == "block":
-        dropped = min(step, num_layers)
-        return [(i, i + 1, True) for i in range(dropped)] + [(dropped, num_layers, False)]
-    return [(i, min(i + step, num_layers), True) for i in range(0, num_layers, step)]
-
-
 class TransformerBlock(nn.Module):
     """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends the model.
 
@@ -80,7 +65,7 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleDict(dict(zip(map(str, layers), made, strict=True)))
         norm = factory.at("final_layernorm")
         self.final_layernorm = Norm(config, config.hidden_size, norm) if final_norm else None
-        self.chunks = recompute_chunks(config, len(layers))
+        self.chunks = config.recompute_chunks(len(layers))
 
     def forward(self, x: Tensor, *seen: Any) -> Tensor:
         """seen: mask, angles and cache, as of `SelfAttention.forward`."""
