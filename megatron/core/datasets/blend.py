@@ -17,6 +17,7 @@ from megatron.core.datasets.errors import DataError, data_errors
 MAX_FILE_BYTES = 1 << 26  # of files that name corpora
 SPLIT_NAMES = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
+MOCK_SPLIT = "1,1,1"
 Bounds = tuple[float, float]
 """A share of a corpus, from 0 to 1."""
 SplitMatrix = tuple[Bounds | None, Bounds | None, Bounds | None]
@@ -34,9 +35,8 @@ class Blend:
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """Words of `--data-path`: one prefix, several, or weight prefix pairs.
 
-    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError
-    naming `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not
-    above zero.
+    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError naming
+    `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not above zero.
     """
     if not words:
         raise DataError(f"{flag}: no corpus given")

@@ -15,10 +15,9 @@ from megatron.core.datasets import blend as blends
 from megatron.core.datasets.blend import SPLIT_NAMES, Blend
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
+from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, MockCorpus, MockDataset, SampleFormat
 from megatron.core.datasets.gpt_dataset_config import indices_folder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus, MockDataset
 
 Dataset = GPTDataset | BlendedDataset
 Sizes = tuple[int | None, int | None, int | None]
@@ -89,7 +88,7 @@ class _Builder:
     def __init__(self, spec: GPTDatasetSpec, allow_empty: bool, skip_empty: bool) -> None:
         self.spec, self.allow_empty, self.skip_empty = spec, allow_empty, skip_empty
         self.corpus = functools.cache(self._open)
-        self.split = MOCK_SPLIT if spec.mock else spec.split or blends.DEFAULT_SPLIT
+        self.split = blends.MOCK_SPLIT if spec.mock else spec.split or blends.DEFAULT_SPLIT
         self.matrix = blends.parse_split(self.split)
         if spec.blend_per_split:
             self.split, self.matrix = "per split", (WHOLE, WHOLE, WHOLE)

@@ -1,9 +1,8 @@
 """Built indices on disk, so that the next run starts at once and ranks do not build the same thing N times.
 
 Files of one index, in one folder: `<md5>-GPTDataset-<split>-document_index.npy`, `...-sample_index.npy`,
-`...-shuffle_index.npy` and `...-description.txt`, a JSON text: `key` (all that the order depends on; the md5
-is over it), `corpus` (fingerprint of the corpus) and `files` (SHA-256 of each array). The description is
-written last.
+`...-shuffle_index.npy` and `...-description.txt`, a JSON text: `key` (all that the order depends on; the md5 is over
+it), `corpus` (fingerprint of the corpus) and `files` (SHA-256 of each array). The description is written last.
 
 An index is used only if its description equals what this run would write, every array has the digest that the
 description gives and the layout that was asked for, and what the arrays say is possible (`index_builders.index_fault`);

@@ -28,9 +28,8 @@ COPIED_TOKENS = 1 << 22
 class IndexedDatasetWriter:
     """Writes one corpus, document by document or part by part.
 
-    prefix: path without `.bin`/`.idx`.  dtype: one of the layout's (see `token_dtype`).
-    As a context manager it finishes the corpus at the end of the block, or drops what it wrote on an
-    exception.
+    prefix: path without `.bin`/`.idx`.  dtype: one of the layout's (see `token_dtype`). As a context manager it
+    finishes the corpus at the end of the block, or drops what it wrote on an exception.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:

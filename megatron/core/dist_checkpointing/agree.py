@@ -15,15 +15,6 @@ from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
 
 
-def rank_of(ps: ParallelState | None) -> int:
-    """This rank; without a parallel state, the only one."""
-    return 0 if ps is None else ps.rank
-
-
-def world_size_of(ps: ParallelState | None) -> int:
-    return 1 if ps is None else ps.world_size
-
-
 def gather_json(value: Any, ps: ParallelState | None) -> list[Any]:
     """Every rank's value, in rank order, on every rank. Communicates over the whole world."""
     if ps is None or ps.world_size == 1:

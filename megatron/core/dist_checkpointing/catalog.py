@@ -91,8 +91,7 @@ def list_entries(root: Path) -> list[IterationFolder]:
     with named_errors(root):
         names = os.listdir(root) if _is_folder(root) else []
     matches = filter(None, map(_NAME.fullmatch, names))
-    folders = [IterationFolder(int(match[1]), root / match[0], CheckpointKind(match[2])) for match in matches]
-    return sorted(folders, key=lambda folder: (folder.iteration, folder.path.name))
+    return sorted(IterationFolder(int(one[1]), root / one[0], CheckpointKind(one[2])) for one in matches)
 
 
 def _is_folder(path: Path) -> bool:
@@ -113,11 +112,8 @@ def _is_folder(path: Path) -> bool:
 
 def candidates(entries: Sequence[IterationFolder]) -> dict[int, Path]:
     """Directory to load for each iteration. A replaced one counts only while nothing has taken its place."""
-    replaced, committed = (
-        {iteration: path for iteration, path, kind in entries if kind is wanted}
-        for wanted in (CheckpointKind.REPLACED, CheckpointKind.COMMITTED)
-    )
-    return replaced | committed
+    replaced = {iteration: path for iteration, path, kind in entries if kind is CheckpointKind.REPLACED}
+    return replaced | {number: path for number, path, kind in entries if kind is CheckpointKind.COMMITTED}
 
 
 def read_tracker(root: Path) -> int | str | None:

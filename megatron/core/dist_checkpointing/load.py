@@ -1,9 +1,8 @@
 """Read a checkpoint: choose it together, check all of it, and only then write into any tensor.
 
-Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared
-with what this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's
-findings before the first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks
-that make up its pieces.
+Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared with what
+this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's findings before the
+first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks that make up its pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import safetensors_format as safetensors
-from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
+from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
@@ -20,7 +19,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, r
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
-from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState, single_process
 
 _SHOWN = 8  # names that a message lists before it says how many more
 
@@ -30,9 +29,9 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
 
     Communicates over the whole world. Raises CheckpointError on all ranks together (rules: `catalog.choose`).
     """
-    choice = LoadChoice(None, ())
+    choice, ps = LoadChoice(None, ()), ps or single_process()
     with step() as chosen:
-        if rank_of(ps) == 0:
+        if ps.rank == 0:
             choice = choose(Path(root), ckpt_step)
             found = choice.found
             place = None if found is None else [found.directory.name, found.iteration, found.manifest_sha256]
@@ -41,7 +40,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
     if place is None:
         return LoadChoice(None, tuple(notes))
     with step() as opened:
-        if rank_of(ps) != 0:
+        if ps.rank != 0:
             name, iteration, digest = place
             directory = Path(root) / name
             manifest, own_digest = read_manifest(directory)
@@ -122,8 +121,9 @@ def verify(found: Found, ps: ParallelState | None = None) -> None:
 
     Communicates over the whole world; raises CheckpointError on all ranks together, naming the file.
     """
+    ps = ps or single_process()
     with step() as verified:
-        for name in sorted(found.manifest.files)[rank_of(ps) :: world_size_of(ps)]:
+        for name in sorted(found.manifest.files)[ps.rank :: ps.world_size]:
             verify_file(found.directory, found.manifest, name)
     verified.gather(ps)
 
@@ -159,11 +159,3 @@ def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
     if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")
-
-
-def open_for_inference(root: str | Path, ckpt_step: int | None = None) -> Found:
-    """The checkpoint to generate from, in one process; CheckpointError when there is none."""
-    choice = choose(Path(root), ckpt_step)
-    if choice.found is None:
-        raise CheckpointError("; ".join(choice.notes))
-    return choice.found

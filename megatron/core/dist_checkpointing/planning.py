@@ -123,7 +123,7 @@ class PlanCache:
     plans: Plans = dataclasses.field(default_factory=list)
 
 
-def plan_save(pieces: Iterable[LocalPiece], ps: ParallelState | None, cache: PlanCache) -> Plans:
+def plan_save(pieces: Iterable[LocalPiece], ps: ParallelState, cache: PlanCache) -> Plans:
     """What every rank writes. Communicates over the whole world."""
     local = [PieceFacts.of(piece) for piece in pieces]
     digests = gather_json(hashlib.sha256(canonical(local)).hexdigest(), ps)

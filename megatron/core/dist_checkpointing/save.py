@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, manifest, storage
-from megatron.core.dist_checkpointing.agree import Outcome, rank_of, step, world_size_of
+from megatron.core.dist_checkpointing.agree import Outcome, step
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, write_file
@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, 
 from megatron.core.dist_checkpointing.planning import PieceFacts, PlanCache, place_pieces, plan_save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import collectives
-from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.transport.rank_grid import AXES
 
 Log = Callable[[str], None]
@@ -96,19 +96,19 @@ class PendingSave:
         log: Log = no_log,
         guard: Guard = no_guard,
     ) -> None:
-        self.root, self.iteration, self.ps = Path(root), iteration, ps
+        self.root, self.iteration, self.ps = Path(root), iteration, ps or single_process()
         self._retain_interval, self._owned, self._log, self._guard = retain_interval, owned, log, guard
         placed = place_pieces(piece for piece in pieces if piece.written)
         self._tensors = {place: piece.tensor for place, piece in placed.items()}
-        self._plans = plan_save(placed.values(), ps, cache or PlanCache())
-        self._layout = storage.lay_out(self._plans[rank_of(ps)])
+        self._plans = plan_save(placed.values(), self.ps, cache or PlanCache())
+        self._layout = storage.lay_out(self._plans[self.ps.rank])
         self._common: dict[str, Any] = json.loads(canonical(dict(common)))
         self._per_rank: dict[str, Any] = json.loads(canonical(dict(per_rank)))
         with step() as prepared:
-            if rank_of(ps) == 0:
+            if self.ps.rank == 0:
                 needed = self._estimate()
                 prepared.value = [self._prepare(needed).name, needed]
-        name, self._needed_bytes = prepared.gather(ps)[0]
+        name, self._needed_bytes = prepared.gather(self.ps)[0]
         self.temporary = self.root / name
 
     def _estimate(self) -> int:
@@ -159,7 +159,7 @@ class PendingSave:
 
     def write(self) -> FileEntry | None:
         """Write and fsync this rank's file (None: nothing to write). Communicates with nobody."""
-        path = self.temporary / storage.shard_name(rank_of(self.ps))
+        path = self.temporary / storage.shard_name(self.ps.rank)
         try:
             return storage.write_shard(path, self._layout, self._tensor)
         except OSError as error:
@@ -186,11 +186,11 @@ class PendingSave:
         try:
             answers = outcome.gather(self.ps)
             with step() as done:
-                if rank_of(self.ps) == 0:
+                if self.ps.rank == 0:
                     self._commit_alone(answers)
             done.gather(self.ps)
         except CheckpointError:
-            if rank_of(self.ps) == 0:
+            if self.ps.rank == 0:
                 shutil.rmtree(self.temporary, ignore_errors=True)  # else the next save removes it
             raise
         return self.root / directory_name(self.iteration)
@@ -224,8 +224,8 @@ class PendingSave:
         return Manifest(
             iteration=self.iteration,
             consumed_train_samples=int(common.get("consumed_train_samples", 0)),
-            world_size=world_size_of(ps),
-            topology={axis: 1 if ps is None else ps.grid.size(axis) for axis in AXES},
+            world_size=ps.world_size,
+            topology={axis: ps.grid.size(axis) for axis in AXES},
             config_hash=manifest.config_digest(common),
             code_version=code_version(),
             torch_version=torch.__version__,
@@ -264,7 +264,7 @@ class AsyncSaver:
 
         Returns the directory of an earlier save if it had to be waited for. Communicates over the whole world.
         """
-        if self._pending is not None and rank_of(self._pending.ps) == 0:
+        if self._pending is not None and self._pending.ps.rank == 0:
             before = f"before starting that of {iteration}"
             self._log(f"waiting for the save of iteration {self.in_flight} {before}")
         earlier = self.maybe_finalize(blocking=True)
@@ -289,13 +289,13 @@ class AsyncSaver:
         started = time.monotonic()
         self._pending = None
         directory = pending.commit(self._written.result())
-        if blocking and rank_of(pending.ps) == 0:
+        if blocking and pending.ps.rank == 0:
             self._log(f"waited {time.monotonic() - started:.2f} s for {directory}")
         return directory
 
 
-def _all_true(value: bool, ps: ParallelState | None) -> bool:
-    if ps is None or ps.world_size == 1:
+def _all_true(value: bool, ps: ParallelState) -> bool:
+    if ps.world_size == 1:
         return value
     flag = torch.tensor([int(value)], dtype=torch.int32)
     collectives.all_reduce(flag, ps.control_group, "min")

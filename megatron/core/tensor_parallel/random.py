@@ -1,15 +1,13 @@
 """Stateless random numbers: every mask and every initial weight is a function of where and when it is drawn.
 
 [Note: stateless dropout] A site's generator is reseeded at each call from a hash of (seed, iteration, global
-microbatch, layer, site[, tp_rank]). Masks then do not depend on the order in which a schedule runs
-microbatches, on whether a layer is recomputed, or on how often a step is replayed, and there is no random
-state to save.
+microbatch, layer, site[, tp_rank]). Masks then do not depend on the order in which a schedule runs microbatches, on
+whether a layer is recomputed, or on how often a step is replayed, and there is no random state to save.
 
-[Note: initial weights] A parameter's values depend on the seed and its global name only. Rows are drawn in
-blocks of `ROW_BLOCK`, each from a CPU generator keyed by (seed, name, block), always in fp32 and always a
-full block, so that a longer (padded) table starts with the same rows. fp64 parameters hold the same fp32
-numbers, bf16 and fp16 parameters the rounded ones. Any device and any degree of parallelism therefore start
-from the same model.
+[Note: initial weights] A parameter's values depend on the seed and its global name only. Rows are drawn in blocks of
+`ROW_BLOCK`, each from a CPU generator keyed by (seed, name, block), always in fp32 and always a full block, so that a
+longer (padded) table starts with the same rows. fp64 parameters hold the same fp32 numbers, bf16 and fp16 parameters
+the rounded ones. Any device and any degree of parallelism therefore start from the same model.
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ class _Backend(Tokenizer):
 class HuggingFaceTokenizer(_Backend):
     """A `tokenizer.json`, or a folder with one and perhaps a `tokenizer_config.json` beside it.
 
-    The end of document is the `eos_token` of the configuration, else the first of the usual names that the
-    vocabulary has. Raises TokenizerError for missing or broken files, and for a vocabulary without an end of
-    document.
+    The end of document is the `eos_token` of the configuration, else the first of the usual names that the vocabulary
+    has. Raises TokenizerError for missing or broken files, and for a vocabulary without an end of document.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
+from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, no_guard, no_log, save
@@ -282,7 +282,9 @@ def load_for_inference(
 
     Raises CheckpointError when the folder holds no valid checkpoint.
     """
-    found = open_for_inference(load_dir, ckpt_step)
+    choice = catalog.choose(Path(load_dir), ckpt_step)
+    if (found := choice.found) is None:
+        raise CheckpointError("; ".join(choice.notes))
 
     def load(pieces: Sequence[LocalPiece]) -> None:
         load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))

@@ -1,9 +1,8 @@
 """Tokenize chunks in parallel, go on where a killed run stopped, and put the parts together.
 
-Each chunk becomes a part, a small corpus of its own, in `<output prefix>.parts/`; its `.done` file, written
-last, says that it is complete. Parts are appended in the order of the chunks, so the result does not depend
-on the number of workers or on interruptions. `job.json` records all that the parts depend on; when it
-differs, they are made anew.
+Each chunk becomes a part, a small corpus of its own, in `<output prefix>.parts/`; its `.done` file, written last, says
+that it is complete. Parts are appended in the order of the chunks, so the result does not depend on the number of
+workers or on interruptions. `job.json` records all that the parts depend on; when it differs, they are made anew.
 """
 
 from __future__ import annotations

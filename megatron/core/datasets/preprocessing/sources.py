@@ -55,8 +55,7 @@ def find_sources(
     """The files that `inputs` (files, glob patterns, folders) name, in the order given; a folder's and a
     pattern's files sorted by path.
 
-    suffixes: which files of a folder are documents.  excludes: names (or patterns) of files and folders to
-    leave out.
+    suffixes: which files of a folder are documents.  excludes: names (or patterns) of files and folders to leave out.
     Raises DataError for an input that names nothing, or whose format is not plain from its name.
     """
     sources: list[Source] = []

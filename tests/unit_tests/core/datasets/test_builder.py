@@ -13,10 +13,9 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
+from megatron.core.datasets.gpt_dataset import MockCorpus, SampleFormat, pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.mock_dataset import MockCorpus
 
 FORMAT = SampleFormat(8, eod=0)
 
