@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.live_peak import LivePeak
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
@@ -48,6 +47,7 @@ from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.state import StepTask
+from tests.harness.live_peak import LivePeak
 from tests.harness.ranks import RankContext, run_ranks
 
 BASE = "1f1b"

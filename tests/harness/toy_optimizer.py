@@ -19,8 +19,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from megatron.core.pipeline_parallel.post_validation.state import Validation
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
 from megatron.core.pipeline_parallel.runtime.executor import Executor

@@ -23,13 +23,12 @@ from torch import __version__ as torch_version
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import Guard, Log, SaveOptions, no_guard, no_log, save
+from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, no_guard, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transformer.transformer_config import ACTIVATIONS
@@ -118,13 +117,8 @@ class Checkpointer:
         per_rank = {} if flags.no_save_rng else {"rng": rng_state(self._ps.device)}
         self._say(metrics.SAVING.format(iteration=iteration, directory=root, format="torch_dist"))
         content = root, iteration, pieces, common, per_rank, self._ps
-        options = SaveOptions(
-            retain_interval=flags.save_retain_interval,
-            owned=self._owned,
-            cache=self._cache,
-            log=self._log,
-            guard=self._guard,
-        )
+        options: dict[str, Any] = {"retain_interval": flags.save_retain_interval, "owned": self._owned}
+        options |= {"cache": self._cache, "log": self._log, "guard": self._guard}
         if not flags.async_save:
             directory = save(*content, **options)
             self._saved(iteration)
@@ -142,7 +136,7 @@ class Checkpointer:
         Call it once a step at the same place on every rank, and with `blocking` before leaving.
         """
         iteration = self._async.in_flight
-        directory = self._async.maybe_finalize(self._ps, blocking)
+        directory = self._async.maybe_finalize(blocking)
         if directory is not None and iteration is not None:
             self._saved(iteration)
         return directory

@@ -13,7 +13,7 @@ from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_tes
 from megatron.core.datasets.checksums import check_corpus, require_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
-from megatron.core.datasets.requested_sizes import requested_sizes
+from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -17,9 +17,8 @@ from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.weight_check import NonFiniteWeightsError, check_replicas
 from megatron.training.report import metrics
-from megatron.training.report.reporter import Reporter
+from megatron.training.report.reporter import Reporter, log_memory, report_model
 from megatron.training.report.session import Session
-from megatron.training.report.start_report import log_memory, report_model
 from megatron.training.report.step_metrics import StepMetrics
 from megatron.training.run.data import DatasetsProvider, build_data_iterators
 from megatron.training.run.evaluate import Evaluator, first_validation_sample
@@ -99,8 +98,8 @@ class TrainingLoop:
             self.checkpoints.compare_data()
         parts.reporter = Reporter(session, parts.engine, state, parts.clock)
         self._measuring.begin(state.iteration + 1)
-        writers = parts.reporter.writers
-        global_vars.provide(tensorboard_writer=writers.tensorboard, wandb_writer=writers.wandb)
+        handle = parts.reporter.writers.handle
+        global_vars.provide(tensorboard_writer=handle("TensorBoard"), wandb_writer=handle("wandb"))
 
     # --- the loop
 

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from megatron.training.report.start_report import check_same_plan
+from megatron.training.report.reporter import check_same_plan
 from megatron.training.run.build import unsplittable
 from megatron.training.run.parts import RunParts
 from megatron.training.state import StepTask
@@ -137,15 +137,16 @@ class Measuring:
         pipeline.keep_groupings(pipeline.residencies)
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits = all(splits for _, splits in gathered)
-        found = replanned(iteration, figures, pipeline.spec, sizes, splits=splits, lanes=pipeline.wire)
-        self._costs, told = found.costs, found.told
-        for line in found.reasons:
+        spec, self._costs, reasons, told = replanned(
+            iteration, figures, pipeline.spec, sizes, splits=splits, lanes=pipeline.wire
+        )
+        for line in reasons:
             session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
         if told.kept is None:
-            pipeline.plan_by(found.spec)
-            plan = plan_for(found.spec, num_microbatches, PlanPurpose.TRAIN)
+            pipeline.plan_by(spec)
+            bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))
             check_same_plan(session.gather(plan_hash(plan)))
-            told = dataclasses.replace(told, path=self._save(found.plan))
+            told = dataclasses.replace(told, path=self._save(bare))
         self._parts.reporter.planned_again(told)
 
     def _save(self, plan: Plan) -> str | None:

@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel.plan import ir, kinds
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.send_completion import Key, send_completion
-from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
-from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
+from megatron.core.pipeline_parallel.post_validation.state import Go, Validation, rollback_ops
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     Crossing,
     DataParallelLane,
@@ -249,7 +248,7 @@ class Executor:
         go = self._validation.decide()
         if go is Go.ON:
             return
-        # As if the forwards before VALIDATE had not run; see rollback_ops, [Note: messages of undone forwards].
+        # As if the forwards before VALIDATE had not run; see state, [Note: messages of undone forwards].
         # Receives come first: other ranks wait here for their sends, and none waits for one behind it before that.
         late = self._channel.post([(op, None) for op in self._rollback.surplus])
         for arrival in (*self._incoming.values(), *late):
