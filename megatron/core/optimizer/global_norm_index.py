@@ -16,7 +16,7 @@ the first stage that holds the parameter (tied embeddings are on two), and the f
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,6 @@ class GlobalNormIndex:
         owners = collections.Counter(held.key for told, rank in ranks for held in told if owns(held, rank))
         wrong = {key: owners[key] for key in index if owners[key] != 1}  # a region with two would count twice
         assert not wrong, f"regions by number of owners, where it is not 1 (Region.copies?): {wrong}"
-        self._held = [(index[held.key], held.name) for held, _ in regions]
         own = [(held, region) for held, region in regions if owns(held, ps.rank)]
         self.owned = [(held.name, region) for held, region in own]
         positions = [index[held.key] for held, _ in own]
@@ -105,11 +104,6 @@ class GlobalNormIndex:
         collectives.all_reduce(full, self._group)
         values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
         return values
-
-    def names_at(self, positions: Iterable[int]) -> tuple[str, ...]:
-        """This rank's parameters that hold one of these regions, in its own order."""
-        wanted = set(positions)
-        return tuple(dict.fromkeys(name for position, name in self._held if position in wanted))
 
 
 def _first_stages(everyone: Sequence[_Held]) -> dict[str, int]:

@@ -53,12 +53,11 @@ class GradStats:
     """What `prepare` found, after division by the divisor.
 
     norm, num_zeros (None unless counted): of the whole model. nonfinite: some rank's gradients have NaN or infinities;
-    the same on all ranks. nonfinite_names: this rank's parameters that have them.
+    the same on all ranks.
     """
 
     norm: float
     nonfinite: bool
-    nonfinite_names: tuple[str, ...]
     num_zeros: int | None
 
 
@@ -120,18 +119,12 @@ class MixedPrecisionOptimizer(Stepper):
             if self.ps.dp_rank > 0:
                 full.zero_()
         sums, *zeros = self._index.whole(full)
-        names = self._index.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
         nonfinite = not all(map(math.isfinite, sums))
         if not self._index.over_world:  # data parallel ranks were not asked
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
             nonfinite = bool(flag.item())  # sync: the host decides whether to step
-        return GradStats(
-            norm=self.norm(sums, divisor),
-            nonfinite=nonfinite,
-            nonfinite_names=names,
-            num_zeros=int(sum(zeros[0])) if zeros else None,
-        )
+        return GradStats(self.norm(sums, divisor), nonfinite, int(sum(zeros[0])) if zeros else None)
 
     def norm(self, sums: Sequence[float], divisor: float) -> float:
         """Of the whole model, or of a part, from squared sums in the model's order."""

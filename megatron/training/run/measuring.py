@@ -10,7 +10,6 @@ import dataclasses
 from pathlib import Path
 
 from megatron.core.distributed.plan_inputs import measured_moves
-from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held import residency_lines
 from megatron.core.pipeline_parallel.plan.held.residency_lines import HeldBytes, StepMoves, StepResidency
@@ -23,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.training.report.reporter import check_same_plan
-from megatron.training.run.build import refuse_unsplittable
+from megatron.training.run.build import unsplittable
 from megatron.training.run.parts import RunParts
 from megatron.training.state import StepTask
 
@@ -126,8 +125,10 @@ class Measuring:
         """Costs from what was measured in the window, and a plan of them."""
         profiler, pipeline, session = self._pipeline.profiler, self._pipeline, self._session
         assert profiler is not None, "figures of nobody"
+        chunks, schedule = self._parts.engine.chunks, pipeline.spec.schedule
+        splits = all(unsplittable(chunk.module, schedule) is None for chunk in chunks)
         # The next iteration may have run already: it is none of the window's.
-        gathered = session.gather([profiler.local_figures(iteration, pipeline.link_ns()), self._splits()])
+        gathered = session.gather([profiler.local_figures(iteration, pipeline.link_ns()), splits])
         profiler.forget(iteration)
         figures = [one for one, _ in gathered if one is not None]
         if len(figures) < len(gathered):  # iterations were skipped, or broke off: measure the next ones
@@ -147,15 +148,6 @@ class Measuring:
             check_same_plan(session.gather(plan_hash(plan)))
             told = dataclasses.replace(told, path=self._save(bare))
         self._parts.reporter.planned_again(told)
-
-    def _splits(self) -> bool:
-        """Whether this rank's part of the model can split its backwards."""
-        try:
-            for chunk in self._parts.engine.chunks:
-                refuse_unsplittable(chunk.module, self._pipeline.spec.schedule)
-        except ModelError:
-            return False
-        return True
 
     def _save(self, plan: Plan) -> str | None:
         """Beside checkpoints, else beside the timeline, by the rank that keeps the metrics; a run goes on without."""

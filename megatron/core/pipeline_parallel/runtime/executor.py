@@ -51,14 +51,14 @@ _COMPUTED_BY = {
 
 class _Computation(NamedTuple):
     """run: with the input, None where there is none. takes: what the input is filed under in `_incoming`, gives: the
-    result in `into`; None where nobody hands one on. crossing: None where nothing is to be done for units."""
+    result in `into`; None where nobody hands one on. crossing: does what its units need meanwhile."""
 
     op: RawOp
     run: Callable[[Tensor | None], Tensor | None]
     takes: Key | None
     gives: Key | None
     into: dict[Key, Any]
-    crossing: Crossing | None
+    crossing: contextlib.AbstractContextManager[None]
 
 
 class Executor:
@@ -159,7 +159,7 @@ class Executor:
     def _computation(self, op: RawOp, within: Sequence[Placed]) -> _Computation:
         """within: operations in its middle."""
         kind, stage, microbatch = op[:3]
-        crossing = None
+        crossing: contextlib.AbstractContextManager[None] = _NO_UNITS
         if self._lane is not None:
             chunk = self.plan.placement.chunk_of(stage)
             crossing = Crossing(op, chunk, self._units[stage], within, self._lane, self._boundaries)
@@ -210,7 +210,7 @@ class Executor:
         """F, B, BW or W."""
         op, run, takes, gives, into, crossing = computation
         given = None if takes is None else self._take(takes)
-        with crossing or _NO_UNITS:
+        with crossing:
             result = run(given)
         if gives is None:
             return
