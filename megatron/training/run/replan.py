@@ -95,16 +95,15 @@ class Replanner:
         runner.keep_groupings(runner.residencies)
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits = all(splits for _, splits in gathered)
-        spec, self.costs, reasons, told = replanned(
-            iteration, figures, runner.spec, sizes, splits=splits, lanes=runner.wire
-        )
-        for line in reasons:
+        found = replanned(iteration, figures, runner.spec, sizes, splits=splits, lanes=runner.wire)
+        self.costs, told = found.costs, found.told
+        for line in found.reasons:
             session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
         if told.kept is None:
-            runner.plan_by(spec)
-            bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))
+            runner.plan_by(found.spec)
+            plan = plan_for(found.spec, num_microbatches, PlanPurpose.TRAIN)
             check_same_plan(session.gather(plan_hash(plan)))
-            told = dataclasses.replace(told, path=self._save(bare))
+            told = dataclasses.replace(told, path=self._save(found.plan))
         self._reporter.planned_again(told)
 
     def _splits(self) -> bool:
