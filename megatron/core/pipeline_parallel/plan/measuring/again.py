@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.ir import B, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, costs_of, peaks_of
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
@@ -20,17 +19,6 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec,
 _NS_PER_MS = 1e6
 
 
-class Replanned(NamedTuple):
-    """What comes of figures of a run. spec: to run from now on; plan: its, without data parallelism. costs: measured.
-    reasons: of `auto`. told: for log and record."""
-
-    spec: ScheduleSpec
-    plan: Plan
-    costs: CostModel
-    reasons: tuple[str, ...]
-    told: MeasuredPlan
-
-
 def replanned(
     iteration: int,
     figures: Sequence[Figures],
@@ -39,8 +27,11 @@ def replanned(
     *,
     splits: bool,
     lanes: LaneCosts | None,
-) -> Replanned:
-    """iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
+) -> tuple[ScheduleSpec, CostModel, tuple[str, ...], MeasuredPlan]:
+    """What comes of figures of a run: what to run from now on, costs as measured, reasons of `auto`, and what log and
+    record say of it.
+
+    iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
     rest see `solve_again`."""
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
     again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
@@ -63,7 +54,7 @@ def replanned(
         planned_bubble=after,
         kept=kept,
     )
-    return Replanned(again, plan, costs, reasons, told)
+    return again, costs, reasons, told
 
 
 @functools.lru_cache(maxsize=4)
