@@ -108,15 +108,12 @@ class _Walk:
         firsts, last, by_message = range(0, size, total), len(ranks) - 1, plan.has_transfers
         crosses = [a != b for a, b in itertools.pairwise(ranks)]
         latency = [costs.comm * one for one in crosses]
-        kept = [not (one and by_message) for one in crosses]
-        forward = [-1, *firsts[1:]]
-        backward = [size + first for first in firsts]
-        none = [-1] * len(ranks)
-        to_next = [
-            *(one if stays else -1 for one, stays in zip(firsts[1:], kept, strict=True)),
-            backward[last],
-        ]
-        to_before = [-1, *(one if stays else -1 for one, stays in zip(backward, kept, strict=False))]
+        forward, backward, none = [-1, *firsts[1:]], [size + first for first in firsts], [-1] * len(ranks)
+
+        def unless_sent(inputs: Sequence[int]) -> list[int]:
+            return [-1 if one and by_message else found for one, found in zip(crosses, inputs, strict=False)]
+
+        to_next, to_before = [*unless_sent(firsts[1:]), backward[last]], [-1, *unless_sent(backward)]
         self.needs = forward, backward, none, backward
         self.gives = to_next, to_before, none, to_before
         behind = [*latency, 0.0]

@@ -11,27 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
-from megatron.core.pipeline_parallel.plan.ir import (
-    HSDP_ALL_REDUCE,
-    REDUCE,
-    RESHARD,
-    UNSHARD,
-    Kind,
-    PlanError,
-    RawOp,
-    Row,
-    op_text,
-    wrong_op,
-)
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.transport.traffic import NOTHING, Moved
 
-Placed = tuple[int, RawOp]  # an operation and its place in the row
+Placed = tuple[int, ir.RawOp]  # an operation and its place in the row
 
 
 class Held(NamedTuple):
@@ -68,7 +57,7 @@ class Moves:
 
 
 def walk_row(
-    row: Row,
+    row: ir.Row,
     units: RankUnits,
     residency: Residency,
     costs: CostModel | None = None,
@@ -111,7 +100,7 @@ class RowWalk:
 
     def __init__(
         self,
-        row: Row,
+        row: ir.Row,
         units: RankUnits,
         residency: Residency,
         *,
@@ -135,7 +124,7 @@ class RowWalk:
         ]  # stage -> microbatches to be summed
         self._in_use: tuple[int, ...] = ()
         own = (self._unshard, self._reshard, self._reduce, self._outer_sum)
-        self._does = dict(zip((UNSHARD, RESHARD, REDUCE, HSDP_ALL_REDUCE), own, strict=True))
+        self._does = dict(zip((ir.UNSHARD, ir.RESHARD, ir.REDUCE, ir.HSDP_ALL_REDUCE), own, strict=True))
 
     @property
     def groups(self) -> tuple[tuple[dict[int, int], ...], ...]:
@@ -152,12 +141,12 @@ class RowWalk:
                 self._compute(place, op, inside, during, after)
             elif IS_DATA_PARALLEL[op[0]]:
                 self._lane(place, op, -1)
-            elif op[0] == Kind.STEP or (op[0] == Kind.SEND_STATE and op[6] > self.units.rank):
+            elif op[0] == ir.Kind.STEP or (op[0] == ir.Kind.SEND_STATE and op[6] > self.units.rank):
                 self._all_through(place)
         self._all_through(last)
         self._note(last, -1)
 
-    def _with_what_is_inside(self) -> Iterator[tuple[int, RawOp, list[Placed]]]:
+    def _with_what_is_inside(self) -> Iterator[tuple[int, ir.RawOp, list[Placed]]]:
         """(place, operation, operations within it): those of data parallelism that belong to accesses of the next
         computation come with it."""
         inside: list[Placed] = []
@@ -173,7 +162,7 @@ class RowWalk:
         if inside:
             raise self._wrong(inside[0][0], "no computation follows whose accesses it could wait for")
 
-    def _compute(self, place: int, op: RawOp, inside: list[Placed], during: float, after: float) -> None:
+    def _compute(self, place: int, op: ir.RawOp, inside: list[Placed], during: float, after: float) -> None:
         """A computation with the operations that belong to its accesses. during, after: activations."""
         uses = self.units.uses(op)
         self._activation = during
@@ -190,7 +179,7 @@ class RowWalk:
             if access + 1 < len(uses):
                 self._complete(use, op[1])
         if at < end:
-            raise self._wrong(inside[at][0], f"{op_text(op)} has only {len(uses)} accesses")
+            raise self._wrong(inside[at][0], f"{ir.op_text(op)} has only {len(uses)} accesses")
         self._complete(uses[-1], op[1])
         self._in_use, self._activation = (), after
         if self._every:
@@ -217,7 +206,7 @@ class RowWalk:
             self._open.discard(unit)
             self._fresh[unit][stage] = self._fresh[unit].get(stage, 0) + 1
 
-    def _lane(self, place: int, op: RawOp, access: int) -> None:
+    def _lane(self, place: int, op: ir.RawOp, access: int) -> None:
         """One operation of data parallelism, on each of its units."""
         numbers = self.units.of.get(op[1])
         if numbers is None:
@@ -322,5 +311,5 @@ class RowWalk:
     def _name(self, unit: int) -> str:
         return f"unit {self.units.unit(unit).name}"
 
-    def _wrong(self, place: int, what: str) -> PlanError:
-        return wrong_op(self.units.rank, place, self.row[place], what)
+    def _wrong(self, place: int, what: str) -> ir.PlanError:
+        return ir.wrong_op(self.units.rank, place, self.row[place], what)
