@@ -52,7 +52,7 @@ class DistributedDataParallel(GradSync):
     module, whose gradients are taken from autograd's hooks; a chunk may have both. Both are a `MegatronModule`'s own
     where they are not given. stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all
     chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`). reading: a unit's
-    parameters are read inside it, where another engine has cut them.
+    parameters are read inside it, where another engine has cut them. hooks: all that listen to the model.
 
     Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
     embedding where gradients have parts there (`finalize_model_grads`), there once when built. In a world of one no
@@ -105,7 +105,7 @@ class DistributedDataParallel(GradSync):
         order = self._found.backward_order
         self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
-        self._hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
+        self.hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
         self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
         held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit

@@ -62,7 +62,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         super().__init__(chunks, ranks_of(ps_or_mesh), config, reading=reading)
         sharded = self.sharding.main_grads is not ShardOver.NONE
         if sharded or config.overlap_param_gather:
-            self._hooks += UnitHooks(self.chunks, self.units, self.driver, backward=sharded).handles
+            self.hooks += UnitHooks(self.chunks, self.units, self.driver, backward=sharded).handles
 
     def _find_units(self, chunks: ModelChunks, declared: Sequence[ModelUnit] | None) -> EngineUnits:
         config, modules = self.config, chunks.modules
@@ -133,11 +133,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def weights_changed(self) -> None:
         super().weights_changed()
         self.driver.weights_changed()
-
-    def let_go(self) -> None:
-        """Take all hooks off the model, which another engine is to have: this one's weights can still be read."""
-        for handle in self._hooks:
-            handle.remove()
 
     @functools.cached_property
     def _facts(self) -> list[UnitFacts]:
