@@ -123,15 +123,12 @@ def find_engine_units(
 
     Raises ModelError as that does, ValueError for sizes that make no bucket.
     """
-    parameters = chunks.parameters
-    frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    without = frozen if sharding.weights is ShardOver.NONE else []
+    trained = {name: p.numel() for name, p in chunks.parameters.items() if p.requires_grad}
+    without = chunks.parameters.keys() - trained if sharding.weights is ShardOver.NONE else ()
     found = find_units_of(chunks, declared, config.fsdp_unit_modules or (), without=without)
     if sharding.main_grads is not ShardOver.NONE:
         return found
-    numel = [
-        sum(parameters[name].numel() for name in unit.names if name not in frozen) for unit in found.units
-    ]
+    numel = [sum(trained.get(name, 0) for name in unit.names) for unit in found.units]
     limit = bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
     return found.merged(numel, limit)
 
