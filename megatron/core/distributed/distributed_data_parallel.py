@@ -33,8 +33,7 @@ from megatron.core.distributed.sharding import debug_in_slots, residency_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
 from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import MegatronModule, ModelError, ModelUnit
+from megatron.core.module import MegatronModule, ModelChunks, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import Residency

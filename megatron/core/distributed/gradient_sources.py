@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError
+from megatron.core.module import ModelChunks, ModelError
 from megatron.core.param_meta import GradRoute
 from megatron.core.protocols import GradListener
 from megatron.core.weight_grad import WeightGradAccumulator, add_gradient

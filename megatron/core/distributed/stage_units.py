@@ -18,8 +18,7 @@ from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import MegatronModule, ModelUnit
+from megatron.core.module import MegatronModule, ModelChunks, ModelUnit
 from megatron.core.pipeline_parallel.plan.held import accesses
 from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, Row, distinct
 from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts

@@ -25,8 +25,7 @@ from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.stage_units import EngineUnits, unit_costs
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError, ModelUnit
+from megatron.core.module import ModelChunks, ModelError, ModelUnit
 from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits
 from megatron.core.protocols import GradListener
 from megatron.core.sharding_table import ShardOver, grads_are_sharded, weights_are_sharded

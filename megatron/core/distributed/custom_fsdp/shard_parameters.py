@@ -216,11 +216,12 @@ def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return state_pieces.optimizer_pieces(optimizer, packed, _places())
+    as_pieces = functools.partial(state_pieces.as_pieces, optimizer=type(optimizer).__name__)
+    return state_pieces.repacked(optimizer, packed, _places(), as_pieces)
 
 
 def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return state_pieces.optimizer_parts(optimizer, packed, _places())
+    return state_pieces.repacked(optimizer, packed, _places(), state_pieces.own_parts)
 
 
 def _places() -> dict[int, FlatSpan]:

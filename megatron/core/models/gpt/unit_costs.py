@@ -89,7 +89,7 @@ def _stage(
         units += [_UnitCost("embedding", (words + positions,))] if elsewhere else []
     layers = [(unit,) for unit in range(start, start + count)]
     backward: list[Access] = []
-    for begin, end, recomputed in reversed(costs.recomputed(count)):
+    for begin, end, recomputed in reversed(config.recompute_chunks(count)):
         backward += [tuple(range(start + begin, start + end))] if recomputed else layers[begin:end][::-1]
     if units:
         rest = costs.stage(spec).plus(sum((unit.work for unit in units), _NOTHING), -1)

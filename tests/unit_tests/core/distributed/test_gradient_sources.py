@@ -12,8 +12,7 @@ from torch import nn
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import connect
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError
+from megatron.core.module import ModelChunks, ModelError
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.sharding_table import ShardPlace, sharding_of
 from megatron.core.weight_grad import WeightGradAccumulator

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.core.distributed.stage_units import find_units_of
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError
+from megatron.core.module import ModelChunks, ModelError
 from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, merged_groups
 from megatron.core.pipeline_parallel.plan.held.units import UnitCosts
 from tests.harness.tiny_models import tiny_config, tiny_stage

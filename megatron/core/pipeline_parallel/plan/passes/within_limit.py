@@ -21,8 +21,8 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, 
 from megatron.core.pipeline_parallel.plan.passes import orders as other
 from megatron.core.pipeline_parallel.plan.passes.keep import Reserve
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.simulate import Merit
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 RESERVES = (
     Reserve(0.0),

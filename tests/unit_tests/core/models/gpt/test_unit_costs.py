@@ -9,11 +9,11 @@ import torch
 
 from megatron.core.distributed.shard_layout import ALIGNMENT, ParamSpec, plan_layouts
 from megatron.core.distributed.stage_units import find_units_of
-from megatron.core.model_chunks import ModelChunks
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.module import ModelChunks
 from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from tests.harness.tiny_models import VARIANTS, tiny_config
