@@ -37,8 +37,8 @@ from megatron.core.schema import Schema, integer, text
 from megatron.core.sharding_table import ShardOver
 from megatron.core.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.transport import collectives
-from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.transport.gloo_pairs import add_in_rank_order
+from megatron.core.transport.parallel_state import ParallelState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
 OPTIMIZER_SCHEMA: Schema = {"optimizer": text(), "num_steps": integer()}  # `MixedPrecisionOptimizer.state`
