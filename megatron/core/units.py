@@ -215,27 +215,20 @@ def _owners(
 ) -> dict[str, int]:
     """Parameter name -> place of its unit, the first chunk's where several hold it. Raises ModelError where a chunk has
     it in two units."""
-    unit_of = {id(module): place for place, unit in enumerate(declared) for module in unit.modules}
+    parts = {id(module): place for place, unit in enumerate(declared) for module in unit.modules}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     all_owners: dict[str, int] = {}
-
-    def visit(module: nn.Module, unit: int | None, owners: dict[str, int]) -> None:
-        unit = unit_of.get(id(module), unit)
-        for parameter in module.parameters(recurse=False):
-            if unit is None:
-                break
-            name = name_of[id(parameter)]
-            other = owners.setdefault(name, unit)
-            if other != unit:
-                raise ModelError(
-                    f"parameter {name!r} is shared by the units {declared[other].name!r} and {declared[unit].name!r}: "
-                    "declare them as one, with a tuple of the modules' names in fsdp_unit_modules"
-                )
-        for child in module.children():
-            visit(child, unit, owners)
-
     for chunk in chunks:
-        of_chunk: dict[str, int] = {}
-        visit(chunk, None, of_chunk)
-        all_owners = of_chunk | all_owners
+        owners: dict[str, int] = {}
+        for module, place in ((one, parts[id(one)]) for one in chunk.modules() if id(one) in parts):
+            for owner in owning_modules(module, parts.keys()):
+                for name in (name_of[id(parameter)] for parameter in owner.parameters(recurse=False)):
+                    other = owners.setdefault(name, place)
+                    if other != place:
+                        raise ModelError(
+                            f"parameter {name!r} is shared by the units {declared[other].name!r} and "
+                            f"{declared[place].name!r}: declare them as one, with a tuple of the modules' names in "
+                            "fsdp_unit_modules"
+                        )
+        all_owners = owners | all_owners
     return all_owners

@@ -149,23 +149,20 @@ class FlatBuffer:
         if not arena.weights_rest:
             with torch.inference_mode():  # its tensors are read-only outside
                 return self.main_weight_part(name).to(arena.weights.dtype)
-        return self._part(arena, arena.weights, self.sharding.weights, name, self.sharding.weights)
+        cut, bucket = self.sharding.weights, self._bucket_of[name].bucket
+        return self._within(
+            arena.weights[arena.layout.bucket_at_rest(bucket, self.place, cut)], cut, name, cut
+        )
 
     def main_weight_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: what of a main weight this rank's optimizer updates. cut: a part of that."""
-        arena = self._trained_arena_of(name)
-        cut = cut or self.sharding.optimizer
-        if arena.own_main_weights is None:
-            return self._part(arena, arena.weights, self.sharding.weights, name, cut)
-        return self._part(arena, arena.own_main_weights, self.sharding.optimizer, name, cut)
+        held = self.sharding.optimizer
+        return self._within(trained(self._trained(name).main_weights), held, name, cut or held)
 
     def main_grad_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
-        arena, memory, held = self._trained_arena_of(name), self._bucket_of[name], self.sharding.main_grads
-        start = arena.layout.rest_start(memory.bucket.index, self.place, held)
-        return self._part(
-            arena, trained(memory.main_grads), held, name, cut or self.sharding.optimizer, start
-        )
+        grads, wanted = trained(self._trained(name).main_grads), cut or self.sharding.optimizer
+        return self._within(grads, self.sharding.main_grads, name, wanted)
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
         """All gradients at rest, one allocation each: one a dtype where they are unsharded, one a bucket where cut."""
@@ -175,8 +172,9 @@ class FlatBuffer:
 
     def view_part(self, flat: Tensor, name: str) -> Tensor:
         """1-D: what belongs to a parameter in any flat tensor that is cut as its arena's optimizer (a moment)."""
-        cut = self.sharding.optimizer
-        return self._part(self._trained_arena_of(name), flat, cut, name, cut)
+        cut, memory = self.sharding.optimizer, self._trained(name)
+        rest = self.arenas[memory.arena].layout.bucket_at_rest(memory.bucket, self.place, cut)
+        return self._within(flat[rest], cut, name, cut)
 
     def optimizer_numel(self, arena: Arena) -> int:
         """Elements of an arena that this rank's optimizer updates, padding included."""
@@ -187,7 +185,7 @@ class FlatBuffer:
         return self._stages.get(name, 0)
 
     def has_own_main_weight(self, name: str) -> bool:
-        return self._trained_arena_of(name).own_main_weights is not None
+        return self.arenas[self._trained(name).arena].own_main_weights is not None
 
     def param_of_key(self, key: str) -> str:
         return self._param_of_key[key]
@@ -261,23 +259,19 @@ class FlatBuffer:
                 if memory.arena == index:
                     yield trained(memory.optimizer_weights), trained(memory.main_weights)
 
-    def _part(
-        self, arena: Arena, flat: Tensor, flat_cut: ShardOver, name: str, wanted: ShardOver, start: int = 0
-    ) -> Tensor:
-        """What of a parameter belongs to `wanted` in a flat buffer at rest that is sharded by the coarser `flat_cut`.
-        start: of the buffer's elements, where `flat` begins."""
-        low, high = arena.layout.part_of(name, self.place, wanted)
-        if low == high:
-            return flat[:0]
-        outer, _ = arena.layout.part_of(name, self.place, flat_cut)
-        first = arena.layout.part_at_rest(name, self.place, flat_cut)[0] - start + low - outer
-        return flat[first : first + high - low]
+    def _within(self, part: Tensor, cut: ShardOver, name: str, wanted: ShardOver) -> Tensor:
+        """What of a parameter belongs to `wanted`, in this rank's part of its bucket by the coarser `cut`."""
+        memory = self._bucket_of[name]
+        layout = self.arenas[memory.arena].layout
+        low, high = layout.part_of(name, self.place, wanted)
+        first = layout.by_name[name].start + low - layout.shard(memory.bucket.index, self.place, cut)[0]
+        return part[first : first + high - low] if low < high else part[:0]
 
-    def _trained_arena_of(self, name: str) -> Arena:
-        arena = self.arena_of(name)
-        assert arena is not None, f"{name} is frozen"
-        assert arena.trained, f"{name} is frozen"
-        return arena
+    def _trained(self, name: str) -> BucketMemory:
+        memory = self._bucket_of.get(name)
+        assert memory is not None, f"{name} is frozen"
+        assert memory.trained, f"{name} is frozen"
+        return memory
 
 
 def _check(

@@ -160,15 +160,6 @@ class FlatLayout:
         low = min(max(start - slot.start, 0), slot.numel)
         return low, max(low, min(end - slot.start, slot.numel))
 
-    def part_at_rest(self, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
-        """Elements [start, end) of the buffer at rest where these are."""
-        slot = self.by_name[name]
-        low, high = self.part_of(name, place, cut)
-        start = self.rest_start(slot.bucket, place, cut)
-        if low < high:  # else it is before or behind this rank's part
-            start += slot.start + low - self.shard(slot.bucket, place, cut)[0]
-        return start, start + high - low
-
     def spans_at_rest(self, place: ShardPlace, cut: ShardOver) -> tuple[BufferSpan, ...]:
         """What this rank holds of `spans`, as elements of the buffer at rest. Without padding."""
         spans: list[BufferSpan] = []

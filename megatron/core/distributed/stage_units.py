@@ -88,15 +88,12 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
     """Its bytes in a buffer, padding included. shard_bytes: without the optimizer's moments."""
     buckets, extra, sharding = buffer.buckets_of_unit(unit.name), buffer.extra_grads, buffer.sharding
     trained = [bucket for bucket in buckets if bucket.trained]
-    arenas = [buffer.arenas[one.arena] for one in trained]
     rest = [one.weights for one in buckets if not one.gathers_from_main] + [one.main_grads for one in trained]
-    rest += [
-        one.main_weights for one, a in zip(trained, arenas, strict=True) if a.own_main_weights is not None
-    ]
+    rest += [one.main_weights for one in trained if one.main_weights is not one.optimizer_weights]
     keys = [key for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra]
     scattered = sharding.optimizer is ShardOver.FULL
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
-    shared = {arena.layout.shared for arena in arenas}
+    shared = {buffer.arenas[one.arena].layout.shared for one in trained}
     later = sharding.main_grads is ShardOver.NONE and len(shared) == 2
     return UnitCosts(
         unit.name,
@@ -125,15 +122,12 @@ def find_engine_units(
 
     Raises ModelError as that does, ValueError for sizes that make no bucket.
     """
-    parameters = chunks.parameters
-    frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    without = frozen if sharding.weights is ShardOver.NONE else []
+    trained = {name: p.numel() for name, p in chunks.parameters.items() if p.requires_grad}
+    without = chunks.parameters.keys() - trained if sharding.weights is ShardOver.NONE else ()
     found = find_units_of(chunks, declared, config.fsdp_unit_modules or (), without=without)
     if sharding.main_grads is not ShardOver.NONE:
         return found
-    numel = [
-        sum(parameters[name].numel() for name in unit.names if name not in frozen) for unit in found.units
-    ]
+    numel = [sum(trained.get(name, 0) for name in unit.names) for unit in found.units]
     limit = bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
     return found.merged(numel, limit)
 

@@ -66,7 +66,7 @@ def fully_shard(
     unit_modules = inner.unit_modules(own_units)
     inner.take_over(ps, config)
     if sync_module_states:
-        broadcast_weights([module], ps, without=inner.own_parameters)
+        broadcast_weights([module], ps, without=inner.places.keys())
     engine = FullyShardedDataParallel(
         module, ps, config, fsdp_unit_modules=unit_modules, reading=inner.reading
     )

@@ -22,14 +22,10 @@ from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.reshard_policy import UnitFacts, UnitPolicy, check_policy, policies
 from megatron.core.distributed.custom_fsdp.run_order import ReductionOrder
 from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
-from megatron.core.distributed.distributed_data_parallel import (
-    DistributedDataParallel,
-    effective_sharding,
-    place_of,
-)
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.stage_units import EngineUnits, unit_costs
-from megatron.core.module import ModelChunks, ModelError
+from megatron.core.module import ModelChunks, ModelError, ModelUnit
 from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits
 from megatron.core.protocols import GradListener
 from megatron.core.sharding_table import ShardOver, grads_are_sharded, weights_are_sharded
@@ -61,11 +57,16 @@ class FullyShardedDataParallel(DistributedDataParallel):
         fsdp_unit_modules: Sequence[UnitModule] | None = None,
         reading: Reading = as_they_are,
     ) -> None:
-        modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
-        ps = ranks_of(ps_or_mesh)
+        self._unit_modules = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
+        super().__init__(chunks, ranks_of(ps_or_mesh), config, reading=reading)
+        sharded = self.sharding.main_grads is not ShardOver.NONE
+        if sharded or config.overlap_param_gather:
+            self.hooks += UnitHooks(self.chunks, self.units, self.driver, backward=sharded).handles
+
+    def _find_units(self, chunks: ModelChunks, declared: Sequence[ModelUnit] | None) -> EngineUnits:
+        config, modules = self.config, chunks.modules
         strategy = config.data_parallel_sharding_strategy
-        sharded = effective_sharding(config, place_of(ps)).main_grads is not ShardOver.NONE
-        if sharded and len(modules) > 1:
+        if self.sharding.main_grads is not ShardOver.NONE and len(modules) > 1:
             raise ModelError(
                 f"--data-parallel-sharding-strategy {strategy}: a rank with "
                 f"{len(modules)} model chunks shards no more than its optimizer: use optim"
@@ -76,14 +77,11 @@ class FullyShardedDataParallel(DistributedDataParallel):
             weights_sharded=weights_are_sharded(strategy),
             grads_sharded=grads_are_sharded(strategy),
         )
-        unit_modules = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
-        found = find_units(modules, ModelChunks(modules).parameters, declared_units(modules), unit_modules)
-        forwards = [tuple((unit,) for unit in forward_order([module], found)) for module in modules]
-        accesses = EngineUnits(found, tuple(ChunkUnits(forward, forward[::-1]) for forward in forwards))
-        self._forward_order = [unit for (unit,) in itertools.chain(*forwards)]
-        super().__init__(modules, ps, config, units=accesses, reading=reading)
-        if sharded or config.overlap_param_gather:
-            self._hooks += UnitHooks(modules, self.units, self.driver, backward=sharded).handles
+        units = find_units(modules, chunks.parameters, declared_units(modules), self._unit_modules)
+        forwards = [forward_order([module], units) for module in modules]
+        self._forward_order = [unit for forward in forwards for unit in forward]
+        rows = [tuple((unit,) for unit in forward) for forward in forwards]
+        return EngineUnits(units, tuple(ChunkUnits(row, row[::-1]) for row in rows))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the only chunk."""
@@ -134,11 +132,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def weights_changed(self) -> None:
         super().weights_changed()
         self.driver.weights_changed()
-
-    def let_go(self) -> None:
-        """Take all hooks off the model, which another engine is to have: this one's weights can still be read."""
-        for handle in self._hooks:
-            handle.remove()
 
     @functools.cached_property
     def _facts(self) -> list[UnitFacts]:
