@@ -7,8 +7,8 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.held.residency_lines import StepResidency
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
 from megatron.training.config.config import train_step_flops
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, say

@@ -6,14 +6,14 @@ import dataclasses
 
 from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.residency_lines import (
+from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,
     StepResidency,
-    moves_line,
-    residency_line,
+    at_once_lines,
+    planned_residency,
+    start_up_lines,
 )
-from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines, planned_residency
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session
@@ -37,8 +37,8 @@ class ResidencyReport:
         spec = self._runner.spec
         if spec.residency is None:
             return []
-        rank, held, moves = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
-        lines = [residency_line(spec.schedule, spec.residency, rank, held), moves_line(rank, moves)]
+        told = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
+        lines = start_up_lines(spec.schedule, spec.residency, *told)
         return lines + at_once_lines(spec, num_microbatches, self._purpose)
 
     def after_step(

@@ -4,6 +4,9 @@ shares of activations and rows of the sharding table.
 [Note: shares] What a searched schedule may hold of activations and what is left to gathered weights and whole gradients
 add up to the limit. With more activations the bubble falls, and what is gathered anew rises: the step's time has one
 minimum, or nearly so. A golden section finds it in a few orders.
+
+[Note: finalists] Of a small plan `add_residency` tries about a hundred choices, of which the first ten tell about how
+good it is. All candidates are looked at like that, and those that come near the best one are searched to their end.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute, without_collector
+from megatron.core.pipeline_parallel.plan.passes.add_residency import first_look
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
@@ -28,6 +32,8 @@ from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, Sc
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6
 _GOLDEN = 0.5 * (5**0.5 - 1)
+# Plans that are searched to their end: so many at most, as far as they look at most this much slower than the best.
+_FINALISTS, _NEAR = 6, 0.1
 
 
 @dataclass(frozen=True)
@@ -84,28 +90,36 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
     taken as it is: one that holds too much is refused, though it might fit with forwards held back. Raises PlanError
     where nothing keeps to the limit, saying what would hold the least.
     """
-    best: Judged | None = None
-    lines: list[str] = []
     bounds = [_bound(spec, num_microbatches) for spec in candidates]
     order = sorted(range(len(candidates)), key=lambda at: (candidates[at].row.searched, bounds[at]))
+    looked: list[Judged] = []
+    told = {named(candidates[at]): "" for at in order}
+    below = float("inf")
     for spec, bound in ((candidates[at], bounds[at]) for at in order):
         try:
-            below = float("inf") if best is None else best.simulation.cost * (1 - TOLERANCE)
             if bound >= below:
                 raise _NoFasterError(bound)
-            found = judge(spec, num_microbatches, below)
+            looked += _looks(spec, num_microbatches, below)
+            below = min(one.simulation.cost for one in looked) * (1 - TOLERANCE)
         except _NoFasterError as error:
-            lines.append(f"{named(spec)}: takes at least {spec.describe_time(error.bound)}")
-            continue
+            told[named(spec)] = f"takes at least {spec.describe_time(error.bound)}"
         except PlanError as error:
-            lines.append(f"{named(spec)}: not possible: {error}")
-            continue
-        lines.append(f"{named(spec)}: {found}")
-        if best is None or found.simulation.merit < best.simulation.merit:
-            best = found
-    if best is None:
+            told[named(spec)] = f"not possible: {error}"
+    if not looked:
         raise PlanError(_nothing_fits(candidates, num_microbatches))
-    return best, (f"{named(best.spec)}: chosen", *lines)
+    best, *others = _finished(looked, num_microbatches)
+    for one in (best, *others):
+        told[named(one.spec)] = told[named(one.spec)] or str(one)
+    return best, (f"{named(best.spec)}: chosen", *(f"{name}: {text}" for name, text in told.items()))
+
+
+def _finished(looked: Sequence[Judged], num_microbatches: int) -> list[Judged]:
+    """The best first; see [Note: finalists]."""
+    by_merit = sorted(looked, key=lambda one: one.simulation.merit)
+    near = (1 + _NEAR) * by_merit[0].simulation.cost
+    count = sum(one.simulation.cost <= near for one in by_merit[:_FINALISTS])
+    finalists = [_judged(one.spec, num_microbatches, one.share) for one in by_merit[:count]]
+    return sorted([*finalists, *by_merit[count:]], key=lambda one: one.simulation.merit)
 
 
 def named(spec: ScheduleSpec) -> str:
@@ -118,12 +132,17 @@ def named(spec: ScheduleSpec) -> str:
     return ", ".join([*words, *([spec.residency.strategy] if spec.residency is not None else [])])
 
 
-def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")) -> Judged:
-    """spec: with units, a residency that has a limit, and lanes. below: what takes longer need not be found. Raises
-    PlanError where nothing keeps to the limit, or is below."""
+def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
+    """spec: with units, a residency that has a limit, and lanes. Raises PlanError where nothing keeps to the limit."""
+    return _finished(_looks(spec, num_microbatches, float("inf")), num_microbatches)[0]
+
+
+def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judged]:
+    """A candidate's plan, for each share of activations that is tried. below: what takes longer need not be found.
+    Raises PlanError where nothing keeps to the limit, or is below."""
     if not spec.row.searched:
         _refuse_full(spec, num_microbatches)
-        return _judged(spec, num_microbatches)
+        return [_look(spec, num_microbatches)]
     most = _room(spec)
     least = max(one.activation / size for size, one in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
@@ -135,7 +154,7 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
                 bare = simulate(plan_for(one.bare, num_microbatches, PlanPurpose.TRAIN), spec.costs).cost
                 if bare >= below:
                     raise _NoFasterError(bare)
-                found[share] = _judged(one, num_microbatches, share)
+                found[share] = _look(one, num_microbatches, share)
             except PlanError as error:
                 found[share] = error
         known = found[share]
@@ -159,7 +178,17 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
     judged = [one for one in found.values() if isinstance(one, Judged)]
     if not judged:
         raise next(one for one in found.values() if isinstance(one, PlanError))
-    return min(judged, key=lambda one: one.simulation.merit)
+    return judged
+
+
+def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
+    """The first of what its plan's search comes to."""
+    assert spec.stages_units is not None
+    assert spec.residency is not None
+    assert spec.lanes is not None
+    order = plan_for(spec.bare, num_microbatches, PlanPurpose.TRAIN)
+    plan = first_look(order, spec.stages_units, spec.residency, spec.costs, spec.lanes)
+    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share)
 
 
 def _judged(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
@@ -194,8 +223,8 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
     asked, parts = spec.residency, []
     assert spec.stages_units is not None
     assert asked is not None
-    for rank in range(spec.placement.num_ranks):
-        units, mine = RankUnits(rank, spec.placement, spec.stages_units), spec.local_stages(rank)
+    for units in rank_units(spec.placement, spec.stages_units):
+        mine = spec.local_stages(units.rank)
         row = [compute(F, stage, 0) for stage in mine]
         row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
         uses = RowUses(tuple(row), units, overlap_reduce=asked.overlap_reduce)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
 from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, Plan, RawOp, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
 
@@ -100,8 +100,7 @@ class _EventWalk:
         self.done: list[tuple[int, int]] = []
         self.lanes: list[LaneClock] = []
         if lanes is not None:
-            units = (RankUnits(rank, plan.placement, lanes.stages) for rank in range(self.num_ranks))
-            every = zip(units, begin, strict=True)
+            every = zip(rank_units(plan.placement, lanes.stages), begin, strict=True)
             self.lanes = [LaneClock(one, lanes, self.durations, start) for one, start in every]
 
     def advance(self, rank: int, ready: list[int]) -> None:

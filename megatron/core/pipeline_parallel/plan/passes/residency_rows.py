@@ -1,0 +1,221 @@
+"""Rows with operations of data parallelism, by the policy or within a limit in bytes.
+
+Under a limit room is known at every moment, and a row keeps to it by construction: a rank holds states at rest,
+activations, the weights that an access reads, gradients that are added to or under way. What gradients take follows
+from those that are kept over gaps; what they leave is for weights, kept and gathered ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import grouping_of
+from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses, Span, bytes_by_moment
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.passes import lane_rows
+from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, keep_gaps, kept_gaps
+from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
+from megatron.core.pipeline_parallel.plan.sizes import size_text
+
+Groups = list[list[dict[int, int]]]
+
+# Choices of gradients that are made until one fits; each looks for room in so many more moments ahead of a full one.
+_TRIES, _BEFORE = 8, 4
+
+
+class Reserve(NamedTuple):
+    """What is left of the room when gaps are chosen.
+
+    share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
+    reductions, as much as where no gradients are kept. grads_first: weights are kept in what gradients leave.
+    reduced_first: reductions come before gathers of the same moment.
+    """
+
+    share: float = 0.0
+    ahead: bool = True
+    under_way: bool = True
+    grads_first: bool = False
+    reduced_first: bool = False
+
+
+class RowMaker:
+    """Makes plans that differ in what the search chooses. Rows that were made are kept: most of what is tried differs
+    from what was tried before on one rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[StageUnits],
+        residency: Residency,
+        costs: CostModel,
+        lanes: LaneCosts | None,
+        grouping: Grouping | None,
+    ) -> None:
+        self.plan, self.stages, self.residency, self.costs = plan, tuple(stages), residency, costs
+        self.lanes = None if lanes is None else Lanes(self.stages, residency, lanes)
+        self.units = rank_units(plan.placement, self.stages)
+        self._grouping = grouping
+        self._uses: dict[tuple[int, Row], RowUses] = {}
+        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups]] = {}
+
+    def uses(self, rank: int, row: Row) -> RowUses:
+        """When a row uses which units."""
+        found = self._uses.get((rank, row))
+        if found is None:
+            overlap, apart = self.residency.overlap_reduce, self.residency.limit is not None
+            found = RowUses(row, self.units[rank], overlap_reduce=overlap, apart=apart)
+            self._uses[rank, row] = found
+        return found
+
+    def made(self, order: Plan, reserve: Reserve) -> Plan:
+        """Raises PlanError where it does not fit."""
+        made = []
+        for rank, row in enumerate(order.rows):
+            key = rank, row, reserve
+            if key not in self._rows:
+                self._rows[key] = self._row(self.uses(rank, row), reserve)
+            made.append(self._rows[key])
+        groups = grouping_of(order.placement, self.units, [groups for _, groups in made])
+        note = PlannedResidency.of(self.residency, self.stages, groups)
+        return dataclasses.replace(order, rows=tuple(row for row, _ in made), residency=note)
+
+    def merit(self, planned: Plan) -> Merit:
+        return simulate(planned, self.costs, self.lanes).merit
+
+    def _row(self, uses: RowUses, reserve: Reserve) -> tuple[Row, Groups]:
+        """One rank's row, and its groups as in `RowWalk`."""
+        asked, forward_only = self.residency, self.plan.forward_only
+        if asked.limit is not None:
+            kept, bound = fit_limit(
+                uses, asked, self.costs, self._grouping, reserve, forward_only=forward_only
+            )
+        else:
+            kept, bound = self._kept(uses, reserve)
+        gathered = lane_rows.stays(uses.reads, kept, weights=True)
+        gathers: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
+        frees: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
+        moments = [0] * len(gathered)
+        if asked.weights_sharded:
+            moments = lane_rows.gather_moments(
+                gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather
+            )
+        if asked.weights_sharded or (asked.gathers_once and not forward_only):
+            for stay, moment in zip(gathered, moments, strict=True):
+                gathers[moment].append((ir.UNSHARD, stay))
+        for stay in gathered if asked.weights_sharded else ():
+            frees[stay.last + 1].append((ir.RESHARD, stay))
+        reduced = lane_rows.reductions(uses, asked, kept)
+        groups: Groups = [[] for _ in uses.adds]
+        for kind, stay in (one for moment in sorted(reduced) for one in reduced[moment]):
+            if kind == ir.REDUCE:
+                groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
+        behind = (reduced, gathers) if reserve.reduced_first else (gathers, reduced)
+        return lane_rows.written(uses, (frees, *behind)), groups
+
+    def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+        """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""
+        asked, count = self.residency, uses.num_moments
+        budget = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
+        room = math.inf if asked.policy == "step" else budget
+        kept = kept_gaps(uses, asked, [room * (1 - reserve.share)] * count, self._grouping)
+        beyond: Sequence[float] = [room] * count
+        if asked.policy == "backward":
+            beyond = bytes_kept(count, kept, weights=True)
+        elif asked.grads_sharded and asked.policy == "budget":
+            beyond = [room - used for used in bytes_kept(count, kept, weights=False)]
+        ahead = asked.ahead_of(uses.units)
+        return kept, [ahead + one for one in beyond]
+
+
+def fit_limit(
+    uses: RowUses,
+    residency: Residency,
+    costs: CostModel,
+    grouping: Grouping | None,
+    reserve: Reserve,
+    *,
+    forward_only: bool,
+) -> tuple[set[Gap], list[float]]:
+    """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where even
+    the least is too much."""
+    count = uses.num_moments
+    free = _room_beside_activations(uses, residency, costs, forward_only=forward_only)
+    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_sharded else [0] * count
+    ahead = residency.ahead_of(uses.units) if residency.weights_sharded else 0
+    spare = [max(0, ahead - one) if reserve.ahead and residency.overlap_gather else 0 for one in reads]
+    most = float("inf") if residency.budget is None else float(residency.budget[uses.units.rank])
+
+    def to_keep(room: Sequence[float]) -> list[float]:
+        left = zip(room, spare, strict=True)
+        return [(1 - reserve.share) * max(0.0, min(most, one - more)) for one, more in left]
+
+    def over(held: Sequence[int]) -> list[float]:
+        """By moment, what is read and whole gradients are beyond the room."""
+        return [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
+
+    least = kept_gaps(uses, residency, [0.0] * count, grouping)
+    kept, held = least, _gradients(uses, residency, least, reserve)
+    if residency.grads_sharded:
+        other = held if reserve.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
+        room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
+        for attempt in range(_TRIES):
+            kept = kept_gaps(uses, residency, to_keep(room), grouping, grads_alone=reserve.grads_first)
+            held = _gradients(uses, residency, kept, reserve)
+            if max(over(held), default=0) <= 0:
+                break
+            taken = bytes_by_moment(count, (gap[:3] for gap in kept))
+            for moment, more in enumerate(over(held)):
+                for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
+                    room[one] = min(room[one], spare[one] + taken[one]) - more
+        else:
+            kept, held = least, _gradients(uses, residency, least, reserve)
+    beyond = max(over(held), default=0.0)
+    if beyond > 0:
+        assert residency.limit is not None
+        rank, limit = uses.units.rank, residency.limit[uses.units.rank]
+        raise PlanError(f"rank {rank} holds {size_text(limit + beyond)}, the limit is {size_text(limit)}")
+    bound = [one - more for one, more in zip(free, held, strict=True)]
+    if residency.budget is not None:
+        grads = bytes_kept(count, kept, weights=False)
+        bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
+    if residency.weights_sharded:
+        room = [one - read for one, read in zip(bound, reads, strict=True)]
+        kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
+    return kept, bound
+
+
+def _room_beside_activations(
+    uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool
+) -> list[float]:
+    """By moment, bytes of a limit that states at rest and activations leave: C(t) of docs/design/007-one-plan.md."""
+    assert residency.limit is not None, residency
+    free = residency.limit[uses.units.rank] - uses.units.shard_bytes
+    ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
+    held = activations(uses.row, costs, forward_only=forward_only)
+    room: list[float] = []
+    for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
+        room += [free - used] * (end - first)
+    return room
+
+
+def _gradients(uses: RowUses, residency: Residency, kept: set[Gap], reserve: Reserve) -> list[int]:
+    """By moment, what whole gradients and those under way take."""
+    if not residency.grads_sharded:
+        return [0] * uses.num_moments
+    reduced = lane_rows.reductions(uses, residency, kept)
+    return lane_rows.gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
+
+
+def _in_use(spans: Sequence[Sequence[Span]], sizes: Sequence[int], count: int) -> list[int]:
+    """By moment, bytes of what is used."""
+    every = zip(spans, sizes, strict=True)
+    return bytes_by_moment(count, ((one.first, one.last + 1, size) for mine, size in every for one in mine))
