@@ -5,8 +5,8 @@ shares of activations and rows of the sharding table.
 add up to the limit. With more activations the bubble falls, and what is gathered anew rises: the step's time has one
 minimum, or nearly so. A golden section finds it in a few orders.
 
-[Note: finalists] Of a small plan `add_residency` tries about a hundred choices, of which the first ten tell about how
-good it is. All candidates are looked at like that, and those that come near the best one are searched to their end.
+[Note: rounds] Of a small plan `add_residency` tries about a hundred choices, of which the first ten or so tell how good
+it is. So all candidates are tried a little, and those that come near the best one then more, in a few rounds.
 """
 
 from __future__ import annotations
@@ -20,30 +20,39 @@ from typing import NamedTuple
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute, without_collector
-from megatron.core.pipeline_parallel.plan.passes.add_residency import first_look
+from megatron.core.pipeline_parallel.plan.passes.add_residency import Search
+from megatron.core.pipeline_parallel.plan.passes.residency_rows import RowMaker
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.simulate import Merit, Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
 
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6
 _GOLDEN = 0.5 * (5**0.5 - 1)
-# Plans that are searched to their end: so many at most, as far as they look at most this much slower than the best.
-_FINALISTS, _NEAR = 6, 0.1
+# Rounds of [Note: rounds]: so many tries each, of so many plans at most, those within so much of the best.
+_ROUNDS = ((16, 16, 1.5), (45, 6, 1.3), (None, 3, 1.1))
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate with its plan. share: of the room for activations, None where the order is fixed."""
+    """A candidate with its plan. share: of the room for activations, None where the order is fixed. search: that it was
+    found by, which can go on."""
 
     spec: ScheduleSpec
     plan: Plan
     simulation: Simulation
     share: float | None = None
+    search: Search | None = dataclasses.field(default=None, compare=False)
+
+    def after(self, tries: int | None) -> Judged:
+        """Once its search has tried so many choices; None: all."""
+        if self.search is None:
+            return self
+        return _judged(self.spec, self.search.best_of(tries), self.share, self.search)
 
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
@@ -107,19 +116,31 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
             told[named(spec)] = f"not possible: {error}"
     if not looked:
         raise PlanError(_nothing_fits(candidates, num_microbatches))
-    best, *others = _finished(looked, num_microbatches)
+    best, *others = _rounds(looked, num_microbatches)
     for one in (best, *others):
         told[named(one.spec)] = told[named(one.spec)] or str(one)
     return best, (f"{named(best.spec)}: chosen", *(f"{name}: {text}" for name, text in told.items()))
 
 
-def _finished(looked: Sequence[Judged], num_microbatches: int) -> list[Judged]:
-    """The best first; see [Note: finalists]."""
-    by_merit = sorted(looked, key=lambda one: one.simulation.merit)
-    near = (1 + _NEAR) * by_merit[0].simulation.cost
-    count = sum(one.simulation.cost <= near for one in by_merit[:_FINALISTS])
-    finalists = [_judged(one.spec, num_microbatches, one.share) for one in by_merit[:count]]
-    return sorted([*finalists, *by_merit[count:]], key=lambda one: one.simulation.merit)
+def _rounds(found: Sequence[Judged], num_microbatches: int) -> list[Judged]:
+    """The best first, verified; see [Note: rounds]."""
+    ranked = sorted(found, key=_merit)
+    for tries, most, near in _ROUNDS:
+        least = ranked[0].simulation.cost
+        ranked = sorted(
+            (
+                one.after(tries) if at < most and one.simulation.cost <= near * least else one
+                for at, one in enumerate(ranked)
+            ),
+            key=_merit,
+        )
+    best = ranked[0]
+    plan = plan_for(best.spec, num_microbatches, PlanPurpose.TRAIN)
+    return [_judged(best.spec, plan, best.share), *ranked[1:]]
+
+
+def _merit(judged: Judged) -> Merit:
+    return judged.simulation.merit
 
 
 def named(spec: ScheduleSpec) -> str:
@@ -134,7 +155,7 @@ def named(spec: ScheduleSpec) -> str:
 
 def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
     """spec: with units, a residency that has a limit, and lanes. Raises PlanError where nothing keeps to the limit."""
-    return _finished(_looks(spec, num_microbatches, float("inf")), num_microbatches)[0]
+    return _rounds(_looks(spec, num_microbatches, float("inf")), num_microbatches)[0]
 
 
 def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judged]:
@@ -182,18 +203,22 @@ def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judg
 
 
 def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
-    """The first of what its plan's search comes to."""
+    """By the first choice that fits."""
     assert spec.stages_units is not None
     assert spec.residency is not None
     assert spec.lanes is not None
     order = plan_for(spec.bare, num_microbatches, PlanPurpose.TRAIN)
-    plan = first_look(order, spec.stages_units, spec.residency, spec.costs, spec.lanes)
-    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share)
+    if not spec.residency.moves:
+        return _judged(spec, order, share)
+    asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
+    search = Search(RowMaker(order, *asked, None))
+    return _judged(spec, search.best_of(1), share, search)
 
 
-def _judged(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
-    plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
-    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share)
+def _judged(
+    spec: ScheduleSpec, plan: Plan, share: float | None = None, search: Search | None = None
+) -> Judged:
+    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share, search)
 
 
 # What candidates take and hold at least -----------------------------------------------------------------

@@ -155,15 +155,21 @@ def verify_lanes(plan: Plan) -> None:
                 units = range(op[4], op[5]) if op[4] >= 0 else range(len(words.units[op[1]]))
                 check.added.update((op[1], unit) for unit in units)
             for where, one in inside:
-                if wrong := check.perform(one):
+                if wrong := check.wrong(one):
                     raise wrong_op(rank, where, one, wrong)
-        if wrong := check.end():
-            raise PlanError(f"rank {rank}: {wrong}")
+        if check.gathered:
+            raise PlanError(f"rank {rank}: unit {min(check.gathered)} is gathered and never freed")
+        for stage in check.mine:
+            for name, groups in zip(words.units[stage], words.grouping[stage], strict=True):
+                if (times := check.reductions[name]) != len(groups):
+                    raise PlanError(
+                        f"rank {rank}: unit {name} is reduced {times} times, its microbatches are in {len(groups)} "
+                        "groups"
+                    )
 
 
 class _ByWords:
-    """gathered: names of units. added: microbatches by stage and unit. reductions: by name. Methods say what is wrong,
-    or nothing."""
+    """Of one rank. gathered: names of units. added: microbatches by stage and unit. reductions: by name."""
 
     def __init__(self, mine: Sequence[int], words: PlannedResidency) -> None:
         self.mine, self.words = mine, words
@@ -171,16 +177,15 @@ class _ByWords:
         self.added: Counter[tuple[int, int]] = Counter()
         self.reductions: Counter[str] = Counter()
 
-    def perform(self, op: RawOp) -> str:
-        """An operation of data parallelism."""
-        kind, stage = op[0], op[1]
+    def wrong(self, op: RawOp) -> str:
+        """Takes an operation of data parallelism; what is wrong with it, or nothing."""
+        kind, stage, words = op[0], op[1], self.words
         if stage not in self.mine:
             return "the stage is not on this rank"
-        names = self.words.units[stage]
+        names = words.units[stage]
         if op[5] > len(names) or op[2] >= 0 or op[6] >= 0 or op[7] >= 0:
             return f"stage {stage} has {len(names)} units, and these alone are named here"
-        weights = STRATEGIES[self.words.strategy].weights
-        comes_and_goes = weights is not ShardOver.NONE and self.words.ways > 1
+        comes_and_goes = STRATEGIES[words.strategy].weights is not ShardOver.NONE and words.ways > 1
         for name in names if op[4] < 0 else names[op[4] : op[5]]:
             if kind == UNSHARD and comes_and_goes:
                 if name in self.gathered:
@@ -192,22 +197,9 @@ class _ByWords:
                 self.gathered.discard(name)
             elif kind == REDUCE:
                 self.reductions[name] += 1
-                for home in (one for one in self.mine if name in self.words.units[one]):
-                    unit = self.words.units[home].index(name)
-                    due = sum(self.words.grouping[home][unit][: self.reductions[name]])
+                for home in (one for one in self.mine if name in words.units[one]):
+                    unit = words.units[home].index(name)
+                    due = sum(words.grouping[home][unit][: self.reductions[name]])
                     if self.added[home, unit] < due:
                         return f"comes before {due} microbatches were added to unit {name}"
-        return ""
-
-    def end(self) -> str:
-        """The row's."""
-        if self.gathered:
-            return f"unit {min(self.gathered)} is gathered and never freed"
-        for stage in self.mine:
-            for name, groups in zip(self.words.units[stage], self.words.grouping[stage], strict=True):
-                found = self.reductions[name]
-                if found != len(groups):
-                    return (
-                        f"unit {name} is reduced {found} times, its microbatches are in {len(groups)} groups"
-                    )
         return ""

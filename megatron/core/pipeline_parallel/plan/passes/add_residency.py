@@ -5,10 +5,10 @@ Each row is walked as its accesses (see `units`). The policy says which gaps bet
 stay then has a gather before it, as early as the room for gathers ahead allows, and what was gathered is freed behind
 its last use; a group of microbatches whose gradients stay together has its reduction right behind the last of them.
 
-[Note: search] One search chooses orders of computations, parts of trailing W's, and how room is divided between what is
-kept and gathers ahead. Without a limit in bytes only parts and shares of the plan's own order are tried, each as far as
-that is better. Under a limit a look tells about how good a plan is; from its best, and from other beginnings, the search
-then descends. Of a small plan ranks may have rows of different orders too; of a large one few choices are tried.
+[Note: search] One search chooses orders of computations, parts of trailing W's, and what of the room is left to gathers
+ahead. Without a limit in bytes only parts and shares of the plan's own order are tried, each as far as that is better.
+Under a limit a look tells about how good a plan is; from its best, and from other beginnings, the search then descends.
+Of a small plan ranks may have the rows of different orders too; of a large one a few choices are tried.
 """
 
 from __future__ import annotations
@@ -84,20 +84,9 @@ def add_residency(
     if not residency.moves:
         return plan
     maker = RowMaker(plan, stages, residency, costs, lanes, grouping)
-    best = maker.made(plan, RESERVES[0]) if lanes is None else Search(maker).fastest()
+    best = maker.made(plan, RESERVES[0]) if lanes is None else Search(maker).best_of()
     verify(best, costs, stages=stages, residency=residency)
     return best
-
-
-@without_collector()
-def first_look(
-    plan: Plan, stages: Sequence[StageUnits], residency: Residency, costs: CostModel, lanes: LaneCosts
-) -> Plan:
-    """What `add_residency` comes to before it tries other orders than the plan's and those that it begins with; within
-    the limit, and not verified."""
-    if not residency.moves:
-        return plan
-    return Search(RowMaker(plan, stages, residency, costs, lanes, None)).first()
 
 
 class _Once(Iterable[Plan]):
@@ -127,28 +116,18 @@ class Search:
         sharded = asked.weights_sharded or asked.grads_sharded
         self.reserves = RESERVES[: (8 if sharded else 1) if self.limited else 3 if divides else 1]
         size = plan.num_ops
-        self.most = max(min(_FEW, _OPERATIONS_OF_FEW // size), _OPERATIONS_OF_MANY // size)
+        self.most = self.allowed = max(min(_FEW, _OPERATIONS_OF_FEW // size), _OPERATIONS_OF_MANY // size)
         self.tried: dict[Choice, Merit | None] = {}
         self.best: tuple[Merit, Plan] | None = None
         self.refused: PlanError | None = None
 
-    def first(self) -> Plan:
-        """Of a look. Raises PlanError where nothing fits."""
-        self._look()
-        return self._found()
-
-    def fastest(self) -> Plan:
-        """Raises PlanError where nothing fits."""
+    def best_of(self, tries: int | None = None) -> Plan:
+        """The fastest of so many choices, not verified; None: of as many as are worth it for a plan of this size. With
+        more tries it goes on where it was. Raises PlanError where nothing fits."""
+        self.allowed = self.most if tries is None else min(tries, self.most)
         start = self._look()
-        if self.limited and not self.is_done and not self._is_fixed:
-            full = self.reserves[0]
-            start = self._best(start, ((one, start[1]) for one in self._every))
-            starts = [self._best(start, ((one, left) for one in self._every)) for left in self.reserves[-2:]]
-            for one in (start, *starts, *((base, full) for base in self._bases)):
-                self._descend(one)
-        return self._found()
-
-    def _found(self) -> Plan:
+        if self.limited and not self._is_fixed and not self.is_done:
+            self._descend_from(start)
         if self.best is None:
             assert self.refused is not None, "nothing was tried"
             raise self.refused
@@ -163,6 +142,14 @@ class Search:
         first, reserve = next((one for one in fits if self._merit(one) is not None), (self.plan, full))
         start = self._best((first, reserve), ((one, reserve) for one in self._in_parts(first)))
         return self._best(start, ((start[0], one) for one in self.reserves))
+
+    def _descend_from(self, start: Choice) -> None:
+        """From the best of every order, with what a look has left of the room or little, and from the bases."""
+        every, full = self._every, self.reserves[0]
+        start = self._best(start, ((one, start[1]) for one in every))
+        starts = [self._best(start, ((one, left) for one in every)) for left in self.reserves[-2:]]
+        for one in (start, *starts, *((base, full) for base in self._bases)):
+            self._descend(one)
 
     def _descend(self, start: Choice) -> None:
         """To what is better by one rank's row or what is left, while there is any."""
@@ -192,7 +179,7 @@ class Search:
     @property
     def is_done(self) -> bool:
         """Whether as many as may be tried have been."""
-        most = self.most + (_UNTIL_ONE_FITS if self.best is None else 0)
+        most = self.allowed + (_UNTIL_ONE_FITS if self.best is None else 0)
         return self.limited and len(self.tried) >= most
 
     def _merit(self, choice: Choice) -> Merit | None:

@@ -115,7 +115,8 @@ def _furthest_goes(gaps: Sequence[Gap], capacity: Sequence[float]) -> bytearray:
     furthest: list[tuple[int, int, int, int]] = []  # the latest end, of these the largest, is first
     held, count = 0, 0
     for moment, room in enumerate(capacity):
-        held -= sum(gaps[index].size for index in ending[moment] if kept[index])
+        for index in ending[moment]:
+            held -= gaps[index].size * kept[index]
         for index in starting[moment]:
             gap = gaps[index]
             held += gap.size

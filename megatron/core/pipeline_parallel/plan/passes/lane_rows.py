@@ -11,12 +11,11 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import (
     Gap,
     RowUses,
     Span,
-    WholeGradients,
     bytes_by_moment,
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
-from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, Residency
 
 
 class Stay(NamedTuple):
@@ -92,27 +91,38 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> Issu
 
 
 def gradients_held(uses: RowUses, reduced: Issued, *, reduced_first: bool) -> list[int]:
-    """By moment, the most bytes of whole gradients and of those under way. reduced_first: as in `written`."""
-    units = uses.units
-    begins: defaultdict[int, list[int]] = defaultdict(list)
-    completes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for unit, spans in enumerate(uses.adds):
-        for span in spans:
-            begins[span.first].append(unit)
-            if units.extra_bytes:
-                completes[span.last].append((unit, span.begin[1]))
-    gradients, most = WholeGradients(units), []
-    for moment in range(uses.num_moments):
-        before = 0 if reduced_first else gradients.growing + gradients.under_way
-        for kind, stay in reduced.get(moment, ()):
-            does = gradients.reduce if kind == REDUCE else gradients.outer_sum
-            does(stay.unit)
-        for unit in begins.get(moment, ()):
-            gradients.begin(unit)
-        for unit, stage in completes.get(moment, ()):
-            gradients.complete(unit, stage)
-        most.append(max(before, gradients.growing + gradients.under_way))
-    return most
+    """By moment, the most bytes of whole gradients and of those under way (row_uses, [Note: under way]). reduced_first:
+    as in `written`; else what is reduced at a moment is held together with what ends there."""
+    units, end = uses.units, uses.num_moments
+    issued = [(moment, *one) for moment in sorted(reduced) for one in reduced[moment]]
+    again, next_first = [], dict.fromkeys(range(len(units)), end)
+    for _, kind, stay in reversed(issued):  # when new gradients of the unit wait for these
+        again.append(next_first[stay.unit])
+        if kind == REDUCE:
+            next_first[stay.unit] = stay.first
+    intervals: list[tuple[int, int, int]] = []
+
+    def until(moment: int, kind: int, stay: Stay, waited: int) -> None:
+        if kind == REDUCE:
+            over = min(moment, waited)
+            intervals.append((stay.first, over, units.grad_bytes[stay.unit]))
+            extra = {use.begin[1]: use.last for use in reversed(stay.uses)} if units.extra_bytes else {}
+            sizes = ((first, units.extra_bytes.get((stay.unit, stage), 0)) for stage, first in extra.items())
+            intervals.extend((first, over, size) for first, size in sizes)
+
+    under: list[tuple[int, Stay, int]] = []
+    for (moment, kind, stay), waited in zip(issued, reversed(again), strict=True):
+        through = [one for one in under if one[2] < moment or one[1].unit == stay.unit]
+        under = [one for one in under if one not in through]
+        if len(under) == MOST_UNDER_WAY:
+            through.append(under.pop(0))
+        for one in through:
+            until(moment, *one)
+        under.append((kind, stay, waited))
+    for one in under:
+        until(end, *one)
+    held = bytes_by_moment(end, intervals)
+    return held if reduced_first else [max(pair) for pair in zip(held, [0, *held], strict=False)]
 
 
 def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
