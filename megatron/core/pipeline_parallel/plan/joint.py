@@ -167,15 +167,22 @@ def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judg
     most = _room(spec)
     least = max(one.activation / size for size, one in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
+    looked: dict[Plan, Judged] = {}
 
     def cost(share: float) -> float:
         if share not in found:
             try:
                 one = dataclasses.replace(spec, limits=tuple(share * size for size in most))
-                bare = simulate(plan_for(one.bare, num_microbatches, PlanPurpose.TRAIN), spec.costs).cost
+                bound = _bound(one, num_microbatches)
+                if bound >= below:
+                    raise _NoFasterError(bound)
+                order = plan_for(one.bare, num_microbatches, PlanPurpose.TRAIN)
+                bare = simulate(order, spec.costs).cost
                 if bare >= below:
                     raise _NoFasterError(bare)
-                found[share] = _look(one, num_microbatches, share)
+                if order not in looked:  # which is alike for several shares
+                    looked[order] = _look(one, num_microbatches, share)
+                found[share] = looked[order]
             except PlanError as error:
                 found[share] = error
         known = found[share]
@@ -196,10 +203,9 @@ def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judg
             high, right, left = right, left, right - _GOLDEN * (right - low)
         else:
             low, left, right = left, right, left + _GOLDEN * (high - left)
-    judged = [one for one in found.values() if isinstance(one, Judged)]
-    if not judged:
+    if not looked:
         raise next(one for one in found.values() if isinstance(one, PlanError))
-    return judged
+    return list(looked.values())
 
 
 def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
@@ -233,11 +239,11 @@ def _order(bare: ScheduleSpec, num_microbatches: int) -> tuple[float, tuple[floa
 
 
 def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
-    """No plan of the candidate takes less; 0 where there is none, which `judge` says."""
+    """No plan of the candidate takes less; 0 where there is none, which `_looks` says."""
     try:
         if not spec.row.searched:
             return _order(spec.bare, num_microbatches)[0]
-        problem = OrderProblem(spec.placement, num_microbatches, spec.costs, _room(spec))
+        problem = OrderProblem(spec.placement, num_microbatches, spec.costs, spec.limits or _room(spec))
         return lower_bound(or_fused(problem))
     except PlanError:
         return 0.0

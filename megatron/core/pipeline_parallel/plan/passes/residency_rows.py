@@ -30,6 +30,7 @@ Groups = list[list[dict[int, int]]]
 
 # Choices of gradients that are made until one fits; each looks for room in so many more moments ahead of a full one.
 _TRIES, _BEFORE = 8, 4
+_KEPT_OPERATIONS = 2_000
 
 
 class Reserve(NamedTuple):
@@ -48,8 +49,8 @@ class Reserve(NamedTuple):
 
 
 class RowMaker:
-    """Makes plans that differ in what the search chooses. Rows that were made are kept: most of what is tried differs
-    from what was tried before on one rank."""
+    """Makes plans that differ in what the search chooses. Of small plans the rows that were made are kept, or why there
+    are none: most of what is tried differs from what was tried before on one rank."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class RowMaker:
         self.units = rank_units(plan.placement, self.stages)
         self._grouping = grouping
         self._uses: dict[tuple[int, Row], RowUses] = {}
-        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups]] = {}
+        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | str] = {}
 
     def uses(self, rank: int, row: Row) -> RowUses:
         """When a row uses which units."""
@@ -78,15 +79,23 @@ class RowMaker:
 
     def made(self, order: Plan, reserve: Reserve) -> Plan:
         """Raises PlanError where it does not fit."""
-        made = []
-        for rank, row in enumerate(order.rows):
-            key = rank, row, reserve
-            if key not in self._rows:
-                self._rows[key] = self._row(self.uses(rank, row), reserve)
-            made.append(self._rows[key])
+        made = [self._kept_row(rank, row, reserve) for rank, row in enumerate(order.rows)]
         groups = grouping_of(order.placement, self.units, [groups for _, groups in made])
         note = PlannedResidency.of(self.residency, self.stages, groups)
         return dataclasses.replace(order, rows=tuple(row for row, _ in made), residency=note)
+
+    def _kept_row(self, rank: int, row: Row, reserve: Reserve) -> tuple[Row, Groups]:
+        found = self._rows.get((rank, row, reserve))
+        if found is None:
+            try:
+                found = self._row(self.uses(rank, row), reserve)
+            except PlanError as error:
+                found = str(error)
+            if self.plan.num_ops <= _KEPT_OPERATIONS:
+                self._rows[rank, row, reserve] = found
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
 
     def merit(self, planned: Plan) -> Merit:
         return simulate(planned, self.costs, self.lanes).merit
