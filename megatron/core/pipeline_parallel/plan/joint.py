@@ -33,8 +33,8 @@ from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, Sc
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6
 _GOLDEN = 0.5 * (5**0.5 - 1)
-# Rounds of [Note: rounds]: so many tries each, of so many plans at most, those within so much of the best.
-_ROUNDS = ((16, 16, 1.5), (45, 6, 1.3), (None, 3, 1.1))
+# [Note: rounds]: choices that are tried of every plan; then of so many plans at most, those within so much of the best.
+_LOOK, _ROUNDS = 16, ((45, 12, 1.3), (None, 6, 1.1))
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judg
 
 
 def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
-    """By the first choice that fits."""
+    """By the first choices of its search."""
     assert spec.stages_units is not None
     assert spec.residency is not None
     assert spec.lanes is not None
@@ -218,7 +218,7 @@ def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None)
         return _judged(spec, order, share)
     asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
     search = Search(RowMaker(order, *asked, None))
-    return _judged(spec, search.best_of(1), share, search)
+    return _judged(spec, search.best_of(_LOOK), share, search)
 
 
 def _judged(
