@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute, without_collector
-from megatron.core.pipeline_parallel.plan.passes.add_residency import Search
+from megatron.core.pipeline_parallel.plan.passes.add_residency import PlanSearch
 from megatron.core.pipeline_parallel.plan.passes.residency_rows import RowMaker
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
@@ -46,7 +46,7 @@ class Judged:
     plan: Plan
     simulation: Simulation
     share: float | None = None
-    search: Search | None = dataclasses.field(default=None, compare=False)
+    search: PlanSearch | None = dataclasses.field(default=None, compare=False)
 
     def after(self, tries: int | None) -> Judged:
         """Once its search has tried so many choices; None: all."""
@@ -217,12 +217,12 @@ def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None)
     if not spec.residency.moves:
         return _judged(spec, order, share)
     asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
-    search = Search(RowMaker(order, *asked, None))
+    search = PlanSearch(RowMaker(order, *asked, None))
     return _judged(spec, search.best_of(_LOOK), share, search)
 
 
 def _judged(
-    spec: ScheduleSpec, plan: Plan, share: float | None = None, search: Search | None = None
+    spec: ScheduleSpec, plan: Plan, share: float | None = None, search: PlanSearch | None = None
 ) -> Judged:
     return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share, search)
 

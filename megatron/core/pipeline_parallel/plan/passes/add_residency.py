@@ -84,7 +84,7 @@ def add_residency(
     if not residency.moves:
         return plan
     maker = RowMaker(plan, stages, residency, costs, lanes, grouping)
-    best = maker.made(plan, RESERVES[0]) if lanes is None else Search(maker).best_of()
+    best = maker.made(plan, RESERVES[0]) if lanes is None else PlanSearch(maker).best_of()
     verify(best, costs, stages=stages, residency=residency)
     return best
 
@@ -104,7 +104,7 @@ class _Once(Iterable[Plan]):
                 yield one
 
 
-class Search:
+class PlanSearch:
     """tried: merits of choices, None of what does not fit. best: of all that were tried."""
 
     def __init__(self, maker: RowMaker) -> None:
