@@ -39,20 +39,12 @@ _LOOK, _ROUNDS = 16, ((45, 12, 1.3), (None, 6, 1.1))
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate with its plan. share: of the room for activations, None where the order is fixed. search: that it was
-    found by, which can go on."""
+    """A candidate with its plan. search: that it was found by, which can go on."""
 
     spec: ScheduleSpec
     plan: Plan
     simulation: Simulation
-    share: float | None = None
     search: PlanSearch | None = dataclasses.field(default=None, compare=False)
-
-    def after(self, tries: int | None) -> Judged:
-        """Once its search has tried so many choices; None: all."""
-        if self.search is None:
-            return self
-        return _judged(self.spec, self.search.best_of(tries), self.share, self.search)
 
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
@@ -99,21 +91,11 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
     taken as it is: one that holds too much is refused, though it might fit with forwards held back. Raises PlanError
     where nothing keeps to the limit, saying what would hold the least.
     """
-    bounds = [_bound(spec, num_microbatches) for spec in candidates]
-    order = sorted(range(len(candidates)), key=lambda at: (candidates[at].row.searched, bounds[at]))
-    looked: list[Judged] = []
-    told = {named(candidates[at]): "" for at in order}
-    below = float("inf")
-    for spec, bound in ((candidates[at], bounds[at]) for at in order):
-        try:
-            if bound >= below:
-                raise _NoFasterError(bound)
-            looked += _looks(spec, num_microbatches, below)
-            below = min(one.simulation.cost for one in looked) * (1 - TOLERANCE)
-        except _NoFasterError as error:
-            told[named(spec)] = f"takes at least {spec.describe_time(error.bound)}"
-        except PlanError as error:
-            told[named(spec)] = f"not possible: {error}"
+    bounds = [(spec, _bound(spec, num_microbatches)) for spec in candidates]
+    bounds.sort(key=lambda one: (one[0].row.searched, one[1]))
+    looked, told = _looked(bounds, num_microbatches, _LOOK)
+    if not looked:  # what fits may come late
+        looked, told = _looked(bounds, num_microbatches, None)
     if not looked:
         raise PlanError(_nothing_fits(candidates, num_microbatches))
     best, *others = _rounds(looked, num_microbatches)
@@ -122,21 +104,44 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
     return best, (f"{named(best.spec)}: chosen", *(f"{name}: {text}" for name, text in told.items()))
 
 
+def _looked(
+    bounds: Sequence[tuple[ScheduleSpec, float]], num_microbatches: int, tries: int | None
+) -> tuple[list[Judged], dict[str, str]]:
+    """What candidates, each with its bound, come to in so many tries; by name why there is nothing, or no words."""
+    looked: list[Judged] = []
+    told: dict[str, str] = {}
+    below = float("inf")
+    for spec, bound in bounds:
+        told[named(spec)] = ""
+        try:
+            if bound >= below:
+                raise _NoFasterError(bound)
+            looked += _looks(spec, num_microbatches, tries, below)
+            below = min(one.simulation.cost for one in looked) * (1 - TOLERANCE)
+        except _NoFasterError as error:
+            told[named(spec)] = f"takes at least {spec.describe_time(error.bound)}"
+        except PlanError as error:
+            told[named(spec)] = f"not possible: {error}"
+    return looked, told
+
+
 def _rounds(found: Sequence[Judged], num_microbatches: int) -> list[Judged]:
     """The best first, verified; see [Note: rounds]."""
     ranked = sorted(found, key=_merit)
     for tries, most, near in _ROUNDS:
-        least = ranked[0].simulation.cost
-        ranked = sorted(
-            (
-                one.after(tries) if at < most and one.simulation.cost <= near * least else one
-                for at, one in enumerate(ranked)
-            ),
-            key=_merit,
-        )
-    best = ranked[0]
-    plan = plan_for(best.spec, num_microbatches, PlanPurpose.TRAIN)
-    return [_judged(best.spec, plan, best.share), *ranked[1:]]
+        least = near * ranked[0].simulation.cost
+        count = sum(one.simulation.cost <= least for one in ranked[:most])
+        more = [_judged(one.spec, one.search, tries) if one.search else one for one in ranked[:count]]
+        ranked = sorted([*more, *ranked[count:]], key=_merit)
+    for at, one in enumerate(ranked):
+        try:  # `verify` may refuse what just fits, by a rounding
+            plan = plan_for(one.spec, num_microbatches, PlanPurpose.TRAIN)
+        except PlanError as error:
+            refused = error
+            continue
+        timed = simulate(plan, one.spec.costs, one.spec.with_lanes(one.spec.lanes))
+        return [Judged(one.spec, plan, timed), *ranked[at + 1 :]]
+    raise refused
 
 
 def _merit(judged: Judged) -> Merit:
@@ -154,16 +159,16 @@ def named(spec: ScheduleSpec) -> str:
 
 
 def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
-    """spec: with units, a residency that has a limit, and lanes. Raises PlanError where nothing keeps to the limit."""
-    return _rounds(_looks(spec, num_microbatches, float("inf")), num_microbatches)[0]
+    """The best plan of one candidate."""
+    return joint((spec,), num_microbatches)[0]
 
 
-def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judged]:
+def _looks(spec: ScheduleSpec, num_microbatches: int, tries: int | None, below: float) -> list[Judged]:
     """A candidate's plan, for each share of activations that is tried. below: what takes longer need not be found.
     Raises PlanError where nothing keeps to the limit, or is below."""
     if not spec.row.searched:
         _refuse_full(spec, num_microbatches)
-        return [_look(spec, num_microbatches)]
+        return [_look(spec, num_microbatches, tries)]
     most = _room(spec)
     least = max(one.activation / size for size, one in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
@@ -181,7 +186,7 @@ def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judg
                 if bare >= below:
                     raise _NoFasterError(bare)
                 if order not in looked:  # which is alike for several shares
-                    looked[order] = _look(one, num_microbatches, share)
+                    looked[order] = _look(one, num_microbatches, tries)
                 found[share] = looked[order]
             except PlanError as error:
                 found[share] = error
@@ -208,23 +213,21 @@ def _looks(spec: ScheduleSpec, num_microbatches: int, below: float) -> list[Judg
     return list(looked.values())
 
 
-def _look(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
+def _look(spec: ScheduleSpec, num_microbatches: int, tries: int | None) -> Judged:
     """By the first choices of its search."""
     assert spec.stages_units is not None
     assert spec.residency is not None
     assert spec.lanes is not None
     order = plan_for(spec.bare, num_microbatches, PlanPurpose.TRAIN)
     if not spec.residency.moves:
-        return _judged(spec, order, share)
+        return Judged(spec, order, simulate(order, spec.costs))
     asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
-    search = PlanSearch(RowMaker(order, *asked, None))
-    return _judged(spec, search.best_of(_LOOK), share, search)
+    return _judged(spec, PlanSearch(RowMaker(order, *asked, None)), tries)
 
 
-def _judged(
-    spec: ScheduleSpec, plan: Plan, share: float | None = None, search: PlanSearch | None = None
-) -> Judged:
-    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share, search)
+def _judged(spec: ScheduleSpec, search: PlanSearch, tries: int | None) -> Judged:
+    plan = search.best_of(tries)
+    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), search)
 
 
 # What candidates take and hold at least -----------------------------------------------------------------
