@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held.row_uses import (
@@ -27,8 +27,7 @@ class Stay(NamedTuple):
     last: int
 
 
-Issue = tuple[int, Stay]  # the kind of an operation, and what it begins or ends
-Issued = Mapping[int, Sequence[Issue]]  # by moment
+Issued = tuple[int, int, Stay]  # moment, kind of the operation, what it begins or ends
 
 
 def stays(spans: Sequence[Sequence[Span]], kept: Iterable[Gap], *, weights: bool) -> list[Stay]:
@@ -70,31 +69,31 @@ def gather_moments(
     return moments
 
 
-def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> Issued:
+def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list[Issued]:
     """Each unit's gradients are reduced behind each of its stays, in the order of their ends. A unit's sum over
     instances, behind its last reduction, waits for that one, and so stands behind the next one in the row."""
     groups = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
     last = {stay.unit: stay for stay in groups}
     firsts = [first for _, first in uses.computations]
-    issued: defaultdict[int, list[Issue]] = defaultdict(list)
-    waiting: list[Issue] = []
+    issued: list[Issued] = []
+    waiting: Stay | None = None
     for stay in groups:
         moment = stay.last + 1
         if not residency.overlap_reduce:  # behind the computation, or the row
             place = bisect_left(firsts, moment)
             within = residency.grads_sharded and place < len(firsts)
             moment = firsts[place] if within else uses.num_moments
-        issued[moment] += [(REDUCE, stay), *waiting]
-        waiting = [(HSDP_ALL_REDUCE, stay)] if residency.outer > 1 and last[stay.unit] is stay else []
-    issued[uses.num_moments] += waiting
-    return issued
+        issued.append((moment, REDUCE, stay))
+        if waiting is not None:
+            issued.append((moment, HSDP_ALL_REDUCE, waiting))
+        waiting = stay if residency.outer > 1 and last[stay.unit] is stay else None
+    return issued if waiting is None else [*issued, (uses.num_moments, HSDP_ALL_REDUCE, waiting)]
 
 
-def gradients_held(uses: RowUses, reduced: Issued, *, reduced_first: bool) -> list[int]:
+def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bool) -> list[int]:
     """By moment, the most bytes of whole gradients and of those under way (row_uses, [Note: under way]). reduced_first:
     as in `written`; else what is reduced at a moment is held together with what ends there."""
     units, end = uses.units, uses.num_moments
-    issued = [(moment, *one) for moment in sorted(reduced) for one in reduced[moment]]
     again, next_first = [], dict.fromkeys(range(len(units)), end)
     for _, kind, stay in reversed(issued):  # when new gradients of the unit wait for these
         again.append(next_first[stay.unit])
@@ -126,16 +125,16 @@ def gradients_held(uses: RowUses, reduced: Issued, *, reduced_first: bool) -> li
 
 
 def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
-    """The row with what is issued; at one moment in this order: weights are freed first, and gathers come before
-    reductions, as computations wait for gathers sooner, or where what is gathered has no room before older reductions
-    are waited for, behind them. What belongs to the row's end stands behind its last transfer and before the step is
-    decided on."""
+    """The row with what is issued, at one moment in this order. What belongs to the row's end stands behind its last
+    transfer and before the step is decided on."""
     row, firsts = uses.row, [*(first for _, first in uses.computations), uses.num_moments]
-    moments = set().union(*issued)
+    by_moment: defaultdict[int, list[tuple[int, Stay]]] = defaultdict(list)
+    for moment, kind, stay in issued:
+        by_moment[moment].append((kind, stay))
 
     def at(moment: int, begun: int) -> list[RawOp]:
         ops = []
-        for kind, stay in (one for each in issued for one in each.get(moment, ())):
+        for kind, stay in by_moment.get(moment, ()):
             # Named as a unit of the stage that uses it first, or last.
             stage = stay.uses[0 if kind == UNSHARD else -1].begin[1]
             place = uses.units.of[stage].index(stay.unit)
@@ -150,7 +149,7 @@ def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
             first = firsts[computation]
             computation += 1
             for moment in range(first, firsts[computation]):
-                if moment in moments:
+                if moment in by_moment:
                     found += at(moment, moment - first + 1 if moment > first else 0)
         found.append(op)
     return (*found, *at(uses.num_moments, 0), *row[end:])

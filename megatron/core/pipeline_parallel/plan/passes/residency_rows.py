@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -110,25 +110,24 @@ class RowMaker:
         else:
             kept, bound = self._kept(uses, reserve)
         gathered = lane_rows.stays(uses.reads, kept, weights=True)
-        gathers: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
-        frees: defaultdict[int, list[lane_rows.Issue]] = defaultdict(list)
-        moments = [0] * len(gathered)
+        gathers: list[lane_rows.Issued] = []
+        frees: list[lane_rows.Issued] = []
         if asked.weights_sharded:
-            moments = lane_rows.gather_moments(
-                gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather
-            )
-        if asked.weights_sharded or (asked.gathers_once and not forward_only):
-            for stay, moment in zip(gathered, moments, strict=True):
-                gathers[moment].append((ir.UNSHARD, stay))
-        for stay in gathered if asked.weights_sharded else ():
-            frees[stay.last + 1].append((ir.RESHARD, stay))
+            sizes = uses.units.weight_bytes
+            moments = lane_rows.gather_moments(gathered, sizes, bound, overlap=asked.overlap_gather)
+            gathers = [(moment, ir.UNSHARD, stay) for moment, stay in zip(moments, gathered, strict=True)]
+            frees = [(stay.last + 1, ir.RESHARD, stay) for stay in gathered]
+        elif asked.gathers_once and not forward_only:
+            gathers = [(0, ir.UNSHARD, stay) for stay in gathered]
         reduced = lane_rows.reductions(uses, asked, kept)
         groups: Groups = [[] for _ in uses.adds]
-        for kind, stay in (one for moment in sorted(reduced) for one in reduced[moment]):
+        for _, kind, stay in reduced:
             if kind == ir.REDUCE:
                 groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
-        behind = (reduced, gathers) if reserve.reduced_first else (gathers, reduced)
-        return lane_rows.written(uses, (frees, *behind)), groups
+        # Computations wait for gathers sooner than for reductions, which come first where what is gathered has no room
+        # before older ones are waited for.
+        behind = (*reduced, *gathers) if reserve.reduced_first else (*gathers, *reduced)
+        return lane_rows.written(uses, (*frees, *behind)), groups
 
     def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
         """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""
