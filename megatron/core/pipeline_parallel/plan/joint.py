@@ -222,7 +222,7 @@ def _look(spec: ScheduleSpec, num_microbatches: int, tries: int | None) -> Judge
     if not spec.residency.moves:
         return Judged(spec, order, simulate(order, spec.costs))
     asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
-    return _judged(spec, PlanSearch(RowMaker(order, *asked, None)), tries)
+    return _judged(spec, PlanSearch(RowMaker(order, *asked)), tries)
 
 
 def _judged(spec: ScheduleSpec, search: PlanSearch, tries: int | None) -> Judged:

@@ -83,7 +83,7 @@ def add_residency(
         )
     if not residency.moves:
         return plan
-    maker = RowMaker(plan, stages, residency, costs, lanes, grouping)
+    maker = RowMaker(plan, tuple(stages), residency, costs, lanes, grouping)
     best = maker.made(plan, RESERVES[0]) if lanes is None else PlanSearch(maker).best_of()
     verify(best, costs, stages=stages, residency=residency)
     return best

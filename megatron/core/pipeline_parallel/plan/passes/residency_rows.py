@@ -48,23 +48,20 @@ class Reserve(NamedTuple):
     reduced_first: bool = False
 
 
+@dataclasses.dataclass(eq=False)
 class RowMaker:
     """Makes plans that differ in what the search chooses. Of small plans the rows that were made are kept, or why there
     are none: most of what is tried differs from what was tried before on one rank."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        stages: Sequence[StageUnits],
-        residency: Residency,
-        costs: CostModel,
-        lanes: LaneCosts | None,
-        grouping: Grouping | None,
-    ) -> None:
-        self.plan, self.stages, self.residency, self.costs = plan, tuple(stages), residency, costs
-        self.lanes = None if lanes is None else Lanes(self.stages, residency, lanes)
-        self.units = rank_units(plan.placement, self.stages)
-        self._grouping = grouping
+    plan: Plan
+    stages: tuple[StageUnits, ...]
+    residency: Residency
+    costs: CostModel
+    lanes: LaneCosts | None
+    grouping: Grouping | None = None
+
+    def __post_init__(self) -> None:
+        self.units = rank_units(self.plan.placement, self.stages)
         self._uses: dict[tuple[int, Row], RowUses] = {}
         self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | str] = {}
 
@@ -98,17 +95,13 @@ class RowMaker:
         return found
 
     def merit(self, planned: Plan) -> Merit:
-        return simulate(planned, self.costs, self.lanes).merit
+        assert self.lanes is not None, "nothing says what gathers take"
+        return simulate(planned, self.costs, Lanes(self.stages, self.residency, self.lanes)).merit
 
     def _row(self, uses: RowUses, reserve: Reserve) -> tuple[Row, Groups]:
         """One rank's row, and its groups as in `RowWalk`."""
         asked, forward_only = self.residency, self.plan.forward_only
-        if asked.limit is not None:
-            kept, bound = fit_limit(
-                uses, asked, self.costs, self._grouping, reserve, forward_only=forward_only
-            )
-        else:
-            kept, bound = self._kept(uses, reserve)
+        kept, bound = (self._kept if asked.limit is None else self._within_limit)(uses, reserve)
         gathered = lane_rows.stays(uses.reads, kept, weights=True)
         gathers: list[lane_rows.Issued] = []
         frees: list[lane_rows.Issued] = []
@@ -134,7 +127,7 @@ class RowMaker:
         asked, count = self.residency, uses.num_moments
         budget = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
         room = math.inf if asked.policy == "step" else budget
-        kept = kept_gaps(uses, asked, [room * (1 - reserve.share)] * count, self._grouping)
+        kept = kept_gaps(uses, asked, [room * (1 - reserve.share)] * count, self.grouping)
         beyond: Sequence[float] = [room] * count
         if asked.policy == "backward":
             beyond = bytes_kept(count, kept, weights=True)
@@ -143,84 +136,70 @@ class RowMaker:
         ahead = asked.ahead_of(uses.units)
         return kept, [ahead + one for one in beyond]
 
+    def _within_limit(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+        """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where
+        even the least is too much."""
+        asked, units, count, rank = self.residency, uses.units, uses.num_moments, uses.units.rank
+        assert asked.limit is not None
+        free = self._room(uses, asked.limit[rank])
+        reads = _in_use(uses.reads, units.weight_bytes, count) if asked.weights_sharded else [0] * count
+        ahead = asked.ahead_of(units) if asked.weights_sharded else 0
+        spare = [max(0, ahead - one) if reserve.ahead and asked.overlap_gather else 0 for one in reads]
+        most = float("inf") if asked.budget is None else float(asked.budget[rank])
 
-def fit_limit(
-    uses: RowUses,
-    residency: Residency,
-    costs: CostModel,
-    grouping: Grouping | None,
-    reserve: Reserve,
-    *,
-    forward_only: bool,
-) -> tuple[set[Gap], list[float]]:
-    """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where even
-    the least is too much."""
-    count = uses.num_moments
-    free = _room_beside_activations(uses, residency, costs, forward_only=forward_only)
-    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_sharded else [0] * count
-    ahead = residency.ahead_of(uses.units) if residency.weights_sharded else 0
-    spare = [max(0, ahead - one) if reserve.ahead and residency.overlap_gather else 0 for one in reads]
-    most = float("inf") if residency.budget is None else float(residency.budget[uses.units.rank])
+        def to_keep(room: Sequence[float]) -> list[float]:
+            left = zip(room, spare, strict=True)
+            return [(1 - reserve.share) * max(0.0, min(most, one - more)) for one, more in left]
 
-    def to_keep(room: Sequence[float]) -> list[float]:
-        left = zip(room, spare, strict=True)
-        return [(1 - reserve.share) * max(0.0, min(most, one - more)) for one, more in left]
+        def over(held: Sequence[int]) -> list[float]:
+            """By moment, what is read and whole gradients are beyond the room."""
+            return [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
 
-    def over(held: Sequence[int]) -> list[float]:
-        """By moment, what is read and whole gradients are beyond the room."""
-        return [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
+        least = kept_gaps(uses, asked, [0.0] * count, self.grouping)
+        kept, held = least, self._gradients(uses, least, reserve)
+        if asked.grads_sharded:
+            other = held if reserve.under_way else _in_use(uses.adds, units.grad_bytes, count)
+            room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
+            for attempt in range(_TRIES):
+                kept = kept_gaps(uses, asked, to_keep(room), self.grouping, grads_alone=reserve.grads_first)
+                held = self._gradients(uses, kept, reserve)
+                if max(over(held), default=0) <= 0:
+                    break
+                taken = bytes_by_moment(count, (gap[:3] for gap in kept))
+                for moment, more in enumerate(over(held)):
+                    for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
+                        room[one] = min(room[one], spare[one] + taken[one]) - more
+            else:
+                kept, held = least, self._gradients(uses, least, reserve)
+        beyond = max(over(held), default=0.0)
+        if beyond > 0:
+            held_in_all = size_text(asked.limit[rank] + beyond)
+            raise PlanError(f"rank {rank} holds {held_in_all}, the limit is {size_text(asked.limit[rank])}")
+        bound = [one - more for one, more in zip(free, held, strict=True)]
+        if asked.budget is not None:
+            grads = bytes_kept(count, kept, weights=False)
+            bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
+        if asked.weights_sharded:
+            room = [one - read for one, read in zip(bound, reads, strict=True)]
+            kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
+        return kept, bound
 
-    least = kept_gaps(uses, residency, [0.0] * count, grouping)
-    kept, held = least, _gradients(uses, residency, least, reserve)
-    if residency.grads_sharded:
-        other = held if reserve.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
-        room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
-        for attempt in range(_TRIES):
-            kept = kept_gaps(uses, residency, to_keep(room), grouping, grads_alone=reserve.grads_first)
-            held = _gradients(uses, residency, kept, reserve)
-            if max(over(held), default=0) <= 0:
-                break
-            taken = bytes_by_moment(count, (gap[:3] for gap in kept))
-            for moment, more in enumerate(over(held)):
-                for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
-                    room[one] = min(room[one], spare[one] + taken[one]) - more
-        else:
-            kept, held = least, _gradients(uses, residency, least, reserve)
-    beyond = max(over(held), default=0.0)
-    if beyond > 0:
-        assert residency.limit is not None
-        rank, limit = uses.units.rank, residency.limit[uses.units.rank]
-        raise PlanError(f"rank {rank} holds {size_text(limit + beyond)}, the limit is {size_text(limit)}")
-    bound = [one - more for one, more in zip(free, held, strict=True)]
-    if residency.budget is not None:
-        grads = bytes_kept(count, kept, weights=False)
-        bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
-    if residency.weights_sharded:
-        room = [one - read for one, read in zip(bound, reads, strict=True)]
-        kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
-    return kept, bound
+    def _room(self, uses: RowUses, limit: float) -> list[float]:
+        """By moment, bytes of a limit that states at rest and activations leave: C(t) of
+        docs/design/007-one-plan.md."""
+        ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
+        held = activations(uses.row, self.costs, forward_only=self.plan.forward_only)
+        room: list[float] = []
+        for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
+            room += [limit - uses.units.shard_bytes - used] * (end - first)
+        return room
 
-
-def _room_beside_activations(
-    uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool
-) -> list[float]:
-    """By moment, bytes of a limit that states at rest and activations leave: C(t) of docs/design/007-one-plan.md."""
-    assert residency.limit is not None, residency
-    free = residency.limit[uses.units.rank] - uses.units.shard_bytes
-    ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
-    held = activations(uses.row, costs, forward_only=forward_only)
-    room: list[float] = []
-    for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
-        room += [free - used] * (end - first)
-    return room
-
-
-def _gradients(uses: RowUses, residency: Residency, kept: set[Gap], reserve: Reserve) -> list[int]:
-    """By moment, what whole gradients and those under way take."""
-    if not residency.grads_sharded:
-        return [0] * uses.num_moments
-    reduced = lane_rows.reductions(uses, residency, kept)
-    return lane_rows.gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
+    def _gradients(self, uses: RowUses, kept: set[Gap], reserve: Reserve) -> list[int]:
+        """By moment, what whole gradients and those under way take."""
+        if not self.residency.grads_sharded:
+            return [0] * uses.num_moments
+        reduced = lane_rows.reductions(uses, self.residency, kept)
+        return lane_rows.gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
 
 
 def _in_use(spans: Sequence[Sequence[Span]], sizes: Sequence[int], count: int) -> list[int]:
