@@ -13,7 +13,6 @@ from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.datasets.index_cache import Arrays, IndexCache
 
 Sample = dict[str, NDArray[Any]]
-Bound = tuple[int, int]  # position in the document order, offset in that document
 NO_PAD = -1
 BYTES_PER_TOKEN = 8 + 8 + 8 + 4  # tokens, labels, positions, loss mask
 
@@ -140,9 +139,8 @@ class GPTDataset:
     def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
         if folder is None:
             return self._build()
-        kind = type(self).__name__
         key = {
-            "class": kind,
+            "class": type(self).__name__,
             "path_prefix": self.corpus.prefix,
             "num_samples": self._requested,
             "index_split": self.split,
@@ -153,8 +151,7 @@ class GPTDataset:
             "sequences": [self.sequences.start, self.sequences.stop],
             **identity,
         }
-        fingerprint = self.corpus.fingerprint()
-        cache = IndexCache(folder, kind, self.split, key, fingerprint, self._layouts(), self._fault)
+        cache = IndexCache(folder, key, self.corpus.fingerprint(), self._layouts(), self._fault)
         return cache.load_or_build(self._build)
 
     # Which indices there are and what they say: others of mock data -------------------------------------------
@@ -178,11 +175,10 @@ class GPTDataset:
             "shuffle_index": index.build_shuffle_index(self.plan, rng),
         }
 
-    def _bounds(self, i: int) -> tuple[Bound, Bound]:
-        """Where sample i starts, and where it ends."""
+    def _bounds(self, i: int) -> list[list[int]]:
+        """Where sample i starts, and where it ends: position in the document order, offset in that document."""
         k = int(self._arrays["shuffle_index"][i])
-        (first, offset), (last, last_offset) = self._arrays["sample_index"][k : k + 2].tolist()
-        return (first, offset), (last, last_offset)
+        return self._arrays["sample_index"][k : k + 2].tolist()
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -207,9 +203,8 @@ class GPTDataset:
         pieces = []
         for position in range(first, last + 1):
             sequence = int(self._arrays["document_index"][position])
-            end = (
-                int(self.corpus.lengths[sequence]) if position < last else last_offset + self.plan.extra_token
-            )
+            is_last = position == last
+            end = last_offset + self.plan.extra_token if is_last else int(self.corpus.lengths[sequence])
             if end > offset:
                 pieces.append((sequence, offset, end - offset))
             offset = 0

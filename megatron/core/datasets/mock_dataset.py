@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets import index_builders as index
-from megatron.core.datasets.gpt_dataset import Bound, GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import MOCK_LONGEST_DOCUMENT
 from megatron.core.datasets.index_cache import Arrays
-from megatron.core.datasets.requested_sizes import MOCK_LONGEST_DOCUMENT
 
 MOCK_DOCUMENTS = 100_000
 MOCK_SPLIT = "1,1,1"
@@ -81,12 +81,11 @@ class MockDataset(GPTDataset):
         index.build_document_index(self.sequences, self.plan, rng)  # draws first
         return index.build_shuffle_index(self.plan, rng)
 
-    def _bounds(self, i: int) -> tuple[Bound, Bound]:
+    def _bounds(self, i: int) -> list[list[int]]:
         if i >= len(self._arrays["shuffle_index"]):
             self._arrays["shuffle_index"] = self._order()
         k = int(self._arrays["shuffle_index"][i])
         starts = self.plan.starts(k, k + 2)
         positions = np.searchsorted(self._ends, starts, side="right" if self.plan.extra_token else "left")
         befores = np.where(positions > 0, self._ends[positions - 1], 0)
-        (first, offset), (last, last_offset) = np.stack([positions, starts - befores], axis=1).tolist()
-        return (first, offset), (last, last_offset)
+        return np.stack([positions, starts - befores], axis=1).tolist()

@@ -8,7 +8,7 @@ that make up its pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import safetensors_format as safetensors
@@ -76,13 +76,10 @@ def load_pieces(
         _compare(found, pieces, convert)
         compared.value = sorted({piece.name for piece in pieces})
     wanted = {name for names in compared.gather(ps) for name in names}
-    unused = sorted(
-        name for name in found.manifest.tensors.keys() - wanted if name.startswith(tuple(prefixes))
-    )
+    unused = [name for name in found.manifest.tensors.keys() - wanted if name.startswith(tuple(prefixes))]
     if unused:
-        raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: tensors that this run does not have: {_listed(unused)}"
-        )
+        path = found.directory / MANIFEST_NAME
+        raise CheckpointError(f"{path}: tensors that this run does not have: {_listed(unused)}")
     verify(found, ps)
     with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
         reader, planner = SafeStorageReader(found.directory, found.manifest), PieceLoadPlanner(pieces)
@@ -96,16 +93,17 @@ def load_pieces(
 _FLOATING = {"F64", "F32", "BF16", "F16"}
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:_SHOWN]) + (
+        f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    )
 
 
 def _compare(found: Found, pieces: Sequence[LocalPiece], convert: bool) -> None:
     """Names, shapes and dtypes of this rank's pieces against the manifest."""
     path = found.directory / MANIFEST_NAME
-    missing = sorted({piece.name for piece in pieces if piece.name not in found.manifest.tensors})
-    if missing:
+    if missing := {piece.name for piece in pieces} - found.manifest.tensors.keys():
         raise CheckpointError(f"{path}: tensors that this run needs are missing: {_listed(missing)}")
     for piece in pieces:
         saved, where = found.manifest.tensors[piece.name], f"{path}: tensor {piece.name}"
@@ -134,7 +132,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
     """Check one file; CheckpointError says what was expected and what was found."""
     entry, path = manifest.files[name], directory / name
     with open_regular(path) as fd:
-        found = sha256_of(fd, path, entry.num_bytes)
+        found = sha256_of(fd, path, entry.bytes)
         if found != entry.sha256:
             raise CheckpointError(f"{path}: SHA-256 is {found}, expected {entry.sha256}")
         _check_header(fd, path, manifest, name)
@@ -142,23 +140,22 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
 
 def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     """The file's own header must be, byte for byte, the one that follows from the manifest."""
-    placed = safetensors.sort_by_place(
-        [
-            (chunk.begin, safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape))
-            for tensor in manifest.tensors.values()
-            for chunk in tensor.chunks
-            if chunk.file == name
-        ]
-    )
-    if len({stored.key for _, stored in placed}) != len(placed):
+    placed = [
+        (safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape), chunk.begin)
+        for tensor in manifest.tensors.values()
+        for chunk in tensor.chunks
+        if chunk.file == name
+    ]
+    placed.sort(key=lambda pair: pair[0].rank)
+    if len({stored.key for stored, _ in placed}) != len(placed):
         raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
-    expected, begins = safetensors.build_header([stored for _, stored in placed])
+    expected, places = safetensors.build_header([stored for stored, _ in placed])
     prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
     try:
-        length = safetensors.header_length(prefix, manifest.files[name].num_bytes)
+        length = safetensors.header_length(prefix, manifest.files[name].bytes)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    if safetensors.LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in placed]:
+    if safetensors.LENGTH_BYTES + length != len(expected) or places[:-1] != [begin for _, begin in placed]:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
     if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")

@@ -21,11 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
-from megatron.core.distributed.buffer_maker import Reading, as_they_are
+from megatron.core.distributed.bucket_memory import ArenaGroups, Reading, as_they_are, num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
@@ -33,14 +31,9 @@ from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
 from megatron.core.distributed.sharding import debug_in_slots, residency_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.distributed.transient_memory import (
-    AllocatedMemory,
-    DoubleBuffer,
-    plan_slots,
-)
+from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import MegatronModule, ModelError, ModelUnit
+from megatron.core.module import MegatronModule, ModelChunks, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import Residency
@@ -112,16 +105,13 @@ class DistributedDataParallel(GradSync):
         order = units.backward_order
         self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
-        self._hooks: list[RemovableHandle] = []
-        self._reports = connect(
-            own, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
-        )
+        self._hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
         self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
         held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit
         self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
-            watch_released(self, self.buffer, self.units)
+            watch_released(self, self.buffer)
 
     # The model ------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ weights are sharded):
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
-on (`buffer_maker`): where a buffer is unsharded these are the buffer at rest, where it is sharded they are transient,
-and whoever gathers or frees them gives their storage memory or takes it away.
+on (`bucket_memory`): where a buffer is sharded, whoever gathers or frees these gives their storage memory or takes it
+away.
 
 A parameter with several uses (tied embeddings) has one accumulator a use: the first is its slot in the full gradients,
 the others live outside the layout, and whoever reduces adds them to it. Where weights are unsharded, frozen
@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed import bucket_memory
 from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMemory, num_bytes, trained
-from megatron.core.distributed.buffer_maker import BufferMaker, NewFull, Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
 from megatron.core.distributed.transient_memory import own_storage, with_memory
@@ -44,8 +44,8 @@ class FlatBuffer:
 
     parameters: by global name, in the order of the model. stages: name -> global pipeline stage (0 where left out);
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
-    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
-    (config's sizes of buckets have no effect); None: buckets by size.
+    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket (config's
+    sizes of buckets have no effect); None: all are one.
     new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
     reduces; None where nobody does. tracker: is told of weights that are rounded for checkpoints.
 
@@ -64,8 +64,8 @@ class FlatBuffer:
         device: torch.device,
         stages: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
-        new_full: NewFull = own_storage,
-        reading: Reading = as_they_are,
+        new_full: bucket_memory.NewFull = own_storage,
+        reading: bucket_memory.Reading = bucket_memory.as_they_are,
         placement: Placement = "flat",
         groups: ArenaGroups | None = None,
         tracker: MemoryTracker | None = None,
@@ -84,28 +84,23 @@ class FlatBuffer:
                 if p.requires_grad or sharding.weights is not ShardOver.NONE
             ],
             place.dp_size,
-            bucket_size=config.ddp_bucket_size if units is None else None,
-            num_buckets=config.ddp_num_buckets if units is None else None,
-            by_unit=units is not None,
             placement=placement,
         )
-        made = BufferMaker(parameters, self.param_meta, config, sharding, place, device, new_full, reading)
+        made = bucket_memory.BufferMaker(
+            parameters, self.param_meta, config, sharding, place, device, new_full, reading
+        )
         made.make(layouts, groups)
         self.arenas, self.buckets = tuple(made.arenas), tuple(made.buckets)
         self._bucket_of = {name: memory for memory in self.buckets for name in memory.bucket.names}
-        self._flat_grads, self._shapes, self._weights, self._grads = (
-            made.flat_grads,
-            made.shapes,
-            made.weights,
-            made.grads,
-        )
+        self._flat_grads, self._shapes = made.flat_grads, made.shapes
+        self._weights, self._grads = made.weights, made.grads
         self.extra_grads = made.extra_grads  # key of a further use -> its accumulator, 1-D
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
 
     def buckets_of_unit(self, unit: str) -> tuple[BucketMemory, ...]:
         """The buckets that hold parameters of a unit, trained and frozen."""
-        return tuple(memory for memory in self.buckets if unit in memory.bucket.units)
+        return tuple(memory for memory in self.buckets if memory.bucket.unit == unit)
 
     def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
         """Buckets by who communicates about them."""

@@ -38,9 +38,8 @@ class _Recompute(torch.autograd.Function):
             for saved, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         context, now = ctx.context, (ctx.context.iteration, ctx.context.microbatch)
-        context.iteration, context.microbatch = (
-            ctx.moment
-        )  # the dropout clock only, not the sink's microbatch
+        # The dropout clock only, not the sink's microbatch.
+        context.iteration, context.microbatch = ctx.moment
         try:
             with torch.enable_grad():
                 output = ctx.segment(*inputs)
@@ -62,5 +61,4 @@ def recomputed(
     """
     if not torch.is_grad_enabled():
         return segment(*inputs)
-    output: Tensor = _Recompute.apply(segment, context, anchor, *inputs)
-    return output
+    return _Recompute.apply(segment, context, anchor, *inputs)

@@ -42,10 +42,13 @@ class PeerLostError(RuntimeError):
     where: str = dataclasses.field(default="", kw_only=True)
 
     def __str__(self) -> str:
-        lost = "a peer" if self.peer is None else f"rank {self.peer}"
+        lost, ranks = "a peer" if self.peer is None else f"rank {self.peer}", str(list(self.ranks))
+        if len(self.ranks) > 16:
+            first = ", ".join(map(str, self.ranks[:8]))
+            ranks = f"[{first}, ... {self.ranks[-1]}], {len(self.ranks)} in all"
         return (
             f"rank {self.rank}: {self.where + ': ' if self.where else ''}lost {lost} in {self.op} over group "
-            f"{self.purpose!r} (ranks {_abridged(self.ranks)}) after {self.elapsed_s:.1f} s: {self.detail}"
+            f"{self.purpose!r} (ranks {ranks}) after {self.elapsed_s:.1f} s: {self.detail}"
         )
 
     def at(self, where: str) -> PeerLostError:
@@ -98,9 +101,3 @@ def _first_line(text: str) -> str:
     line = line.partition(" This is typically caused by ")[0]  # gloo's advice to itself
     line = re.sub(r"\[[^\]]*\.(cc|cpp|h|hpp):\d+\]:?\s*", "", line)
     return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
-
-
-def _abridged(ranks: tuple[int, ...]) -> str:
-    if len(ranks) <= 16:
-        return str(list(ranks))
-    return f"[{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}], {len(ranks)} in all"

@@ -24,8 +24,8 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     idle_scheduler,
 )
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
-from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.random import fill
 from megatron.core.transport import host_data
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState

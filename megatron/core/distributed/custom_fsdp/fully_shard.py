@@ -71,8 +71,9 @@ def fully_shard(
         module, ps, config, fsdp_unit_modules=unit_modules, reading=inner.reading
     )
     driver = StepDriver(module, engine, unit_modules)
-    inner.hand_over(driver)
-    module.__dict__[DRIVER] = driver
+    for one in module.modules():
+        if one is module or DRIVER in one.__dict__:  # of a call inside
+            one.__dict__[DRIVER] = driver
     names = {name for own in (module._modules, module._parameters, module._buffers) for name in own}
     module.__class__ = _class_of(cast(Any, type(module)), frozenset(names & vars(FullyShardedModule).keys()))
     return cast(FullyShardedModule, module)

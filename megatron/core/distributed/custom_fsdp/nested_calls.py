@@ -22,8 +22,7 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
-from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS
+from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS, ShownShards
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
@@ -52,7 +51,7 @@ class InnerCalls:
             )
         known = [driver.shards for driver in self.drivers.values()]
         for own in (one.__dict__["_parameters"] for one in module.modules()):
-            if isinstance(own, OwnParameters) and not any(own.view is one for one in (None, *known)):
+            if isinstance(own, ShownShards) and own.shards not in known:
                 raise ModelError(
                     f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard from "
                     "the inside out: each layer, then the model"
@@ -116,13 +115,6 @@ class InnerCalls:
             for engine, unit in dict.fromkeys(places):
                 inside.enter_context(engine.gathered([unit]))
             yield
-
-    def hand_over(self, driver: StepDriver) -> None:
-        """From here on `driver` drives the modules of the calls inside."""
-        for inner in self.drivers.values():
-            for module in inner.module.modules():
-                if DRIVER in module.__dict__:
-                    module.__dict__[DRIVER] = driver
 
 
 def refuse_optimizers(module: nn.Module) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,12 @@ def _judge(spec: ScheduleSpec, num_microbatches: int) -> _Judged:
         simulation = simulate(plan, spec.costs)
     except PlanError as error:
         return _Judged(spec, None, None, str(error).removeprefix(f"{spec.schedule}: "))
-    over = [
-        (peak - limit, -rank)
-        for rank, (peak, limit) in enumerate(_peaks_and_limits(spec, simulation))
-        if peak - limit > TOLERANCE * max(1.0, limit)
-    ]
-    if not over:
+    over = over_limit(simulation, spec.limits)
+    if over is None or spec.limits is None:
         return _Judged(spec, simulation)
-    rank = -max(over)[1]
-    held, allowed = map(spec.describe_activation, _peaks_and_limits(spec, simulation)[rank])
+    rank, peak = over
+    held, allowed = map(spec.describe_activation, (peak, spec.limits[rank]))
     return _Judged(spec, simulation, rank, f"rank {rank} would hold {held} of {allowed}")
-
-
-def _peaks_and_limits(spec: ScheduleSpec, simulation: Simulation) -> list[tuple[float, float]]:
-    """By rank; empty without limits."""
-    return [] if spec.limits is None else list(zip(simulation.peak_activation, spec.limits, strict=True))
 
 
 def _line(one: _Judged, best: _Judged) -> str:
@@ -76,15 +67,14 @@ def _line(one: _Judged, best: _Judged) -> str:
     spec, simulation = one.spec, one.simulation
     if simulation is None:
         return f"{spec.schedule}: not possible: {one.problem}"
-    peaks = _peaks_and_limits(spec, simulation)
-    if peaks:
-        rank, (peak, limit) = max(
-            enumerate(peaks), key=lambda at: at[1][0] / at[1][1] if at[1][1] else at[1][0]
-        )
-        held = f"{spec.describe_activation(peak)} of {spec.describe_activation(limit)}"
+    peaks, limits = simulation.peak_activation, spec.limits
+    if limits is None:
+        rank = peaks.index(max(peaks))
+        held = spec.describe_activation(peaks[rank])
     else:
-        peak = max(simulation.peak_activation)
-        rank, held = simulation.peak_activation.index(peak), spec.describe_activation(peak)
+        shares = [peak / limit if limit else peak for peak, limit in zip(peaks, limits, strict=True)]
+        rank = shares.index(max(shares))
+        held = " of ".join(map(spec.describe_activation, (peaks[rank], limits[rank])))
     bubble = f"bubble {100 * simulation.bubble_rate:.1f}%"
     text = f"{spec.schedule}: cost {spec.describe_time(simulation.cost)}, {bubble}, peak {held} (rank {rank})"
     if one is best:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
+from megatron.core.pipeline_parallel.plan.held.verify_lanes import verify_lanes
+from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
     SEND_B,
@@ -24,7 +25,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
-from megatron.core.pipeline_parallel.post_validation.verify import verify_state
+from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
 _DOES = {F: _DONE_F, B: _DONE_B, W: _DONE_W, BW: _DONE_B | _DONE_W}

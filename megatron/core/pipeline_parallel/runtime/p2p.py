@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import monotonic_ns
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -251,15 +251,16 @@ class P2P:
         _wait(*self._sends.pop(key))
 
 
-class _Receive:
+class _Receive(NamedTuple):
     """A receive under way and the buffer that it fills."""
 
-    def __init__(self, op: RawOp, buffer: Tensor, pending: Pending) -> None:
-        self._op, self._buffer, self._pending = op, buffer, pending
+    op: RawOp
+    buffer: Tensor
+    pending: Pending
 
     def wait(self) -> Tensor:
-        _wait(self._op, self._pending)
-        return self._buffer
+        _wait(self.op, self.pending)
+        return self.buffer
 
 
 def _wait(op: RawOp, pending: Pending) -> None:

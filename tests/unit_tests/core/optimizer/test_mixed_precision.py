@@ -12,6 +12,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
@@ -22,6 +23,7 @@ from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, shar
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.engine import weight_pieces
 from tests.harness.ranks import run_ranks
+from tests.harness.units_of_size import units_of_size
 
 WHOLE = STRATEGIES["no_shard"]
 ALONE = ShardPlace()
@@ -41,6 +43,10 @@ def make(module, ps=PS, ddp_config=None, sharding=WHOLE, place=ALONE, units=None
             meta[name] = ParamMeta(name, old.global_shape, decay=old.decay, embedding_or_output=True)
     config = ddp_config or DistributedDataParallelConfig(ddp_bucket_size=20)
     parameters = dict(module.named_parameters())
+    if units is None:
+        numels = {name: p.numel() for name, p in parameters.items()}
+        sizes = (config.ddp_bucket_size, config.ddp_num_buckets)
+        units = units_of_size(numels, bucket_size_of(sum(numels.values()), place.dp_size, *sizes))
     buffer = FlatBuffer(
         parameters, meta, config, sharding=sharding, place=place, device=torch.device("cpu"), units=units
     )

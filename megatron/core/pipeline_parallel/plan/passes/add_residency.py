@@ -30,11 +30,11 @@ from megatron.core.pipeline_parallel.plan.kinds import (
 )
 from megatron.core.pipeline_parallel.plan.passes import orders
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.passes.residency_rows import Reserve, RowMaker
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 # What is left of the room. The first three divide a budget; under a limit all are tried.
 RESERVES = (
