@@ -11,13 +11,18 @@ from pathlib import Path
 
 from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held import residency_lines
-from megatron.core.pipeline_parallel.plan.held.residency_lines import HeldBytes, StepMoves, StepResidency
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import measured_bubbles
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
-from megatron.core.pipeline_parallel.plan.planned_residency import at_once_lines, planned_residency
+from megatron.core.pipeline_parallel.plan.planned_residency import (
+    HeldBytes,
+    StepMoves,
+    StepResidency,
+    at_once_lines,
+    planned_residency,
+    start_up_lines,
+)
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
@@ -55,11 +60,8 @@ class Measuring:
         spec = self._pipeline.spec
         if spec.residency is None:
             return []
-        rank, held, moves = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
-        lines = [
-            residency_lines.residency_line(spec.schedule, spec.residency, rank, held),
-            residency_lines.moves_line(rank, moves),
-        ]
+        told = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
+        lines = start_up_lines(spec.schedule, spec.residency, *told)
         return lines + at_once_lines(spec, num_microbatches, self._purpose)
 
     def begin(self, first_iteration: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
 from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
 
@@ -63,8 +63,7 @@ def execute(
     begin = begin or [0.0] * len(plan.rows)
     walk = _Walk(plan, costs, blocking_sends)
     if lanes is not None:
-        for rank, clock in enumerate(begin):
-            units = RankUnits(rank, plan.placement, lanes.stages)
+        for units, clock in zip(rank_units(plan.placement, lanes.stages), begin, strict=True):
             walk.lanes.append(LaneClock(units, lanes, walk.durations, clock, accesses=accesses))
     rows = [walk.row(rank, clock) for rank, clock in enumerate(begin)]
     stopped_at = [0] * len(rows)

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.held.residency_walk import (
     walk_row,
 )
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, wrong_op
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
@@ -37,7 +37,7 @@ def verify_residency(
     if residency.moves:
         _made_for(plan, PlannedResidency.of(residency, stages, ()))
     walks, words = [], plan.residency
-    of_ranks = [RankUnits(rank, plan.placement, stages) for rank in range(len(plan.rows))]
+    of_ranks = rank_units(plan.placement, tuple(stages))
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
         for place, op in enumerate(row if not residency.moves else ()):
             if IS_DATA_PARALLEL[op[0]]:
