@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 
 # Operations that compaction may visit, three microseconds each. Not time: every rank must come to the same plan.
 _VISITS = 1_200_000
-# Orders that single moves improve, and that are tried longer.
+# Orders that single moves improve (each from a different one), and that are tried longer.
 _FINALISTS = 6
 # Single moves find what no filled gap does on few operations alone: P = 3, M = 6 and below, by the proved optima.
 _MOST_MOVED_OPS = 600
@@ -93,10 +93,10 @@ class Search:
             self.move()
 
     def move(self) -> None:
-        """Single moves, from the best order of each start."""
+        """Single moves, from the best orders that differ."""
         improver = Improver(self.problem)
-        firsts = {found.start.label: found for found in reversed(self.ranking)}
-        for found in sorted(firsts.values(), key=lambda one: one.merit)[:_FINALISTS]:
+        firsts = {str(found.order): found for found in self.ranking}
+        for found in list(firsts.values())[:_FINALISTS]:
             if self.is_done():
                 return
             moved = self.add(found.start, improver.improve(found.order, _EVALUATIONS))
