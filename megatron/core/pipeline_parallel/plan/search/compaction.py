@@ -20,7 +20,7 @@ Starts = list[list[float]]  # by rank, of each place
 # Shares of an operation that may stick out of the gap that it fills, falling to none. What it delays may gain
 # elsewhere: large shares shake an order up, small ones settle it, as temperatures do in annealing. (Experiment: gaps to
 # the bound of zbv at three of the table's worst costs, P = 8, 8, 16, M = 2P, best of ten starts: 2.5, 2.2, 1.9 points
-# after three rounds of 0.5 and three of 0; 1.9, 1.6, 1.1 after this from 0.9. Tops to 1.5 and 21 or 41 rounds do alike.)
+# after three rounds of 0.5 and three of 0; 1.9, 1.6, 1.1 after this from 0.9. Tops to 1.5 and 21 or 41 rounds: alike.)
 COOLING = (*(1.2 * (1 - step / 9) for step in range(10)), 0.0)
 
 
