@@ -108,7 +108,7 @@ class _Rank:
         self.open_pieces = _pieces([*zip(held, left, strict=True), *self.w_pieces])
         trip = sum(costs.f[first : last + 1]) + sum(latencies[first:last]) + self.away
         every = self.total * sum(costs.f[one] for one in mine)
-        self.idle_first = max(0.0, trip - min(every, most_work(self.f_pieces, self.limit)))
+        self.idle_first = max(0.0, trip - min(every, self._most(self.f_pieces, self.limit, self.total)))
 
     def bounds(self) -> list[Bound]:
         own = self.own + self.idle_first
@@ -135,9 +135,13 @@ class _Rank:
         Before that B its microbatch's activation is held, and all W's that wait but its own; behind it all of them.
         """
         costs, stage = self.costs, self.mine[0]
-        before = costs.w[stage] + most_work(self.w_pieces, self.limit - costs.activation[stage])
+        before = costs.w[stage] + self._most(self.w_pieces, self.limit - costs.activation[stage], self.total)
         every = self.total * sum(costs.w[one] for one in self.mine)
-        return min(every, before, most_work(self.w_pieces, self.limit))
+        return min(every, before, self._most(self.w_pieces, self.limit, self.total))
+
+    def _most(self, pieces: tuple[Piece, ...], room: float, microbatches: int) -> float:
+        """The most work of so many microbatches that fits into the room; each has at most a piece a stage."""
+        return most_work(pieces, room, microbatches * len(self.mine))
 
     def idle_last(self, known: float) -> float:
         """Idle time behind the rank's last F, beside `known` idle time in the warm-up where both can be told apart.
@@ -150,16 +154,16 @@ class _Rank:
         whole = sum(self.costs.activation[one] for one in self.mine)
         after_f = sum(self.costs.b[one] + self.costs.w[one] for one in self.mine)
         tail = max(self.down + self.back + self.up, self.back + self.costs.w[self.mine[0]])
-        full = most_work(self.open_pieces, self.limit)
         least = INFINITY
         for x in range(1, self.total + 1):
             if x * whole > self.limit:
                 break
             others = (self.total - x) * after_f
             # The warm-up's idle time is over by then if some gradient must have come for all to fit.
-            idle = tail - x * after_f - min(others, most_work(self.open_pieces, self.limit - x * whole))
+            beside = min(others, self._most(self.open_pieces, self.limit - x * whole, self.total - x))
+            idle = tail - x * after_f - beside
             idle -= 0.0 if self.total * whole > self.limit else known
-            left = x * self.each + min(others, full)
+            left = x * self.each + min(others, self._most(self.open_pieces, self.limit, self.total - x))
             # Where all may be left, that moment may be before the rank has begun.
             earlier = tail + self.away - left if left < self.own else -INFINITY
             earlier -= 0.0 if (self.total - x) * whole > self.limit else known
@@ -182,23 +186,23 @@ def _pieces(found: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def most_work(pieces: tuple[Piece, ...], room: float) -> float:
-    """The most work of whole pieces, any number of each, that fit into the room: an exact knapsack."""
-    return _packed(pieces, room, 0.0)
+def most_work(pieces: tuple[Piece, ...], room: float, most: int) -> float:
+    """The most work of whole pieces that fit into the room, `most` of them in all: an exact knapsack."""
+    return _packed(pieces, room, most, 0.0)
 
 
-def _packed(pieces: tuple[Piece, ...], room: float, beat: float) -> float:
+def _packed(pieces: tuple[Piece, ...], room: float, most: int, beat: float) -> float:
     """The same, or `beat` where that is more. The rest of a room holds at most as much as the next densest fills it."""
     if not pieces or room < 0:
         return max(beat, 0.0)
     (size, work), rest = pieces[0], pieces[1:]
     if not size or room == INFINITY:
-        return INFINITY
-    for count in range(int(room / size + slack(1.0)), -1, -1):
+        return max(beat, most * max(one for _, one in pieces))
+    for count in range(min(most, int(room / size + slack(1.0))), -1, -1):
         here, left = count * work, max(0.0, room - count * size)
         if (left * rest[0][1] / rest[0][0] if rest else 0.0) <= beat - here:
             break
-        beat = max(beat, here + _packed(rest, left, beat - here))
+        beat = max(beat, here + _packed(rest, left, most - count, beat - here))
     return beat
 
 
