@@ -75,7 +75,7 @@ class Search:
 
     def run(self, visits: int) -> None:
         """Make the starts, squeeze them, then cool them one by one for as long as visits are left."""
-        each = 2 * self.problem.num_ops
+        each, most = 2 * self.problem.num_ops, visits
         made = []
         for start in starts(self.problem):
             found = self.add(start, start.make(self.problem))
@@ -85,10 +85,10 @@ class Search:
                 made.append(found)
         for gives, firsts in (((0.0, 0.0), self.ranking), (COOLING, made)):
             for one in firsts:
-                if visits <= 0 or self.is_done():
-                    return
-                self.add(one.start, self.compactor.improve(one.order, gives))
                 visits -= len(gives) * each
+                if (visits < 0 and visits + len(gives) * each < most) or self.is_done():
+                    return  # the first is squeezed however long it takes
+                self.add(one.start, self.compactor.improve(one.order, gives))
         if self.problem.num_ops <= _MOST_MOVED_OPS:
             self.move()
 
