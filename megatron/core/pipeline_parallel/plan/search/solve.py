@@ -75,7 +75,8 @@ class Search:
 
     def run(self, visits: int) -> None:
         """Make the starts, squeeze them, then cool them one by one for as long as visits are left."""
-        each, most = 2 * self.problem.num_ops, visits
+        each = 2 * self.problem.num_ops
+        visits = max(visits, 2 * each)  # the best start is squeezed, however long it takes
         made = []
         for start in starts(self.problem):
             found = self.add(start, start.make(self.problem))
@@ -86,8 +87,8 @@ class Search:
         for gives, firsts in (((0.0, 0.0), self.ranking), (COOLING, made)):
             for one in firsts:
                 visits -= len(gives) * each
-                if (visits < 0 and visits + len(gives) * each < most) or self.is_done():
-                    return  # the first is squeezed however long it takes
+                if visits < 0 or self.is_done():
+                    return
                 self.add(one.start, self.compactor.improve(one.order, gives))
         if self.problem.num_ops <= _MOST_MOVED_OPS:
             self.move()
