@@ -52,8 +52,7 @@ from benchmarks.sleeping_stages import (
     times,
 )
 from benchmarks.sleeping_units import DP, SlowEngine, sharded, wire_of_ranks
-from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import build_plan

@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import bisect
 
-from megatron.core.pipeline_parallel.plan.ir import BW, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Plan
-from megatron.core.pipeline_parallel.plan.kinds import IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    IS_TRANSFER,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    B,
+    F,
+    Plan,
+)
 
 Key = tuple[int, int, int]  # (kind of transfer, stage at that end, microbatch)
 

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core import safe_files
 from megatron.core.config_base import STAGES
 from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
     VERSION,
     Kind,
     Plan,
@@ -25,7 +26,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
     plan_hash,
     row_texts,
 )
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.pipeline_parallel.plan.verify import verify

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
-from megatron.core.pipeline_parallel.plan.ir import B, F, Kind, Plan, PlanError, RawOp, Row, W, op_text
-from megatron.core.pipeline_parallel.plan.kinds import (
+from megatron.core.pipeline_parallel.plan.ir import (
     HAS_MICROBATCH,
     IS_COMPUTE,
     IS_DATA_PARALLEL,
     IS_TRANSFER,
+    B,
+    F,
+    Kind,
+    Plan,
+    PlanError,
+    RawOp,
+    Row,
+    W,
+    op_text,
 )
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Placed
 from megatron.core.protocols import Stage

@@ -6,8 +6,7 @@ from collections import Counter
 
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Placed, RowWalk
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
-from megatron.core.pipeline_parallel.plan.kinds import WRITES_GRADS
+from megatron.core.pipeline_parallel.plan.ir import WRITES_GRADS, Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
 
 

@@ -21,8 +21,7 @@ from megatron.core.pipeline_parallel.plan.held.residency_walk import (
 )
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, wrong_op
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import IS_DATA_PARALLEL, Plan, PlanError, wrong_op
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
 
 

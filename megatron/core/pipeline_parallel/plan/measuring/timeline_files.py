@@ -37,8 +37,16 @@ from megatron.core import safe_files, schema
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    Plan,
+    PlanError,
+    RawOp,
+    op_text,
+    parse_op,
+    plan_hash,
+)
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.verify import verify

@@ -21,12 +21,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row, without_collector
-from megatron.core.pipeline_parallel.plan.kinds import (
+from megatron.core.pipeline_parallel.plan.ir import (
     IS_COMPUTE,
     IS_DATA_PARALLEL,
     IS_TRANSFER,
     IS_VALIDATION,
+    Plan,
+    PlanError,
+    RawOp,
+    Row,
+    without_collector,
 )
 from megatron.core.pipeline_parallel.plan.passes import orders
 from megatron.core.pipeline_parallel.plan.passes.lower import lower

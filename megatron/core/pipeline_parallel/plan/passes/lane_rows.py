@@ -13,8 +13,15 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import (
     Span,
     bytes_by_moment,
 )
-from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp, Row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.ir import (
+    HSDP_ALL_REDUCE,
+    IS_COMPUTE,
+    IS_VALIDATION,
+    REDUCE,
+    UNSHARD,
+    RawOp,
+    Row,
+)
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, Residency
 
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, Row, W
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, IS_TRANSFER, B, F, Plan, RawOp, Row, W
 
 _SLACK = 1e-9
 PARTS = (1 << 20, 4, 1)  # of trailing W's: all, some, none: whole chunks one after the other
@@ -231,12 +230,13 @@ class _HoldBack:
 
     def jump(self) -> bool:
         """One computation out of its row's order: the one that can start first; whether there is any."""
-        found = []
+        found: list[tuple[float, int, RawOp]] = []
         for rank in range(len(self.rows)):
             starts = ((self._start(rank, op), rank, op) for op in self._possible(rank))
             found += itertools.islice((one for one in starts if one[0] < math.inf), 1)
         if found:
-            self._take(*min(found)[1:])
+            _, rank, op = min(found)
+            self._take(rank, op)
         return bool(found)
 
     def _possible(self, rank: int) -> Iterator[RawOp]:

@@ -16,8 +16,19 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import RECV_F, SEND_F, F, Kind, Plan, RawOp, Row, is_overlapped
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    IS_VALIDATION,
+    RECV_F,
+    SEND_F,
+    F,
+    Kind,
+    Plan,
+    RawOp,
+    Row,
+    is_overlapped,
+)
 from megatron.core.pipeline_parallel.plan.placement import LOOPED
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
