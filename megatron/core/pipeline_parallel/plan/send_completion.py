@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import bisect
 
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    IS_TRANSFER,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    B,
-    F,
-    Plan,
-)
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan
 
 Key = tuple[int, int, int]  # (kind of transfer, stage at that end, microbatch)
 
-_INPUT_OF = {F: RECV_F, B: RECV_B, BW: RECV_B}
+_INPUT_OF = {F: ir.RECV_F, B: ir.RECV_B, BW: ir.RECV_B}
 
 
 def send_completion(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
@@ -35,13 +26,13 @@ def send_completion(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
     """
     row = plan.rows[rank]
     found: dict[Key, tuple[Key, ...]] = {}
-    for peer in sorted({op[6] for op in row if IS_TRANSFER[op[0]]}):
+    for peer in sorted({op[6] for op in row if ir.IS_TRANSFER[op[0]]}):
         other = plan.rows[peer]
         used_at = {(_INPUT_OF[op[0]], op[1], op[2]): at for at, op in enumerate(other) if op[0] in _INPUT_OF}
         # By message: where the peer sends it, or uses it.
-        at_peer = {op[7]: used_at.get(op[:3], at) for at, op in enumerate(other) if IS_TRANSFER[op[0]]}
-        messages = [(at_peer[op[7]], op[:3]) for op in row if IS_TRANSFER[op[0]] and op[6] == peer]
-        sends = sorted(one for one in messages if one[1][0] in (SEND_F, SEND_B))
+        at_peer = {op[7]: used_at.get(op[:3], at) for at, op in enumerate(other) if ir.IS_TRANSFER[op[0]]}
+        messages = [(at_peer[op[7]], op[:3]) for op in row if ir.IS_TRANSFER[op[0]] and op[6] == peer]
+        sends = sorted(one for one in messages if one[1][0] in (ir.SEND_F, ir.SEND_B))
         sent_at = {key: at for at, key in messages}
         first = 0
         for key in ((_INPUT_OF[op[0]], op[1], op[2]) for op in row if op[0] in _INPUT_OF):

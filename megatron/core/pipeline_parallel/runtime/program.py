@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
-from megatron.core.pipeline_parallel.plan.ir import (
-    HAS_MICROBATCH,
-    IS_COMPUTE,
-    IS_DATA_PARALLEL,
-    IS_TRANSFER,
-    B,
-    F,
-    Kind,
-    Plan,
-    PlanError,
-    RawOp,
-    Row,
-    W,
-    op_text,
-)
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.ir import B, F, Kind, Plan, PlanError, RawOp, Row, W
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Placed
 from megatron.core.protocols import Stage
 
@@ -43,11 +30,11 @@ def check_row(
     assert set(stages) == mine, f"rank {rank} has stages {sorted(mine)}, given {sorted(stages)}"
     for op in plan.rows[rank]:
         kind, problem = Kind(op[0]), ""
-        if kind not in known and not IS_TRANSFER[kind]:
-            needed = "a data parallel engine" if IS_DATA_PARALLEL[kind] else "a handler"
+        if kind not in known and not ir.IS_TRANSFER[kind]:
+            needed = "a data parallel engine" if ir.IS_DATA_PARALLEL[kind] else "a handler"
             needed = "a validation" if kind == Kind.VALIDATE else needed
             problem = f"nothing here does {kind.name}; it needs {needed}"
-        elif HAS_MICROBATCH[kind] and (op[3] or (op[4] >= 0 and not (kind == W and units))):
+        elif ir.HAS_MICROBATCH[kind] and (op[3] or (op[4] >= 0 and not (kind == W and units))):
             problem = (
                 "stages compute whole microbatches of all their units; only W may have parts, where a data parallel "
                 "engine knows units"
@@ -60,7 +47,7 @@ def check_row(
         elif kind == F and op[1] > 0 and not local[op[1] - 1] and not plan.has_transfers:
             problem = "the plan has no transfers; `lower` adds them"
         if problem:
-            raise PlanError(f"rank {rank}: {op_text(op)}: {problem}")
+            raise PlanError(f"rank {rank}: {ir.op_text(op)}: {problem}")
 
 
 def compile_row(
@@ -76,20 +63,20 @@ def compile_row(
     within: list[Placed] = []
     for place, op in enumerate(row):
         kind = op[0]
-        if IS_TRANSFER[kind]:
+        if ir.IS_TRANSFER[kind]:
             batch: tuple[RawOp, ...] = ()
             places: tuple[int, ...] = ()
             if program and program[-1].call == transfer:
                 _, batch, places = program.pop()
             program.append(Step(transfer, (*batch, op), (*places, place)))
-        elif IS_DATA_PARALLEL[kind] and op[3]:
+        elif ir.IS_DATA_PARALLEL[kind] and op[3]:
             within.append((place, op))
         else:
-            argument: Any = (place, op) if IS_DATA_PARALLEL[kind] else op
-            if IS_COMPUTE[kind]:
+            argument: Any = (place, op) if ir.IS_DATA_PARALLEL[kind] else op
+            if ir.IS_COMPUTE[kind]:
                 argument = computation(op, within)
                 within = []
             program.append(Step(table[kind], argument, (place,)))
     if within:
-        raise PlanError(f"{op_text(within[0][1])}: no computation comes behind it")
+        raise PlanError(f"{ir.op_text(within[0][1])}: no computation comes behind it")
     return program

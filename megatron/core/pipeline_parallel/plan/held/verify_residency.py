@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.residency_walk import (
     Placed,
@@ -23,15 +24,7 @@ from megatron.core.pipeline_parallel.plan.held.residency_walk import (
 )
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts, rank_units
-from megatron.core.pipeline_parallel.plan.ir import (
-    IS_DATA_PARALLEL,
-    WRITES_GRADS,
-    Plan,
-    PlanError,
-    RawOp,
-    Row,
-    wrong_op,
-)
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
 
 
@@ -49,8 +42,8 @@ def verify_residency(
     of_ranks = rank_units(plan.placement, tuple(stages))
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
         for place, op in enumerate(row if not residency.moves else ()):
-            if IS_DATA_PARALLEL[op[0]]:
-                raise wrong_op(rank, place, op, "there are no data parallel peers to share anything with")
+            if ir.IS_DATA_PARALLEL[op[0]]:
+                raise ir.wrong_op(rank, place, op, "there are no data parallel peers to share anything with")
         walk = walk_row(row, units, residency, costs, forward_only=plan.forward_only)
         if residency.moves:
             uses = RowUses(row, units, overlap_reduce=residency.overlap_reduce)
@@ -178,7 +171,7 @@ class _WalkByWords(RowWalk):
 
     def _compute(self, place: int, op: RawOp, inside: list[Placed], during: float, after: float) -> None:
         numbers = self.units.of[op[1]]
-        if WRITES_GRADS[op[0]]:
+        if ir.WRITES_GRADS[op[0]]:
             for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
                 self._added[op[1], unit] += 1
         for at, one in inside:
