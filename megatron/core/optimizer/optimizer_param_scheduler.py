@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples seen.
+"""Learning rate and weight decay as functions of the samples seen (WSD: arXiv 2404.06395).
 
 The clock counts samples of successful steps, so schedules do not notice batch ramp-up or a changed batch
 size. The first update uses the rates at 0 samples; after it, `step(batch)` sets the rates of the next.
