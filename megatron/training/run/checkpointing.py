@@ -24,7 +24,7 @@ from torch import __version__ as torch_version
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
-from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
@@ -73,10 +73,10 @@ CheckState = Callable[[Found, bool], None]
 
 
 class Checkpointer:
-    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
+    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world. saved: told of
+    each checkpoint once it is one: its iteration, its directory.
 
-    guard: called on rank 0 before it changes anything in --save, see `save.save`. saved: told of each checkpoint once
-    it is one: its iteration, its directory.
+    guard: called on rank 0 before it changes anything in --save, see `save.save`.
     """
 
     def __init__(

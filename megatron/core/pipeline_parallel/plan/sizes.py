@@ -1,0 +1,19 @@
+"""Sizes in words."""
+
+from __future__ import annotations
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def size_text(size: float, unit: str = "bytes") -> str:
+    """Bytes in GB of 1e9, what is small in less; anything else as it is."""
+    if unit != "bytes":
+        return f"{size:.4g}"
+    factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
+    return f"{size / factor:.4g} {name}"
+
+
+def mib_text(size: float) -> str:
+    """Bytes in MiB, what is smaller than a hundredth of one in KiB."""
+    mib = size / 2**20
+    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"
