@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from megatron.command import as_called, program
 from megatron.core.model_parallel_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
@@ -51,8 +52,8 @@ def whole_number(text: str) -> int:
 def parser(description: str | None, formats: Sequence[str]) -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="show_schedule.py",
-        description=description,
+        prog=program("show_schedule.py"),
+        description=as_called(description or ""),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
