@@ -1,3 +1,5 @@
+"""Megatron-core's package, and the release of it that is followed."""
+
 import sys
 
 # The release of megatron-core whose flags and Python names this package follows, and our own version.
