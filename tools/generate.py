@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import as_called, program
+from megatron.command import program
 from megatron.core.available_memory import available_bytes
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.training.config.config import Config
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitStatus
+from tools.commands import as_called
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right

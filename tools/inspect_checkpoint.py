@@ -20,12 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megatron.command import as_called, program
+from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import Found, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.training.guard.console import guard_console
 from tools.checkpoint_summary import folded, summary, summary_lines
+from tools.commands import as_called
 
 
 def describe(found: Found) -> dict[str, Any]:

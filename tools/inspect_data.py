@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import numpy as np
 
-from megatron.command import as_called
 from megatron.core.datasets.blend import (
     DEFAULT_SPLIT,
     SPLIT_NAMES,
@@ -49,6 +48,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.training.guard.console import guard_console
+from tools.commands import as_called
 from tools.corpus_report import CorpusReport, verify_corpus
 from tools.run_data import config_of_run, defaults_of_run, texts, tokenizer_of, told
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags

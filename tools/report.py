@@ -11,9 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import as_called, program
+from megatron.command import program
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.report import write_report
+from tools.commands import as_called
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset import pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
+from megatron.core.dist_checkpointing.catalog import choose, config_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.training.config.config import Config
-from megatron.training.config.saved_config import saved_config
+from megatron.training.config.saved_config import check_config
 from tools.tokenizer_flags import tokenizer_config
 
 WHERE = (
@@ -35,9 +37,10 @@ HOW = (
 
 def config_of_run(load: str, ckpt_step: int | None) -> Config:
     """The configuration in a checkpoint. Raises CheckpointError."""
-    saved = saved_config(load, ckpt_step)
-    if saved is None:
-        raise CheckpointError(f"{load}: no checkpoint here")
+    choice = choose(Path(load), ckpt_step)
+    if choice.found is None:
+        raise CheckpointError("; ".join(choice.notes))
+    saved = config_of(choice.found, check_config)
     try:
         return Config.from_flat(saved)
     except ValueError as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from megatron.command import as_called, program
+from megatron.command import program
 from megatron.core.model_parallel_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
+from tools.commands import as_called
 
 ALL = "all"
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300

@@ -246,8 +246,8 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:
     """The page. python, program: as typed. more: flags that this program needs beside the others."""
-    run, script, data = shlex.quote(python), shlex.quote(program), command.COMMANDS["data preprocess"].script
-    tool, no_python = shlex.quote(os.path.relpath(command.SCRIPTS / data)), ""
+    run, script, no_python = shlex.quote(python), shlex.quote(program), ""
+    tool = shlex.quote(os.path.relpath(command.SCRIPTS / "tools" / "preprocess_data.py"))
     if typed := command.called_as(program):
         run, script, tool, no_python = "", program, f"{typed} data preprocess", " --no-python"
     byte = "--tokenizer-type ByteTokenizer"
