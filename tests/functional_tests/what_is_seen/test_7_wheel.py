@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("megatron", "tools", "pretrain_gpt.py", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 --lr 1e-2 "
-    "--train-iters 4 --log-interval 2 --eval-iters 1 --num-workers 0 --tokenizer-type ByteTokenizer"
+    "--train-iters 2 --log-interval 2 --eval-iters 1 --num-workers 0 --tokenizer-type ByteTokenizer"
 ).split()
 
 
@@ -129,24 +129,16 @@ def test_each_command_works_from_an_empty_folder(installed):
     (installed.folder / "my.txt").write_text("what is it that we say here? " * 60)
     made = "data preprocess --input my.txt --output-prefix my --append-eod --tokenizer-type ByteTokenizer"
     assert "1 documents" in installed.run(zero, *made.split(), torch=False)
-    own = [*TINY, "--data-path", "my_text_document", "--split", "1", "--save", "ck", "--save-interval", "4"]
+    own = [*TINY, "--data-path", "my_text_document", "--split", "1", "--save", "ck", "--save-interval", "2"]
     launcher = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
+        *"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(),
     ]
     trained = installed.run(*launcher, zero, "train", "--pipeline-model-parallel-size", "2", *own)
-    assert re.search(r"iteration +4/ +4 .* lm loss: ", trained)
+    assert re.search(r"iteration +2/ +2 .* lm loss: ", trained)
     assert "2 ranks, pp=2" in installed.run(zero, "checkpoint", "ck", torch=False)
     assert "    | " in installed.run(zero, "data", "inspect", "--load", "ck", torch=False)
     assert "report.html" in installed.run(zero, "report", "ck")
-    assert "what" in installed.run(
-        zero, "generate", "--load", "ck", "--prompt", "what", "--max-new-tokens", "2"
-    )
 
 
 def test_exit_statuses_pass_through(installed):
