@@ -135,10 +135,6 @@ def line_chart(
     return Picture(title, labels, plot, TOP + height + AXIS, tuple(keys), note=note)
 
 
-def _told(x: float) -> str:
-    return str(x) if isinstance(x, int) else f"{x:.6g}"
-
-
 def _is_drawable(value: float, log_y: bool) -> bool:
     return abs(value) <= LARGEST and (value >= SMALLEST or not log_y)  # NaN is not
 
@@ -223,6 +219,6 @@ class _Axes:
         name = html.escape(series.name)
         targets = [] if hover is None else [*kept[: -1 : max(1, math.ceil(len(kept) / MAX_HOVER))], kept[-1]]
         for x, y in targets:
-            title = element("title", f"{hover} {_told(x)}: {name} {y:.6g}")
+            title = element("title", f"{hover} {x:.15g}: {name} {y:.6g}")
             parts.append(element("circle", title, class_="hit", cx=percent(self.share(x)), cy=self.y(y), r=5))
         return element("g", *parts, class_=f"{'p' if series.pale else 's'}{colour}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.core import safe_files
 from megatron.core.drawing import page as drawing
+from megatron.core.drawing.charts import tick_text
 from megatron.core.drawing.page import Picture, element
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.report.metrics import perplexity
@@ -107,10 +108,10 @@ def totals(run: RunRecord) -> list[tuple[str, str, str]]:
         if values := run.finite(loss):
             made.append((loss, f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}"))
     if run.parameters is not None:
-        made.append(("parameters", _short(run.parameters), f"{run.parameters:,}"))
+        made.append(("parameters", tick_text(float(f"{run.parameters:.4g}")), f"{run.parameters:,}"))
     samples = f"{run.consumed_samples:,} samples"
     if run.tokens is not None:
-        made.append(("tokens", _short(run.tokens), samples))
+        made.append(("tokens", tick_text(float(f"{run.tokens:.4g}")), samples))
     made.append(("iterations", f"{run.last_iteration:,}", samples if run.tokens is None else ""))
     if speed := run.finite("tokens-per-second"):
         made.append(("tokens/s", f"{statistics.median(speed):,.0f}", f"median; best {max(speed):,.0f}"))
@@ -121,14 +122,6 @@ def totals(run: RunRecord) -> list[tuple[str, str, str]]:
         wall = format_duration(run.last_time - run.first_time)
         made.append(("wall time", wall, ", ".join(filter(None, (note, starts)))))
     return made
-
-
-def _short(count: int) -> str:
-    """1,234; 12.3 k; 1.31 B."""
-    for unit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "k")):
-        if count >= unit:
-            return f"{count / min(unit, 10**3) if suffix == 'k' else count / unit:.4g} {suffix}"
-    return f"{count:,}"
 
 
 def _status(record: ExitRecord | None) -> str:

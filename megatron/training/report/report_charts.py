@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron.core.drawing.charts import LARGEST, Mark, Points, Series, line_chart
 from megatron.core.drawing.page import Picture
+from megatron.core.safe_files import read_text
 from megatron.training.report.run_record import RunRecord, layout
 
 Runs = Sequence[tuple[str, RunRecord]]  # by name; one run has no need of its name
 
 PIPELINE = "Pipeline"
 _MB, _PERCENT = ", MB", ", % of a step"  # at the ends of titles: what values are scaled to
-# Subject, title, pattern of tags, words: "log" if the vertical axis is logarithmic where values span more than a factor
-# of 50, "zero" if it starts at 0, "varied" if there is a chart only where values change.
-CHARTS = (
-    ("Optimization", "Gradient norm", "grad-norm", "log"),
-    ("Optimization", "Learning rate", "(decoupled-)?learning-rate", "zero"),
-    ("Optimization", "Parameter norm", "params-norm", ""),
-    ("Optimization", "Loss scale", "loss-scale", "log varied"),
-    ("Optimization", "Global batch size", "batch-size", "zero varied"),
-    (
-        "Optimization",
-        "Iterations skipped, with NaN, undone",
-        "(skipped|nan)-iterations|rollbacks",
-        "zero varied",
-    ),
-    ("Optimization", "Zeros in gradients", "num-zeros", "zero"),
-    ("Optimization", "Perplexity on held-out data", ".* ppl", "log"),
-    ("Throughput", "Tokens/s", "tokens-per-second", "zero"),
-    ("Throughput", "Seconds per iteration", "iteration-time", "zero"),
-    ("Throughput", "TFLOP/s per device", "throughput", "zero"),
-    ("Throughput", "Ranks", "world-size", "zero varied"),
-    ("Throughput", "Timers: seconds per iteration", "(?!iteration-time).*(?<!exposed)-time", "zero"),
-    (PIPELINE, f"Bubble{_PERCENT}", "(planned|measured)-bubble", "zero"),
-    (
-        "Memory",
-        f"Memory by kind: the most on the fullest rank{_MB}",
-        "(planned|measured)-(?!moved|held).*-bytes",
-        "zero",
-    ),
-    ("Memory", f"Memory in all: the most on the fullest rank{_MB}", "(planned|measured)-held-bytes", "zero"),
-    ("Memory", f"Device memory{_MB}", "mem-.*-bytes", "zero"),
-    (
-        "Communication",
-        f"On the wire, and exposed{_PERCENT}",
-        "(planned|measured)-(lane|exposed)-share",
-        "zero",
-    ),
-    ("Communication", "Exposed seconds of a step", "(planned|measured)-exposed-time", "zero"),
-    ("Communication", f"Moved in a step{_MB}", "(planned|measured)-moved-bytes", "zero"),
-    ("Communication", "Calls in a step", "(planned|measured)-(gathers|reductions|hsdp-.*)", "zero varied"),
-)
+# A chart a row. tags: a pattern. words: "log", the vertical axis is logarithmic where values span more than a factor of
+# 50; "zero", it starts at 0; "varied", there is a chart only where values change.
+CHARTS = [
+    (row["subject"], row["title"], row["tags"], row["words"])
+    for row in csv.DictReader(
+        read_text(Path(__file__).with_name("charts.csv"), max_bytes=1 << 16, follow=True).splitlines()
+    )
+]
 
 
 def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Picture:

@@ -135,13 +135,9 @@ class Reporter:
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
         speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
-        counts = session.gather(_own_parameters(session, engine))
+        count = round(sum(session.gather(_own_parameters(session, engine))))
         self.writers = open_writers(
-            session.config,
-            session.folder.path,
-            enabled=speaks,
-            resumed_iteration=begins,
-            parameters=round(sum(counts)),
+            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins, parameters=count
         )
         is_shown = speaks and self._log.progress != "off"
         self._progress = ProgressLine(total if is_shown else 0, first_iteration=begins + 1)
