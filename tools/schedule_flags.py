@@ -102,7 +102,7 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
         help="what is held between B and W, as a share of an activation; may be above 1 (default 1)",
     )
     made.add_argument(
-        "--format", choices=formats, default="text", help="several schedules: text, json, table"
+        "--format", choices=formats, default="text", help="several schedules: text, json, table, html, svg"
     )
     made.add_argument("--html", type=Path, metavar="FILE", help="compare the schedules on one page")
     made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")
