@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths

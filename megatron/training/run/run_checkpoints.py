@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OPTIMIZER_SCHEMA, OptimizerStateError

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.save import save
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.config.training_config import CheckpointConfig

@@ -1,5 +1,5 @@
 """Plans as files: JSON with version and hash, one of them to be run (--pipeline-schedule-file), and the CSV that
-torch.distributed.pipelining reads."""
+torch.distributed.pipelining reads; sizes in words."""
 
 from __future__ import annotations
 
@@ -164,3 +164,20 @@ def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:
         texts = ir.row_texts(bare, _TORCH_NAMES)
         writer.writerow(f"{text}OVERLAP_F_B" if text.startswith("(") else text for text in texts)
     return out.getvalue()
+
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def size_text(size: float, unit: str = "bytes") -> str:
+    """Bytes in GB of 1e9, what is small in less; anything else as it is."""
+    if unit != "bytes":
+        return f"{size:.4g}"
+    factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
+    return f"{size / factor:.4g} {name}"
+
+
+def mib_text(size: float) -> str:
+    """Bytes in MiB, what is smaller than a hundredth of one in KiB."""
+    mib = size / 2**20
+    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"
