@@ -96,7 +96,9 @@ def test_every_recipe_that_was_asked_for_is_there_and_listed():
 
 
 def test_the_quickstart_ends_with_its_report():
-    assert section(README, "First run in five minutes").rstrip().endswith("**open runs/quickstart/report.html**")
+    assert (
+        section(README, "First run in five minutes").rstrip().endswith("**open runs/quickstart/report.html**")
+    )
     script = (ROOT / "examples/quickstart/run.sh").read_text().splitlines()
     assert script[-1] == 'echo "== done: open $RUN_DIR/report.html"'
 
