@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import Found, choose
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.training.guard.console import guard_console
 from tools.checkpoint_summary import folded, summary, summary_lines
