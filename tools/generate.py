@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import program
 from megatron.core.available_memory import available_bytes
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.training.config.config import Config
 from megatron.training.guard.console import guard_console

@@ -44,7 +44,7 @@ from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, bu
 from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.training.guard.console import guard_console

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.datasets.gpt_dataset import pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.dist_checkpointing.catalog import choose, config_of
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.save import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
+from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
 from tests.harness import launch
 from tests.harness.tiny_models import tiny_config
