@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=as_called(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("load", type=Path, help="folder of checkpoints, as --load")
-    parser.add_argument("--ckpt-step", type=int, default=None, help="this iteration instead of the newest")
+    parser.add_argument("load", metavar="DIR", type=Path, help="folder of checkpoints, as --load")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
     parser.add_argument(
         "--verify", action="store_true", help="read all of it: SHA-256 and header of every file"
     )

@@ -114,6 +114,15 @@ def test_what_cannot_be_shown_says_why(here, capsys, words, status, message):
     assert message in told_by(inspect_data, capsys, *words.split(), status=status).err
 
 
+def test_data_that_the_run_named_from_its_own_folder(here, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    told = told_by(inspect_data, capsys, "--load", here / "ck", status=4).err
+    assert "has named its data from the folder that it was started in" in told
+    assert (
+        "train: " in told_by(inspect_data, capsys, "--load", here / "ck", "--data-path", here / "corpus").out
+    )
+
+
 def test_a_checkpoint_opens_with_what_it_is_of(here, capsys):
     head = told_by(inspect_checkpoint, capsys, "ck").out.splitlines()[:9]
     lines = launch.metrics_lines(here / "ck")
