@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,3 +86,7 @@ def seeded_default_generator(device: torch.device, seed: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+def __getattr__(name: str) -> Any:  # Megatron's names
+    return importlib.import_module("megatron.compat.names").look_up(__name__, name)
